@@ -1,0 +1,1 @@
+"""Efficient-training techniques for PyTorch Lightning, stacked onto an unchanged LightningModule."""

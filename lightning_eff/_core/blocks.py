@@ -1,0 +1,272 @@
+"""The stack of repeated blocks in any module: found, run in part, frozen and thawed.
+
+Blocks are never added or removed: parameters are allocated in full and named as in the plain module. While a step runs,
+the container (``nn.ModuleList`` or ``nn.Sequential``) shows the module's own code a prefix of its blocks, or a pass-through
+in place of some of them; outside a step it is as it was.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A container whose children are all of one class."""
+
+    path: str
+    container: nn.Module
+    block: str
+    length: int
+    composite: bool
+
+    def __str__(self) -> str:
+        return f"{self.path!r} ({self.length} x {self.block})"
+
+
+def signature(block: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of a block's parameters and buffers: two blocks with the same can be copied onto one another."""
+    return [(name, tuple(tensor.shape)) for name, tensor in block.state_dict(keep_vars=True).items()]
+
+
+def candidates(module: nn.Module) -> list[Candidate]:
+    """Every stack of blocks in ``module``, outermost only, the likeliest first: of composite blocks, then the longest."""
+    found: list[Candidate] = []
+    for path, container in module.named_modules():
+        if not isinstance(container, nn.ModuleList | nn.Sequential) or not path:
+            continue
+        if any(path.startswith(f"{outer.path}.") for outer in found if outer.composite):
+            continue
+        blocks = [child for child in container._modules.values() if child is not None]
+        classes = {type(getattr(block, "_orig_mod", block)) for block in blocks}
+        if len(blocks) < 2 or len(classes) > 1 or not any(True for _ in blocks[0].parameters()):
+            continue
+        (cls,) = classes
+        if issubclass(cls, nn.Sequential | nn.ModuleList) and any(
+            signature(block) != signature(blocks[0]) for block in blocks
+        ):
+            continue  # stages of different make, not repeated blocks
+        composite = any(True for _ in blocks[0].children())
+        found.append(Candidate(path, container, cls.__name__, len(blocks), composite))
+    outer = [c for c in found if c.composite]
+    inside = tuple(f"{c.path}." for c in outer)
+    found = [c for c in found if not c.path.startswith(inside)] if inside else found
+    return sorted(found, key=lambda c: (not c.composite, -c.length))
+
+
+def find_stack(module: nn.Module, layers: str | None, *, who: str) -> Candidate:
+    """The stack at the dotted path ``layers``, or the longest one in ``module``.
+
+    Args:
+        module: the LightningModule, or any module.
+        layers: dotted path of an ``nn.ModuleList`` or ``nn.Sequential``; None looks for the longest.
+        who: the technique's name, for the message.
+
+    Raises:
+        ValueError: if there is none, if the longest is not the only one of its length, or if the path names none; the
+            message lists the candidates.
+    """
+    found = candidates(module)
+    listed = ", ".join(str(c) for c in found) or "none"
+    if layers is not None:
+        named = dict(module.named_modules())
+        container = named.get(layers)
+        if not isinstance(container, nn.ModuleList | nn.Sequential) or not layers:
+            what = "names no submodule" if container is None else f"is a {type(container).__name__}"
+            raise ValueError(
+                f"{who}(layers={layers!r}): that path {what} of {type(module).__name__}; expected the dotted path of an"
+                f" nn.ModuleList or nn.Sequential of blocks. Candidates: {listed}."
+            )
+        blocks = [child for child in container._modules.values() if child is not None]
+        classes = sorted({type(getattr(block, "_orig_mod", block)).__name__ for block in blocks})
+        if len(classes) != 1:
+            raise ValueError(
+                f"{who}(layers={layers!r}): that container holds {classes or 'nothing'}; expected blocks of one class."
+                f" Candidates: {listed}."
+            )
+        return Candidate(layers, container, classes[0], len(blocks), any(True for _ in blocks[0].children()))
+    if not found:
+        raise ValueError(
+            f"{who}: found no stack of repeated blocks in {type(module).__name__}; expected an nn.ModuleList or"
+            " nn.Sequential of at least two blocks of one class. Give its dotted path as layers=, or take the technique"
+            " out."
+        )
+    best = [c for c in found if (c.composite, c.length) == (found[0].composite, found[0].length)]
+    if len(best) > 1:
+        raise ValueError(
+            f"{who}: {len(best)} stacks of blocks in {type(module).__name__} are equally long: {', '.join(map(str, best))}."
+            f" Say which one by layers=, e.g. layers={best[0].path!r}. All candidates: {listed}."
+        )
+    return found[0]
+
+
+def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """The hidden state in a block's call: its first tensor argument."""
+    for value in (*args, kwargs.get("hidden_states"), *kwargs.values()):
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value
+    raise TypeError(
+        f"A block was called with {[type(a).__name__ for a in args]} and {sorted(kwargs)}; expected a floating-point"
+        " tensor, the hidden state, among them. Name another stack by layers=."
+    )
+
+
+def split_output(output: Any) -> tuple[Tensor, tuple[Any, ...] | None]:
+    """A block's output as (hidden state, the rest of the tuple or None)."""
+    if isinstance(output, Tensor):
+        return output, None
+    if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
+        return output[0], tuple(output[1:])
+    raise TypeError(
+        f"A block returned {type(output).__name__}; expected a tensor, or a tuple that begins with one. Name another"
+        " stack by layers=."
+    )
+
+
+class PassThrough(nn.Module):
+    """Stands in the container for a block that a step drops: hands the hidden state on and does no work."""
+
+    def __init__(self, stack: "BlockStack", block: nn.Module) -> None:
+        super().__init__()
+        self.__dict__.update(_stack=stack, _block=block)  # not registered: it owns no parameters
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_block"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The block's hidden state, in the form in which blocks of this stack return theirs."""
+        return self.__dict__["_stack"].pass_on(hidden_of(args, kwargs))
+
+
+class BlockStack:
+    """A found stack, and which part of it the next step runs.
+
+    Attributes:
+        active: the blocks at the front that run; the others are as if they were not there.
+        keep: the probability with which each active block was kept, if blocks may be dropped; a kept block's residual
+            branch is scaled by its inverse.
+        dropped: indices of the blocks that the next training step passes over.
+        carries: the blocks return tensors beside the hidden state, which later blocks may need (T5's position bias); None
+            until a block has been seen to run. The first block of such a stack cannot be dropped.
+    """
+
+    def __init__(self, found: Candidate) -> None:
+        self.path = found.path
+        self.container = found.container
+        self._modules = {k: m for k, m in found.container._modules.items() if m is not None}
+        self.blocks: list[nn.Module] = list(self._modules.values())
+        self.active = len(self.blocks)
+        self.keep: list[float] = []
+        self.dropped: frozenset[int] = frozenset()
+        self.carries: bool | None = None
+        self._arity: int | None = None
+        self._carried: tuple[Any, ...] | None = None
+        self._training = False
+        self._shown = False
+        self._handles: list[RemovableHandle] = []
+        self._frozen: list[tuple[nn.Parameter, bool]] = []
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    # -- what a step sees
+
+    @contextmanager
+    def view(self, *, training: bool) -> Iterator[None]:
+        """Show the active blocks, in training without the dropped ones, until the context ends."""
+        if self._shown or (self.active == len(self.blocks) and not (training and (self.dropped or self.keep))):
+            yield
+            return
+        original = self.container._modules
+        shown = dict(list(self._modules.items())[: self.active])
+        if training:
+            keys = list(shown)
+            for index in self.dropped:
+                shown[keys[index]] = PassThrough(self, self.blocks[index])
+        self.container.__dict__["_modules"] = shown
+        self._shown, self._training = True, training
+        try:
+            yield
+        finally:
+            self.container.__dict__["_modules"] = original
+            self._shown = self._training = False
+            self._carried = None
+
+    def pass_on(self, hidden: Tensor) -> Any:
+        """What a dropped block returns for ``hidden``: the same, with the rest as the last block that ran returned it."""
+        if self._arity is None:
+            return hidden
+        return (hidden, *(self._carried if self._carried is not None else (None,) * (self._arity - 1)))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"active": self.active, "carries": self.carries, "arity": self._arity, "length": len(self.blocks)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.active, self.carries, self._arity = state["active"], state["carries"], state["arity"]
+
+    # -- branches of kept blocks
+
+    def watch(self) -> None:
+        """Scale kept branches by 1/p, and learn what form the blocks' output has, until :meth:`release`."""
+        for index, block in enumerate(self.blocks):
+            self._handles.append(block.register_forward_hook(self._hook(index), with_kwargs=True))
+
+    def _hook(self, index: int) -> Any:
+        def hook(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            hidden, rest = split_output(output)
+            if self._arity is None and rest is not None:
+                self._arity = 1 + len(rest)
+            if self.carries is None:
+                self.carries = rest is not None and any(isinstance(value, Tensor) for value in rest)
+            if not self._training:
+                return None
+            self._carried = rest
+            p = self.keep[index] if index < len(self.keep) else 1.0
+            if p == 1.0:
+                return None
+            entered = hidden_of(args, kwargs)
+            if entered.shape != hidden.shape:
+                raise ValueError(
+                    f"Block {index} of {self.path!r} took a hidden state of shape {tuple(entered.shape)} and returned"
+                    f" {tuple(hidden.shape)}; expected the same shape, since a block that changes it cannot be passed"
+                    " over. Name another stack by layers=."
+                )
+            hidden = entered + (hidden - entered) / p
+            return hidden if rest is None else type(output)((hidden, *rest))
+
+        return hook
+
+    # -- inactive blocks
+
+    def freeze_inactive(self) -> None:
+        """Take the parameters that only inactive blocks use out of training; what the user froze stays so."""
+        self.thaw()
+        used = {id(p) for block in self.blocks[: self.active] for p in block.parameters()}
+        for block in self.blocks[self.active :]:
+            for p in block.parameters():
+                if id(p) not in used:
+                    used.add(id(p))
+                    self._frozen.append((p, p.requires_grad))
+                    p.requires_grad_(False)
+                    p.grad = None
+
+    def thaw(self) -> None:
+        """Give frozen parameters back their own ``requires_grad``."""
+        while self._frozen:
+            p, flag = self._frozen.pop()
+            p.requires_grad_(flag)
+
+    def release(self) -> None:
+        """Leave no trace on the module."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.thaw()
+        self.keep, self.dropped = [], frozenset()

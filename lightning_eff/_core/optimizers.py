@@ -1,0 +1,72 @@
+"""Optimizers of any make: seeing them at their making, and moving their state between parameters."""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+def keeps_state(optimizer: Optimizer) -> bool | None:
+    """Whether ``optimizer`` keeps state for a parameter once it has stepped; None where that cannot be found out.
+
+    Found by one step of a copy of the optimizer on a stand-in parameter; the optimizer itself is not touched.
+    """
+    probe: Any = object.__new__(type(optimizer))
+    probe.__dict__.update(optimizer.__dict__)
+    probe.__dict__.pop("step", None)  # learning-rate schedulers put a bound one on the instance
+    probe.state = defaultdict(dict)
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        setattr(probe, name, OrderedDict())
+    group = optimizer.param_groups[0]
+    shape = [2] * max((p.ndim for p in group["params"]), default=1)
+    like = group["params"][0]
+    stand_in = torch.zeros(shape, dtype=like.dtype, device=like.device, requires_grad=True)
+    stand_in.grad = torch.ones_like(stand_in)
+    probe.param_groups = [{**group, "params": [stand_in]}]
+    try:
+        with torch.enable_grad():
+            type(optimizer).step(probe)
+    except Exception:  # an optimizer that cannot be copied this way tells nothing; the caller decides what that means
+        return None
+    return any(value is not None for value in probe.state[stand_in].values())
+
+
+def copy_state(optimizers: list[Optimizer], source: Tensor, target: Tensor) -> bool:
+    """Give ``target`` a copy of the state that ``source`` has in whichever optimizer holds both; True if there was any."""
+    copied = False
+    for optimizer in optimizers:
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if id(source) in held and id(target) in held and optimizer.state.get(source):
+            optimizer.state[target] = {
+                key: value.detach().clone() if isinstance(value, Tensor) else deepcopy(value)
+                for key, value in optimizer.state[source].items()
+            }
+            copied = True
+    return copied
+
+
+def rewrite_configured(configured: Any, fn: Callable[[Optimizer], Optimizer]) -> Any:
+    """What ``configure_optimizers`` returned, whatever form it has, with ``fn`` applied to each optimizer in it.
+
+    The forms are those of Lightning: an optimizer, a sequence of them, a dict with ``"optimizer"``, a sequence of such
+    dicts, a pair (optimizers, schedulers), or None. ``fn`` may change an optimizer in place and return it; where it
+    returns another one, schedulers are the caller's to rebuild.
+    """
+    if configured is None:
+        return None
+    if isinstance(configured, Optimizer):
+        return fn(configured)
+    if isinstance(configured, dict):
+        return {**configured, "optimizer": fn(configured["optimizer"])}
+    if isinstance(configured, list | tuple):
+        if len(configured) == 2 and isinstance(configured[0], list | tuple):
+            return type(configured)([[fn(o) for o in configured[0]], configured[1]])
+        return type(configured)([rewrite_configured(item, fn) for item in configured])
+    raise TypeError(
+        f"configure_optimizers returned {type(configured).__name__}; expected an optimizer, a list of them, a dict with"
+        " 'optimizer', or (optimizers, schedulers)."
+    )

@@ -1,0 +1,31 @@
+"""Instance attributes that are replaced for the length of a run, and put back exactly."""
+
+from typing import Any
+
+_MISSING = object()
+
+
+class Patches:
+    """A last-in-first-out record of replaced instance attributes.
+
+    Only the instance's ``__dict__`` is touched, so classes and other instances never change, and an attribute that
+    the instance did not have is deleted again rather than set to what the class says.
+    """
+
+    def __init__(self) -> None:
+        self._undo: list[tuple[dict[str, Any], str, Any]] = []
+
+    def set(self, obj: object, name: str, value: Any) -> None:
+        """Set ``obj.name`` to ``value`` until :meth:`restore`."""
+        namespace = obj.__dict__
+        self._undo.append((namespace, name, namespace.get(name, _MISSING)))
+        namespace[name] = value
+
+    def restore(self) -> None:
+        """Put every attribute back, newest first. Calling it twice does nothing more."""
+        while self._undo:
+            namespace, name, old = self._undo.pop()
+            if old is _MISSING:
+                namespace.pop(name, None)
+            else:
+                namespace[name] = old

@@ -1,0 +1,60 @@
+"""How far the run is: ``u`` in [0, 1] of its true budget, whichever of steps, epochs and seconds ends it first."""
+
+import math
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Timer
+
+
+class Progress:
+    """The share ``u`` of the budget that is used up, constant within one optimizer step.
+
+    ``u`` is the largest of ``global_step / max_steps``, ``epochs / max_epochs`` (counted in batches where the loader has
+    a length) and ``seconds / max_time``. It is read at the first micro-batch of an accumulation window and holds until
+    the next window, so nothing that depends on it changes between micro-batches whose gradients are summed. Where
+    time takes part, rank 0's clock counts on every rank.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.u = 0.0
+
+    def limits(self) -> dict[str, float]:
+        """The limits that are set, by name: ``max_steps``, ``max_epochs``, ``max_time`` (seconds)."""
+        trainer = self._trainer
+        found: dict[str, float] = {}
+        if trainer.max_steps not in (-1, None):
+            found["max_steps"] = trainer.max_steps
+        if trainer.max_epochs not in (-1, None):
+            found["max_epochs"] = float(trainer.max_epochs)
+        timer = self._timer()
+        if timer is not None:
+            found["max_time"] = float(timer._duration or 0.0)
+        return found
+
+    def update(self, batch_idx: int) -> None:
+        """Read ``u`` anew if ``batch_idx`` opens an accumulation window."""
+        trainer = self._trainer
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            self.u = self._read(batch_idx)
+
+    def _read(self, batch_idx: int) -> float:
+        trainer = self._trainer
+        u = 0.0
+        if trainer.max_steps not in (-1, None):
+            u = max(u, trainer.global_step / max(trainer.max_steps, 1))
+        if trainer.max_epochs not in (-1, None):
+            batches = trainer.num_training_batches
+            within = batch_idx / batches if math.isfinite(batches) and batches > 0 else 0.0
+            u = max(u, (trainer.current_epoch + within) / max(trainer.max_epochs or 1, 1))
+        timer = self._timer()
+        if timer is not None:
+            share = timer.time_elapsed("train") / max(timer._duration or 0.0, 1e-9)
+            if trainer.world_size > 1:
+                share = trainer.strategy.broadcast(share)
+            u = max(u, share)
+        return min(u, 1.0)
+
+    def _timer(self) -> Timer | None:
+        timers = [c for c in self._trainer.callbacks if isinstance(c, Timer) and c._duration is not None]  # pyright: ignore[reportAttributeAccessIssue]
+        return min(timers, key=lambda timer: timer._duration or 0.0, default=None)

@@ -1,0 +1,61 @@
+"""Random state: saved as plain containers, and generators that need no saved state.
+
+A technique draws from :func:`keyed_generator`: the numbers follow from the run's seed and a key such as the step, so a
+resumed run draws what the undisturbed one did, and the global stream stays that of plain Lightning.
+"""
+
+import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def capture() -> dict[str, Any]:
+    """The state of Python's, NumPy's and torch's global generators, loadable under ``weights_only=True``."""
+    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # pyright: ignore[reportAssignmentType]
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": [str(name), torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position), int(has_gauss), float(gauss)],
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def restore(state: dict[str, Any]) -> None:
+    """Set the global generators to a state that :func:`capture` returned."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+@contextmanager
+def fork(state: dict[str, Any] | None = None) -> Iterator[None]:
+    """Leave the global generators as they were found; start inside from ``state`` where one is given."""
+    before = capture()
+    if state is not None:
+        restore(state)
+    try:
+        yield
+    finally:
+        restore(before)
+
+
+def keyed_generator(seed: int, *key: int | str) -> torch.Generator:
+    """A CPU generator whose numbers depend on ``seed`` and ``key`` alone.
+
+    Args:
+        seed: the run's seed, the same on all ranks.
+        key: what tells this draw from others, e.g. the technique's name, the step and the rank.
+    """
+    digest = hashlib.blake2b(repr((seed, *key)).encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=False) >> 1)

@@ -1,0 +1,386 @@
+"""One run of a trainer as the techniques see it: opened by the first of them, closed by whoever comes first at the end."""
+
+import functools
+import inspect
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities import rank_zero_info
+from torch.optim import Optimizer
+
+from lightning_eff._core import rng
+from lightning_eff._core.blocks import BlockStack, find_stack
+from lightning_eff._core.loaders import ResumableLoader
+from lightning_eff._core.patches import Patches
+from lightning_eff._core.progress import Progress
+from lightning_eff._core.resume import mend_loops
+from lightning_eff._core.steps import Step, StepChain
+from lightning_eff._core.surgery import Surgery
+
+if TYPE_CHECKING:
+    from lightning_eff._core.technique import Technique
+
+_KEY = "lightning_eff"
+_OPEN: "WeakKeyDictionary[Trainer, Session]" = WeakKeyDictionary()
+
+
+class Session:
+    """What techniques share in one run.
+
+    Attributes:
+        trainer: the trainer.
+        module: the LightningModule, unwrapped.
+        techniques: every technique among the trainer's callbacks, in their order.
+        progress: how much of the budget is used.
+        chain: the links around ``training_step``.
+        surgery: submodule replacements, put back at the end.
+        patches: attribute replacements, put back at the end.
+        seed: the seed of keyed draws, the same on all ranks and after a resume.
+        fitting: False in validate, test and predict.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule, techniques: "list[Technique]", stage: str) -> None:
+        self.trainer = trainer
+        self.module = module
+        self.techniques = techniques
+        self.fitting = stage == "fit"
+        self.progress = Progress(trainer)
+        self.chain = StepChain(module.training_step)
+        self.surgery = Surgery()
+        self.patches = Patches()
+        self.seed = 0
+        self.rank = trainer.global_rank
+        self._stacks: dict[str, BlockStack] = {}
+        self._loaders: list[ResumableLoader] = []
+        self._scope = ExitStack()
+        self._rng: dict[str, Any] | None = None
+        self._validate_first = False
+        self._in_batch_end = False
+        self._logged = False
+
+    # -- opening and closing
+
+    @classmethod
+    def open(cls, trainer: Trainer, module: LightningModule, stage: str) -> None:
+        """Open the session of this run, unless another technique of the trainer has done so.
+
+        Raises:
+            ValueError: if a technique cannot work in this run, or two contradict each other; nothing is left changed.
+        """
+        from lightning_eff._core.technique import Technique
+
+        techniques = [c for c in trainer.callbacks if isinstance(c, Technique)]  # pyright: ignore[reportAttributeAccessIssue]
+        if trainer in _OPEN and _OPEN[trainer].techniques[0]._session is _OPEN[trainer]:
+            return
+        session = cls(trainer, module, techniques, stage)
+        _OPEN[trainer] = session
+        for technique in techniques:
+            technique._session = session
+        try:
+            if session.fitting:
+                session._check()
+                session._attach()
+            session._patch()
+        except BaseException:
+            session.close()
+            raise
+
+    def close(self) -> None:
+        """Put back everything that was changed. Calling it again does nothing."""
+        self.end_step()
+        for technique in self.techniques:
+            if technique._session is self:
+                technique.detach(self)
+        self.patches.restore()
+        self.surgery.restore()
+        for stack in self._stacks.values():
+            stack.release()
+        for loader in self._loaders:
+            loader.unwrap()
+        self._stacks, self._loaders = {}, []
+        self._in_batch_end = False
+        for technique in self.techniques:
+            if technique._session is self:
+                technique._session, technique._past = None, self
+        if _OPEN.get(self.trainer) is self:
+            del _OPEN[self.trainer]
+
+    def _check(self) -> None:
+        trainer, module = self.trainer, self.module
+        working = [t for t in self.techniques if not t.neutral]
+        for i, technique in enumerate(working):
+            who = type(technique).__name__
+            for other in working[:i]:
+                name = type(other).__name__
+                reason = technique.conflicts.get(name) or other.conflicts.get(who)
+                if name == who:
+                    reason = "the same technique twice would act twice on the same thing"
+                if reason:
+                    raise ValueError(f"{name} and {who} cannot train together: {reason}. Take one of them out.")
+            if technique.needs_automatic_optimization and not module.automatic_optimization:
+                raise ValueError(
+                    f"{who}: {type(module).__name__} has automatic_optimization=False; expected True, because under manual"
+                    f" optimization the module itself calls backward and step, where {who} cannot come between. Use"
+                    " automatic optimization or take the technique out."
+                )
+            if technique.needs_budget and not self.progress.limits():
+                raise ValueError(
+                    f"{who}: the Trainer has no end (max_steps=-1, max_epochs=-1, max_time=None), so how far the run is"
+                    " cannot be told. Set one of max_steps, max_epochs and max_time."
+                )
+            if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
+                raise ValueError(
+                    f"{who}: got strategy {type(trainer.strategy).__name__}; expected a single device or DDP. Sharded"
+                    " parameters are not supported by this technique yet: use strategy='ddp' or take it out."
+                )
+            parameters = inspect.signature(inspect.unwrap(module.training_step)).parameters
+            if "dataloader_iter" in parameters:
+                raise ValueError(
+                    f"{who}: training_step takes dataloader_iter; expected a batch, because the technique must see it. Let"
+                    " training_step take (batch, batch_idx)."
+                )
+        self.seed = trainer.strategy.broadcast(torch.initial_seed() % 2**63)
+        for technique in working:
+            technique.check(self)
+
+    def _attach(self) -> None:
+        for technique in self.techniques:
+            if not technique.neutral:
+                technique.attach(self)
+
+    def _patch(self) -> None:
+        strategy, module = self.trainer.strategy, self.module
+        setup, load = strategy.setup, strategy.load_checkpoint
+
+        def setup_strategy(trainer: Trainer) -> None:
+            for technique in self.techniques:
+                if not technique.neutral:
+                    technique.on_model(self)
+            setup(trainer)
+            if self.fitting:
+                for technique in self.techniques:
+                    if not technique.neutral:
+                        technique.on_optimizers(self)
+
+        def load_checkpoint(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            checkpoint = load(*args, **kwargs)
+            if self.fitting and _KEY in checkpoint:
+                mend_loops(checkpoint, by_steps=self.trainer.max_steps != -1)
+            for technique in self.techniques:
+                if not technique.neutral:
+                    technique.check_checkpoint(self, checkpoint.get("callbacks", {}).get(technique.state_key))
+            return checkpoint
+
+        self.patches.set(strategy, "setup", setup_strategy)
+        self.patches.set(strategy, "load_checkpoint", load_checkpoint)
+        for name in ("validation_step", "test_step", "predict_step"):
+            self.patches.set(module, name, self._evaluation(getattr(module, name)))
+        if not self.fitting:
+            return
+        self.patches.set(strategy, "process_dataloader", self._wrap_loader(strategy.process_dataloader))
+        self.patches.set(module, "training_step", self._training(module.training_step))
+        self.patches.set(module, "configure_optimizers", self._configuring(module.configure_optimizers))
+
+    # -- the module's own methods, wrapped
+
+    def _training(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            if self._asleep() or not args:
+                return original(*args, **kwargs)
+            self.end_step()
+            for stack in self._stacks.values():
+                self._scope.enter_context(stack.view(training=True))
+            if not self.chain.links:
+                return original(*args, **kwargs)
+            batch_idx = self.trainer.fit_loop.epoch_loop.batch_idx
+            step = Step(self.chain, self.module, args[1:], batch_idx, self.trainer.global_step)
+            return self.chain.run(step, args[0])
+
+        training_step.__wrapped__ = inspect.unwrap(original)  # Lightning looks through one wrapper only
+        return training_step
+
+    def _evaluation(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def evaluation_step(*args: Any, **kwargs: Any) -> Any:
+            with ExitStack() as scope:
+                for stack in self._stacks.values():
+                    scope.enter_context(stack.view(training=False))
+                return original(*args, **kwargs)
+
+        evaluation_step.__wrapped__ = inspect.unwrap(original)  # pyright: ignore[reportAttributeAccessIssue]
+        return evaluation_step
+
+    def _configuring(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def configure_optimizers() -> Any:
+            for stack in self._stacks.values():
+                stack.thaw()  # a filter on requires_grad must not lose the blocks that are frozen for now
+            try:
+                return original()
+            finally:
+                for stack in self._stacks.values():
+                    stack.freeze_inactive()
+
+        configure_optimizers.__wrapped__ = inspect.unwrap(original)
+        return configure_optimizers
+
+    def _wrap_loader(self, process: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def process_dataloader(dataloader: Any) -> Any:
+            dataloader = process(dataloader)
+            stateful = hasattr(dataloader, "state_dict") and hasattr(dataloader, "load_state_dict")
+            if not self.trainer.training or stateful:
+                return dataloader
+            loader = ResumableLoader(dataloader, self)
+            self._loaders.append(loader)
+            return loader
+
+        return process_dataloader
+
+    def _asleep(self) -> bool:
+        """Lightning's tuners swap the callbacks for their trial runs, which are then plain ones."""
+        return not any(c is self.techniques[0] for c in self.trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
+
+    # -- what techniques ask for
+
+    def stack(self, layers: str | None, *, who: str) -> BlockStack:
+        """The stack of blocks at ``layers`` (or the longest): one object for all techniques that act on it."""
+        found = find_stack(self.module, layers, who=who)
+        if found.path not in self._stacks:
+            self._stacks[found.path] = BlockStack(found)
+            rank_zero_info(f"{who}: blocks found at {found}")
+        return self._stacks[found.path]
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The torch optimizers of the run."""
+        return [getattr(o, "_optimizer", o) for o in self.trainer.strategy.optimizers]
+
+    def rewrap(self) -> None:
+        """Let DDP see anew which parameters take gradients; without this, ranks would diverge in silence."""
+        strategy = self.trainer.strategy
+        if isinstance(strategy, DDPStrategy):
+            strategy.model = self.module
+            strategy.configure_ddp()
+
+    def blocks_changed(self, by: "Technique") -> None:
+        """Tell the other techniques that ``by`` changed which blocks the network has."""
+        for technique in self.techniques:
+            if technique is not by and not technique.neutral:
+                technique.on_blocks_changed(self)
+
+    def gather(self, value: Any) -> list[Any]:
+        """``value`` of every rank, in rank order, on every rank."""
+        if self.trainer.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.trainer.world_size
+        torch.distributed.all_gather_object(values, value)
+        return values
+
+    def generator(self, *key: int | str) -> torch.Generator:
+        """A generator whose numbers depend on the run's seed and ``key`` alone."""
+        return rng.keyed_generator(self.seed, *key)
+
+    @property
+    def sample_indices(self) -> Any:
+        """The data set indices of the current batch's samples (a list), or None where the loader does not tell."""
+        return self._loaders[0].indices if len(self._loaders) == 1 else None
+
+    def batches_ahead(self) -> int:
+        """How many batches Lightning has fetched and not yet trained on."""
+        return len(getattr(self.trainer.fit_loop._data_fetcher, "batches", []))
+
+    # -- the course of the run, driven by the first technique's hooks
+
+    def start(self) -> None:
+        """On resume, take up the saved random state, and the validation that the checkpoint came before."""
+        if self._rng is None:
+            return
+        rng.restore(self._rng)
+        if self._validate_first:
+            trainer, loop = self.trainer, self.trainer.fit_loop.epoch_loop.val_loop
+            trainer.validating = True
+            loop.restarting = False
+            loop.run()
+            trainer.training = True
+            self._rng = rng.capture()
+
+    def before_first_fetch(self) -> None:
+        """Hooks of others may have drawn numbers since :meth:`start`; the first batch must not feel it."""
+        if self._rng is not None:
+            rng.restore(self._rng)
+            self._rng = None
+
+    def begin_batch(self, batch: Any, batch_idx: int) -> None:
+        self.end_step()
+        self._in_batch_end = False
+        self.progress.update(batch_idx)
+        for technique in self.techniques:
+            if not technique.neutral:
+                technique.on_batch_start(self, batch, batch_idx)
+
+    def end_step(self) -> None:
+        """The step is over, or its backward pass is: show the whole module again."""
+        self._scope.close()
+
+    def end_batch(self, batch_idx: int) -> None:
+        self.end_step()
+        for technique in self.techniques:
+            if not technique.neutral:
+                technique.on_batch_end(self, batch_idx)
+        self._log()
+        self._in_batch_end = True
+
+    def validation_begins(self) -> None:
+        self._in_batch_end = False
+
+    def _log(self) -> None:
+        trainer = self.trainer
+        if self._logged and not (trainer._logger_connector.should_update_logs or trainer.is_last_batch):
+            return
+        self._logged = True
+        metrics = {
+            f"eff/{technique.name()}/{quantity}": float(value)
+            for technique in self.techniques
+            if not technique.neutral
+            for quantity, value in technique.report().items()
+        }
+        if metrics:
+            self.module.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
+
+    def save(self, checkpoint: dict[str, Any]) -> None:
+        """Put what a bit-exact resume needs, beside the techniques' own states, into a checkpoint."""
+        if not self.fitting:
+            return
+        loop = self.trainer.fit_loop
+        due = self._in_batch_end and loop._data_fetcher is not None
+        checkpoint[_KEY] = {
+            "seed": self.seed,
+            "rng": self.gather(rng.capture()),
+            "cost": self.chain.cost.state_dict(),
+            "validate_first": bool(due and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)),
+        }
+
+    def load(self, checkpoint: dict[str, Any]) -> None:
+        """Take over what :meth:`save` put into a checkpoint."""
+        state = checkpoint.get(_KEY)
+        if not self.fitting or state is None:
+            return
+        self.seed = state["seed"]
+        self.chain.cost.load_state_dict(state["cost"])
+        self._validate_first = state["validate_first"]
+        if len(state["rng"]) == self.trainer.world_size:
+            self._rng = state["rng"][self.rank]
+        else:
+            rank_zero_info(
+                f"The checkpoint is of {len(state['rng'])} processes and this run has {self.trainer.world_size}: random"
+                " state and the position in the epoch are not taken over, so the run will not repeat the undisturbed one."
+            )
+
+

@@ -1,0 +1,62 @@
+"""Submodules replaced in place, with their parameters kept, before the optimizer is built and the strategy wraps."""
+
+from collections.abc import Callable
+
+from torch import nn
+
+
+class Surgery:
+    """Replacements in one module tree, undone newest first.
+
+    A replacement must register the very parameters and buffers of the module that it replaces under the same names, so
+    that the ``state_dict``, the optimizer and every checkpoint stay those of the plain module.
+    """
+
+    def __init__(self) -> None:
+        self._undo: list[tuple[nn.Module, str, nn.Module]] = []
+
+    def replace(
+        self, root: nn.Module, match: Callable[[nn.Module], bool], build: Callable[[nn.Module], nn.Module]
+    ) -> list[str]:
+        """Replace each submodule of ``root`` for which ``match`` holds by ``build(submodule)``.
+
+        Returns:
+            The dotted paths replaced; a module reachable by several paths is built once and replaced at all of them.
+
+        Raises:
+            ValueError: if a replacement's parameters or buffers are not those of the original, by name and identity.
+        """
+        built: dict[int, nn.Module] = {}
+        paths: list[str] = []
+        for path, parent in list(root.named_modules(remove_duplicate=False)):
+            for name, child in list(parent._modules.items()):
+                if child is None or not match(child):
+                    continue
+                new = built.get(id(child))
+                if new is None:
+                    new = built[id(child)] = build(child)
+                    _check_same_tensors(child, new, f"{path}.{name}" if path else name)
+                self._undo.append((parent, name, child))
+                parent._modules[name] = new
+                paths.append(f"{path}.{name}" if path else name)
+        return paths
+
+    def restore(self) -> None:
+        """Put every replaced submodule back."""
+        while self._undo:
+            parent, name, child = self._undo.pop()
+            parent._modules[name] = child
+
+
+def _check_same_tensors(old: nn.Module, new: nn.Module, path: str) -> None:
+    def names(module: nn.Module) -> dict[str, int]:
+        named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        return {name: id(tensor) for name, tensor in named}
+
+    had, has = names(old), names(new)
+    if had != has:
+        changed = sorted(name for name in had.keys() | has.keys() if had.get(name) != has.get(name))
+        raise ValueError(
+            f"The replacement {type(new).__name__} of {path} ({type(old).__name__}) has other tensors at {changed};"
+            " expected the same parameters and buffers under the same names. Register the original's own."
+        )

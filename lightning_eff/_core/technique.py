@@ -1,0 +1,159 @@
+"""The base class of every technique that is a callback."""
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from lightning_eff._core.session import Session
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Technique(Callback):
+    """A callback that changes how an unchanged LightningModule trains, through the ways in of ``_core`` alone.
+
+    A subclass checks its arguments in ``__init__``, looks at the run in :meth:`check`, asks for what it needs in
+    :meth:`attach`, :meth:`on_model` and :meth:`on_optimizers`, and acts in the links and blocks that it asked for. The
+    first technique among a trainer's callbacks opens the :class:`Session` for all of them; the last word, also after an
+    exception, is that everything is put back.
+
+    Class attributes, which the command line's table is made of:
+        saves: what the technique saves or gains.
+        paper: where it comes from.
+        constraints: where it does not work.
+        control: what an honest comparison must hold it against, beside the baseline.
+        conflicts: names of techniques that it cannot train with, and why.
+        needs_automatic_optimization: refuses modules with ``automatic_optimization = False``.
+        needs_budget: refuses runs without any of ``max_steps``, ``max_epochs`` and ``max_time``.
+    """
+
+    kind: ClassVar[str] = "callback"
+    saves: ClassVar[str]
+    paper: ClassVar[str]
+    constraints: ClassVar[str] = ""
+    control: ClassVar[str] = ""
+    conflicts: ClassVar[Mapping[str, str]] = {}
+    needs_automatic_optimization: ClassVar[bool] = True
+    needs_budget: ClassVar[bool] = False
+
+    _session: Session | None = None
+    _past: Session | None = None  # the closed one, for a checkpoint that is saved after the run
+
+    @classmethod
+    def name(cls) -> str:
+        """The class's name in snake_case, as in ``eff/<name>/<quantity>``."""
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
+
+    @property
+    def session(self) -> Session:
+        """The run that this technique is attached to."""
+        if self._session is None:
+            raise RuntimeError(f"{type(self).__name__} is attached to no run; it is so from setup to teardown of a Trainer.")
+        return self._session
+
+    # -- what subclasses say
+
+    @property
+    def neutral(self) -> bool:
+        """True where the settings make this plain training: then nothing is attached and nothing contradicts it."""
+        return False
+
+    def check(self, session: Session) -> None:
+        """Raise ``ValueError`` if this run cannot be trained with the technique; nothing has been touched yet."""
+
+    def attach(self, session: Session) -> None:
+        """Take a fresh state and ask for links; called in ``Callback.setup`` of a fit, unless neutral."""
+
+    def on_model(self, session: Session) -> None:
+        """The module is complete, its checkpoint (if any) loaded, and the strategy has not wrapped it."""
+
+    def on_optimizers(self, session: Session) -> None:
+        """The optimizers are built."""
+
+    def check_checkpoint(self, session: Session, state: dict[str, Any] | None) -> None:
+        """Raise ``ValueError`` if one cannot resume from a checkpoint with this technique's ``state`` (None: without)."""
+
+    def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
+        """Before each micro-batch; ``session.progress.u`` is up to date."""
+
+    def on_batch_end(self, session: Session, batch_idx: int) -> None:
+        """After each micro-batch, before checkpoints and validation."""
+
+    def on_blocks_changed(self, session: Session) -> None:
+        """Another technique changed which blocks the network has, or overwrote weights."""
+
+    def detach(self, session: Session) -> None:
+        """The run ends, well or not; what ``_core`` was asked for is put back by itself."""
+
+    def report(self) -> "dict[str, float | int | Tensor]":
+        """Quantities for the logger, by their name in ``eff/<technique>/<quantity>``."""
+        return {}
+
+    def summary(self) -> str:
+        """One line on what was done, for the closing report."""
+        return "nothing to tell"
+
+    # -- Lightning's hooks
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        Session.open(trainer, pl_module, stage)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._leads():
+            self.session.start()
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._leads():
+            self.session.begin_batch(batch, batch_idx)
+
+    @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._leads():
+            self.session.end_step()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._leads():
+            self.session.end_batch(batch_idx)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._leads():
+            self.session.validation_begins()
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        session = self._session or self._past
+        if session is not None and session.techniques[0] is self:
+            session.save(checkpoint)
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self._leads():
+            self.session.load(checkpoint)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self._session is not None:
+            self._session.close()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._session is not None:
+            self._session.close()
+
+    def _leads(self) -> bool:
+        """Whether this is the technique whose hooks drive the session; the others' do nothing of themselves."""
+        return self._session is not None and self._session.techniques[0] is self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key not in ("_session", "_past")}

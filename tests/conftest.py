@@ -1,0 +1,29 @@
+"""What every test relies on: one thread, a known seed, and no trace left behind by a test."""
+
+import gc
+import os
+from collections.abc import Iterator
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.overrides import _get_current_function_mode_stack
+
+
+@pytest.fixture(autouse=True)
+def leave_no_trace() -> Iterator[None]:
+    """Seed everything; afterwards torch's global switches are as before, and no run of a technique is still open."""
+    from lightning_eff._core import session
+
+    torch.set_num_threads(1)
+    pl.seed_everything(0, verbose=False)
+    before = (torch.is_grad_enabled(), torch.get_default_dtype(), torch.is_autocast_enabled("cpu"))
+    yield
+    assert (torch.is_grad_enabled(), torch.get_default_dtype(), torch.is_autocast_enabled("cpu")) == before
+    assert not _get_current_function_mode_stack()
+    gc.collect()
+    assert not list(session._OPEN), "a test left a session open"

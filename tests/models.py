@@ -1,0 +1,284 @@
+"""Plain LightningModules for the tests: hand-written ones, and Hugging Face models with random weights."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+VOCAB, LENGTH = 61, 32
+
+
+class Block(nn.Module):
+    """A pre-norm residual block with attention and an MLP."""
+
+    def __init__(self, dim: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, dim=-1))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.drop(self.proj(attended))
+        return x + self.drop(self.mlp(self.norm2(x)))
+
+
+class TinyGPT(pl.LightningModule):
+    """A language model on dict batches of ``input_ids`` and already shifted ``labels``, both (B, T).
+
+    Args:
+        built: where the blocks are made: "init", "setup" or "configure_model".
+    """
+
+    def __init__(
+        self, num_layers: int = 4, dim: int = 16, dropout: float = 0.1, built: str = "init", lr: float = 1e-2
+    ) -> None:
+        super().__init__()
+        self.num_layers, self.dim, self.dropout, self.built, self.lr = num_layers, dim, dropout, built, lr
+        self.embed, self.position = nn.Embedding(VOCAB, dim), nn.Embedding(LENGTH, dim)
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, VOCAB, bias=False)
+        self.blocks: nn.ModuleList | None = self._blocks() if built == "init" else None
+
+    def _blocks(self) -> nn.ModuleList:
+        return nn.ModuleList(Block(self.dim, self.dropout) for _ in range(self.num_layers))
+
+    def setup(self, stage: str) -> None:
+        if self.built == "setup" and self.blocks is None:
+            self.blocks = self._blocks()
+
+    def configure_model(self) -> None:
+        if self.built == "configure_model" and self.blocks is None:
+            self.blocks = self._blocks()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.position.weight[: ids.shape[1]]
+        assert self.blocks is not None
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten()))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+class TinyClassifier(pl.LightningModule):
+    """An MLP with BatchNorm and dropout on (features, label) tuples: (B, 8) and (B,)."""
+
+    def __init__(self, lr: float = 0.05, momentum: float = 0.9, batch_norm: bool = True) -> None:
+        super().__init__()
+        self.lr, self.momentum = lr, momentum
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+        self.norm = nn.BatchNorm1d(8) if batch_norm else nn.Identity()
+        self.head = nn.Sequential(nn.Dropout(0.2), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(x)))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=self.momentum)
+
+
+class HuggingFace(pl.LightningModule):
+    """Any transformers model that computes its own loss, on dict batches that are its keyword arguments."""
+
+    def __init__(self, model: PreTrainedModel, lr: float = 1e-3) -> None:
+        super().__init__()
+        self.model, self.lr = model, lr
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.model(**batch).loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.model(**batch).loss)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+def hugging_face(name: str, num_layers: int = 4, dropout: float = 0.0) -> HuggingFace:
+    """A random-initialised ``gpt2``, ``llama``, ``bert``, ``vit`` or ``t5`` of width 32."""
+    model: PreTrainedModel
+    if name == "gpt2":
+        model = GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=VOCAB,
+                n_positions=LENGTH,
+                n_embd=32,
+                n_layer=num_layers,
+                n_head=2,
+                resid_pdrop=dropout,
+                embd_pdrop=dropout,
+                attn_pdrop=dropout,
+                bos_token_id=0,
+                eos_token_id=0,
+                use_cache=False,
+            )
+        )
+    elif name == "llama":
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=VOCAB,
+                hidden_size=32,
+                intermediate_size=64,
+                num_hidden_layers=num_layers,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                max_position_embeddings=LENGTH,
+                attention_dropout=dropout,
+                bos_token_id=0,
+                eos_token_id=0,
+                use_cache=False,
+            )
+        )
+    elif name == "bert":
+        model = BertForMaskedLM(
+            BertConfig(
+                vocab_size=VOCAB,
+                hidden_size=32,
+                num_hidden_layers=num_layers,
+                num_attention_heads=2,
+                intermediate_size=64,
+                max_position_embeddings=LENGTH,
+                hidden_dropout_prob=dropout,
+                attention_probs_dropout_prob=dropout,
+            )
+        )
+    elif name == "vit":
+        model = ViTForImageClassification(
+            ViTConfig(
+                hidden_size=32,
+                num_hidden_layers=num_layers,
+                num_attention_heads=2,
+                intermediate_size=64,
+                image_size=8,
+                patch_size=2,
+                num_channels=1,
+                num_labels=5,
+                hidden_dropout_prob=dropout,
+                attention_probs_dropout_prob=dropout,
+            )
+        )
+    elif name == "t5":
+        model = T5ForConditionalGeneration(
+            T5Config(
+                vocab_size=VOCAB,
+                d_model=32,
+                d_kv=16,
+                d_ff=64,
+                num_layers=num_layers,
+                num_heads=2,
+                dropout_rate=dropout,
+                decoder_start_token_id=0,
+                use_cache=False,
+            )
+        )
+    else:
+        raise ValueError(name)
+    model.train()
+    return HuggingFace(model)
+
+
+def make_batch(name: str, size: int = 4, length: int = LENGTH, seed: int = 0) -> Any:
+    """A batch for ``tiny_gpt``, ``classifier`` or a Hugging Face name; what is to be learnt is learnable."""
+    g = torch.Generator().manual_seed(seed)
+    if name == "classifier":
+        x = torch.randn(size, 8, generator=g)
+        return x, (x.sum(1) > 0).long() + (x[:, 0] > 1).long()
+    if name == "vit":
+        pixels = torch.randn(size, 1, 8, 8, generator=g)
+        return {"pixel_values": pixels, "labels": (pixels.mean((1, 2, 3)) * 20).long().clamp(0, 4)}
+    start = torch.randint(0, VOCAB, (size, 1), generator=g)
+    step = torch.randint(1, 4, (size, 1), generator=g)
+    ids = (start + step * torch.arange(length + 1)) % VOCAB
+    if name == "tiny_gpt":
+        return {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
+    ids = ids[:, :-1].contiguous()
+    if name == "bert":
+        masked = torch.rand(size, length, generator=g) < 0.3
+        masked[:, 0] = True
+        return {
+            "input_ids": ids.masked_fill(masked, 0),
+            "attention_mask": torch.ones_like(ids),
+            "labels": ids.masked_fill(~masked, -100),
+        }
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+class Samples(Dataset[Any]):
+    """The samples of one large batch, one at a time."""
+
+    def __init__(self, name: str, size: int, seed: int = 0) -> None:
+        self.batch, self.size = make_batch(name, size, seed=seed), size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        if isinstance(self.batch, dict):
+            return {key: value[index] for key, value in self.batch.items()}
+        return tuple(value[index] for value in self.batch)
+
+
+def loader(name: str, samples: int = 20, batch_size: int = 4, *, shuffle: bool = True, seed: int = 0) -> DataLoader[Any]:
+    """A loader over learnable samples for the model ``name``."""
+    return DataLoader(Samples(name, samples, seed), batch_size, shuffle=shuffle)
+
+
+def module(name: str, **kwargs: Any) -> pl.LightningModule:
+    """The module that ``make_batch(name)`` is for."""
+    if name == "tiny_gpt":
+        return TinyGPT(**kwargs)
+    return TinyClassifier(**kwargs) if name == "classifier" else hugging_face(name, **kwargs)
+
+
+def trainer(*callbacks: pl.Callback, **kwargs: Any) -> pl.Trainer:
+    """A quiet CPU trainer: no logger, no bar, no checkpoints, no validation unless asked for."""
+    settings: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "limit_val_batches": 0,
+        "num_sanity_val_steps": 0,
+        "callbacks": list(callbacks),
+    }
+    return pl.Trainer(**{**settings, **kwargs})
+
+
+def flat(module: nn.Module) -> Tensor:
+    """All parameters in one vector."""
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
