@@ -6,23 +6,38 @@ begins from that state again, the batches already used are passed over, and the 
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy, deepcopy
 from typing import Any, Protocol
 
+import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_eff._core import rng
 
 
 class RecordingSampler:
-    """A sampler or batch sampler that remembers the indices it emitted, in order, until they are asked for."""
+    """A sampler or batch sampler that remembers the indices it emitted, in order, until they are asked for.
+
+    Attributes:
+        emitted: what was emitted and not yet taken off by the reader.
+        began: the global random state from which the last iteration began.
+        begin_from: the state to begin the next iteration from, where it shall repeat an earlier one.
+    """
 
     def __init__(self, inner: Iterable[Any]) -> None:
         self.inner = inner
         self.emitted: deque[Any] = deque()
+        self.began: dict[str, Any] | None = None
+        self.begin_from: dict[str, Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         self.emitted.clear()
+        if self.begin_from is not None:
+            rng.restore(self.begin_from)
+            self.begin_from = None
+        self.began = rng.capture()
         for index in self.inner:
             self.emitted.append(index)
             yield index
@@ -31,12 +46,24 @@ class RecordingSampler:
         return len(self.inner)  # pyright: ignore[reportArgumentType]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("inner", "emitted"):
+        if name.startswith("__") or name in ("inner", "emitted", "began", "begin_from"):
             raise AttributeError(name)
         return getattr(self.inner, name)
 
 
-_OWN = ("_loader", "_position", "_began", "_resume", "_indices", "_recorder", "_host")
+_OWN = (
+    "_loader",
+    "_host",
+    "_recorder",
+    "_iterator",
+    "_waiting",
+    "_indices",
+    "_position",
+    "_iterations",
+    "_began",
+    "_before_fetch",
+    "_resume",
+)
 
 
 class LoaderHost(Protocol):
@@ -55,15 +82,21 @@ class LoaderHost(Protocol):
         """How many batches Lightning has fetched and not yet trained on."""
         ...
 
-    def before_first_fetch(self) -> None:
-        """Called before an iteration's first batch is made."""
+    def epoch_complete(self) -> bool:
+        """Whether the last batch of the epoch has been trained on."""
+        ...
+
+    def begin_iterations(self) -> None:
+        """Call :meth:`ResumableLoader.begin` of all the run's loaders, in their order, as plain Lightning begins them."""
         ...
 
 
 class ResumableLoader:
     """A training loader as Lightning sees it; everything but iteration is the wrapped loader's own.
 
-    Lightning recognises ``state_dict`` and ``load_state_dict`` and saves them with its loops.
+    Lightning recognises ``state_dict`` and ``load_state_dict`` and saves them with its loops. What cannot be repeated
+    exactly: random augmentation inside *persistent* worker processes, whose generators live on from epoch to epoch, and
+    samplers that draw from the global random state between batches rather than as they begin.
 
     Args:
         loader: the loader after Lightning has put in its samplers: a ``DataLoader``, or any iterable.
@@ -76,15 +109,9 @@ class ResumableLoader:
             name = "sampler" if loader.batch_sampler is None else "batch_sampler"
             recorder = RecordingSampler(getattr(loader, name))
             loader.__dict__[name] = recorder  # DataLoader.__setattr__ refuses; undone by `unwrap`
-        self.__dict__.update(
-            _loader=loader,
-            _position=0,
-            _began=None,
-            _resume=None,
-            _indices=None,
-            _recorder=recorder,
-            _host=host,
-        )
+        own = dict.fromkeys(_OWN)
+        own.update(_loader=loader, _host=host, _recorder=recorder, _position=0, _iterations=0)
+        self.__dict__.update(own)
 
     # -- the wrapped loader, for everyone else
 
@@ -116,28 +143,80 @@ class ResumableLoader:
     def __iter__(self) -> Iterator[Any]:
         # The loader's own iterator is made when the first batch is asked for: by then a sampler's epoch is set, and the
         # random state of a resumed run is restored.
-        state, self._resume = self._resume, None
-        self._position, self._began = 0, None
-        return self._iterate(state)
+        self._waiting = True
+        self._position, self._began, self._before_fetch = 0, None, None
+        return self._iterate()
 
-    def _iterate(self, state: dict[str, Any] | None) -> Iterator[Any]:
-        self._host.before_first_fetch()
-        if state is None:
-            self._began = {"rng": rng.capture(), "epochs": [getattr(s, "epoch", None) for s in self._epoch_samplers()]}
-            iterator = iter(self._loader)
-        else:
-            self._began = state["began"]
-            for sampler, epoch in zip(self._epoch_samplers(), self._began["epochs"], strict=False):
-                if epoch is not None:
-                    sampler.set_epoch(epoch)
-            with rng.fork(self._began["rng"]):
-                iterator = iter(self._loader)
-                self._pass_over(iterator, state["position"])
-            self._position = state["position"]
-        for batch in iterator:
+    def _iterate(self) -> Iterator[Any]:
+        if self._waiting:
+            self._host.begin_iterations()
+        fetches_ahead = not _has_length(self._loader)
+        while True:
+            state = self._resume
+            if state is not None and state["before_fetch"] is not None:  # this batch had been fetched before the save
+                self._before_fetch = state["before_fetch"]
+                with rng.fork(self._before_fetch):
+                    batch = next(self._iterator)
+            else:
+                if fetches_ahead:
+                    self._before_fetch = rng.capture()
+                batch = next(self._iterator, _END)
+            if state is not None:
+                self._resume = None
+                self._set_generators(state["generators"])
+            if batch is _END:
+                return
             self._position += 1
             self._indices = self._recorder.emitted.popleft() if self._recorder is not None else None
             yield batch
+
+    def begin(self) -> None:
+        """Make the loader's iterator if one is waited for, in a resumed epoch at the batch that comes next."""
+        if not self._waiting:
+            return
+        self._waiting = False
+        state = self._resume
+        if state is not None:
+            self._iterations = state["iterations"]
+        if state is None or state["began"] is None:
+            if state is not None:
+                self._set_generators(state["generators"])
+                self._resume = None
+            self._began = {
+                "rng": rng.capture(),
+                "generators": [g.get_state() for g in self._generators()],
+                "epochs": [getattr(s, "epoch", None) for s in self._epoch_samplers()],
+            }
+            self._iterator = self._begin()
+            return
+        began = self._began = state["began"]
+        self._iterations -= 1
+        self._position = state["position"]
+        for sampler, epoch in zip(self._epoch_samplers(), began["epochs"], strict=False):
+            if epoch is not None:
+                sampler.set_epoch(epoch)
+        self._set_generators(began["generators"])
+        with rng.fork(began["rng"]):
+            if self._recorder is not None:
+                self._recorder.begin_from = state["sampler_began"]
+            self._iterator = self._begin()
+            self._pass_over(self._iterator, state["position"])
+        if state["before_fetch"] is None:
+            self._set_generators(state["generators"])
+            self._resume = None
+
+    def _begin(self) -> Iterator[Any]:
+        """``iter(loader)``, drawing from the random state what it would draw in an undisturbed run."""
+        loader, first = self._loader, self._iterations == 0
+        self._iterations += 1
+        if first or not getattr(loader, "persistent_workers", False) or loader._iterator is not None:
+            return iter(loader)
+        generator = loader.generator  # undisturbed, the workers of the first epoch would live, and no seed be drawn
+        loader.generator = torch.Generator()
+        try:
+            return iter(loader)
+        finally:
+            loader.generator = generator
 
     def _pass_over(self, iterator: Iterator[Any], count: int) -> None:
         """Bring ``iterator`` to where it has handed out ``count`` batches."""
@@ -150,11 +229,21 @@ class ResumableLoader:
             if self._recorder is not None:
                 self._recorder.emitted.popleft()
 
+    def _samplers(self) -> list[Any]:
+        batch_sampler = getattr(self._loader, "batch_sampler", None)
+        found = [getattr(self._loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+        return [getattr(sampler, "inner", sampler) for sampler in found if sampler is not None]
+
     def _epoch_samplers(self) -> list[Any]:
-        sampler = getattr(self._loader, "sampler", None)
-        nested = getattr(getattr(self._loader, "batch_sampler", None), "sampler", None)
-        found = {id(s): s for s in (sampler, nested) if callable(getattr(s, "set_epoch", None))}
-        return list(found.values())
+        return list({id(s): s for s in self._samplers() if callable(getattr(s, "set_epoch", None))}.values())
+
+    def _generators(self) -> list[torch.Generator]:
+        found = [getattr(owner, "generator", None) for owner in (self._loader, *self._samplers())]
+        return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+
+    def _set_generators(self, states: list[torch.Tensor]) -> None:
+        for generator, state in zip(self._generators(), states, strict=False):
+            generator.set_state(state)
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -163,17 +252,78 @@ class ResumableLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the iteration is, for every rank."""
-        position = max(self._position - self._host.batches_ahead(), 0)
-        return {"ranks": self._host.gather({"position": position, "began": self._began})}
+        ahead = self._host.batches_ahead()
+        state = {
+            "position": max(self._position - ahead, 0),
+            "iterations": self._iterations,
+            "generators": [g.get_state() for g in self._generators()],
+            "began": None if self._host.epoch_complete() else self._began,
+            "sampler_began": self._recorder.began if self._recorder is not None else None,
+            "before_fetch": self._before_fetch if ahead else None,
+        }
+        return {"ranks": self._host.gather(state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there at the next ``iter``, unless that epoch was complete."""
+        """Go on from there at the next ``iter``."""
         ranks, rank = state.get("ranks", []), self._host.rank
-        own = ranks[rank] if rank < len(ranks) else None
-        if own is None or own["began"] is None or own["position"] == 0:
-            return
-        try:
-            complete = own["position"] >= len(self)
-        except TypeError:  # no length: the data set tells only by running out
-            complete = False
-        self._resume = None if complete else own
+        self._resume = ranks[rank] if rank < len(ranks) else None
+
+
+_END = object()
+
+
+def _has_length(loader: Any) -> bool:
+    try:
+        len(loader)
+    except (TypeError, NotImplementedError):
+        return False
+    return True
+
+
+def apart(combined: CombinedLoader, epoch: int) -> CombinedLoader:
+    """Loaders over the same data, in the same order of samplers, whose iteration leaves those of ``combined`` untouched.
+
+    Data sets are shared and samplers copied; generators that samplers hold are seeded from the global random state, and
+    worker processes are started anew, also where the original's persist.
+
+    Args:
+        combined: the run's training loaders.
+        epoch: the epoch that samplers with ``set_epoch`` are told.
+
+    Raises:
+        ValueError: if a loader is no ``DataLoader`` and can be iterated only once.
+    """
+    again = CombinedLoader(combined.iterables, combined._mode)
+    again.flattened = [_apart(loader, epoch) for loader in combined.flattened]
+    again.limits = combined.limits
+    return again
+
+
+def _apart(loader: Any, epoch: int) -> Any:
+    loader = loader._loader if isinstance(loader, ResumableLoader) else loader
+    if isinstance(loader, Sequence):
+        return loader
+    try:
+        if not isinstance(loader, DataLoader):
+            return deepcopy(loader)
+        again = copy(loader)
+        streams = isinstance(loader.dataset, IterableDataset) and loader.num_workers == 0
+        memo: dict[int, Any] = {} if streams else {id(loader.dataset): loader.dataset}
+        for name in ("dataset", "sampler", "batch_sampler"):
+            original = getattr(loader, name)
+            original = original.inner if isinstance(original, RecordingSampler) else original
+            again.__dict__[name] = deepcopy(original, memo)
+    except (TypeError, RuntimeError, NotImplementedError) as error:
+        raise ValueError(
+            f"The training loader ({type(loader).__name__}) cannot be copied ({error}), so its data cannot be gone over"
+            " beside the running epoch. Give a DataLoader over a data set that can be copied."
+        ) from error
+    again.__dict__.update(_iterator=None, persistent_workers=False)
+    samplers = [again.sampler, again.batch_sampler, getattr(again.batch_sampler, "sampler", None)]
+    for owner in (again, *samplers):
+        if isinstance(getattr(owner, "generator", None), torch.Generator):
+            seed = int(torch.empty((), dtype=torch.int64).random_())
+            owner.__dict__["generator"] = torch.Generator().manual_seed(seed)
+        if callable(getattr(owner, "set_epoch", None)):
+            owner.set_epoch(epoch)
+    return again

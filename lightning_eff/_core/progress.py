@@ -18,6 +18,7 @@ class Progress:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self.u = 0.0
+        self._fresh = True
 
     def limits(self) -> dict[str, float]:
         """The limits that are set, by name: ``max_steps``, ``max_epochs``, ``max_time`` (seconds)."""
@@ -33,10 +34,11 @@ class Progress:
         return found
 
     def update(self, batch_idx: int) -> None:
-        """Read ``u`` anew if ``batch_idx`` opens an accumulation window."""
-        trainer = self._trainer
-        if batch_idx % trainer.accumulate_grad_batches == 0:
-            self.u = self._read(batch_idx)
+        """Read ``u`` anew if ``batch_idx`` opens an accumulation window, or resumes within one."""
+        window = self._trainer.accumulate_grad_batches
+        if self._fresh or batch_idx % window == 0:
+            self._fresh = False
+            self.u = self._read(batch_idx - batch_idx % window)
 
     def _read(self, batch_idx: int) -> float:
         trainer = self._trainer

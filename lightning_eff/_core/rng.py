@@ -59,3 +59,16 @@ def keyed_generator(seed: int, *key: int | str) -> torch.Generator:
     """
     digest = hashlib.blake2b(repr((seed, *key)).encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=False) >> 1)
+
+
+@contextmanager
+def keyed(seed: int, *key: int | str) -> Iterator[None]:
+    """Leave the global generators as they were found; inside, what they yield depends on ``seed`` and ``key`` alone."""
+    number = keyed_generator(seed, *key).initial_seed()
+    with fork():
+        random.seed(number)
+        np.random.seed(number % 2**32)
+        torch.default_generator.manual_seed(number)
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(number)
+        yield

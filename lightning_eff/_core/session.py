@@ -58,6 +58,7 @@ class Session:
         self.rank = trainer.global_rank
         self._stacks: dict[str, BlockStack] = {}
         self._loaders: list[ResumableLoader] = []
+        self._loader_states: list[dict[str, Any]] = []
         self._scope = ExitStack()
         self._rng: dict[str, Any] | None = None
         self._validate_first = False
@@ -238,6 +239,8 @@ class Session:
             if not self.trainer.training or stateful:
                 return dataloader
             loader = ResumableLoader(dataloader, self)
+            if len(self._loaders) < len(self._loader_states):  # Lightning hands them on only in mid-epoch
+                loader.load_state_dict(self._loader_states[len(self._loaders)])
             self._loaders.append(loader)
             return loader
 
@@ -296,6 +299,11 @@ class Session:
         """How many batches Lightning has fetched and not yet trained on."""
         return len(getattr(self.trainer.fit_loop._data_fetcher, "batches", []))
 
+    def epoch_complete(self) -> bool:
+        """Whether the last batch of the epoch has been trained on."""
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress
+        return progress.is_last_batch and progress.current.processed == progress.current.ready
+
     # -- the course of the run, driven by the first technique's hooks
 
     def start(self) -> None:
@@ -311,11 +319,13 @@ class Session:
             trainer.training = True
             self._rng = rng.capture()
 
-    def before_first_fetch(self) -> None:
-        """Hooks of others may have drawn numbers since :meth:`start`; the first batch must not feel it."""
+    def begin_iterations(self) -> None:
+        """Begin the loaders that are waited for; hooks of others may have drawn numbers since :meth:`start`."""
         if self._rng is not None:
             rng.restore(self._rng)
             self._rng = None
+        for loader in self._loaders:
+            loader.begin()
 
     def begin_batch(self, batch: Any, batch_idx: int) -> None:
         self.end_step()
@@ -324,6 +334,10 @@ class Session:
         for technique in self.techniques:
             if not technique.neutral:
                 technique.on_batch_start(self, batch, batch_idx)
+
+    def when_step_ends(self, fn: Callable[[], None]) -> None:
+        """Call ``fn`` once, when this step's backward pass is over, or the step without one, or in an exception."""
+        self._scope.callback(fn)
 
     def end_step(self) -> None:
         """The step is over, or its backward pass is: show the whole module again."""
@@ -377,6 +391,7 @@ class Session:
         self._validate_first = state["validate_first"]
         if len(state["rng"]) == self.trainer.world_size:
             self._rng = state["rng"][self.rank]
+            self._loader_states = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
         else:
             rank_zero_info(
                 f"The checkpoint is of {len(state['rng'])} processes and this run has {self.trainer.world_size}: random"

@@ -1,0 +1,64 @@
+# Needs Python 3.11 or later, make and a C compiler; everything else goes into .venv.
+PYTHON ?= python3
+JOBS ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help venv demo test lint format wheel wheel-check clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 16
+
+venv: $(STAMP)  ## create .venv and install everything, if anything changed
+
+$(STAMP): pyproject.toml setup.py constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"{sys.executable} is Python {sys.version.split()[0]}: expected 3.11 or later; name another with `make PYTHON=python3.12 ...`")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -c constraints.txt torch
+	$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)  ## train the GPT example with a stack of techniques, and report
+	$(BIN)/lightning-eff fit --config examples/gpt/efficient.yaml
+
+# One torch thread per worker: tests are small, and more threads than cores slow all of them down.
+test: $(STAMP)  ## run the whole suite; PYTEST_ARGS="-k name" for a part of it, JOBS=0 without workers
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
+
+lint: $(STAMP)  ## ruff and pyright
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	@mkdir -p build/typing/lightning_eff && touch build/typing/lightning_eff/__init__.py
+	@ln -sfn ../../../kernels build/typing/lightning_eff/kernels
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --warnings
+
+format: $(STAMP)  ## mend what ruff can mend
+	$(BIN)/ruff check --fix --exit-zero
+	$(BIN)/ruff format
+
+wheel: $(STAMP)  ## build the wheel into dist/
+	rm -rf build/lib build/bdist.* dist
+	$(PIP) wheel --quiet --no-deps --wheel-dir dist .
+
+# The clean environment has the wheel, and sees what else .venv holds without its editable install: site-packages reached
+# through a .pth file is searched, but its own .pth files are not read.
+CHECK := build/wheel-check
+wheel-check: wheel  ## install the wheel in a clean environment and compare it with the tree
+	rm -rf $(CHECK)
+	$(BIN)/python -m venv $(CHECK)
+	$(CHECK)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps dist/*.whl
+	diff -r -x kernels -x __pycache__ lightning_eff $(CHECK)/lib/python3*/site-packages/lightning_eff
+	diff -r -x __pycache__ kernels $(CHECK)/lib/python3*/site-packages/lightning_eff/kernels
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(CHECK)/lib/python3*/site-packages)/venv.pth
+	cd $(CHECK) && bin/python -I -c 'import lightning_eff, lightning_eff.kernels as k, sys; files = lightning_eff.__file__, k.__file__; print(*files, sep="\n"); assert all(f.startswith(sys.prefix) for f in files)'
+	cd $(CHECK) && bin/lightning-eff --help > /dev/null
+
+clean:  ## remove what was built and what runs left behind; .venv stays
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache lightning_logs checkpoints
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Plain Lightning code to train: no module here knows of, or imports, lightning_eff."""

@@ -1,0 +1,1 @@
+"""A small byte-level GPT on the Python standard library's own source text."""

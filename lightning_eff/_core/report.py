@@ -1,0 +1,91 @@
+"""What a run did, printed as it ends: tokens, speed, validation, memory, and a line for each technique."""
+
+import resource
+import sys
+import time
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from lightning_eff._core.batches import num_samples, num_tokens
+from lightning_eff._core.technique import Technique
+
+
+class TrainingReport(Callback):
+    """Prints a closing report on rank 0; the command line adds it to every fit.
+
+    Tokens (or samples, where a batch holds no token ids) are those that the loader handed out on all ranks. Seconds are
+    those of training: validation is taken out.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = 0
+        self._samples = 0
+        self._batches = 0
+        self._began = self._paused = self._outside = 0.0
+        self._seconds = 0.0
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.__init__()
+        self._began = time.perf_counter()
+        if pl_module.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(pl_module.device)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._tokens += num_tokens(batch)
+        self._samples += num_samples(batch)
+        self._batches += 1
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._paused = time.perf_counter()
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._outside += time.perf_counter() - self._paused
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._seconds = max(time.perf_counter() - self._began - self._outside, 1e-9)
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero and self._batches:
+            print(self.text(trainer, pl_module), flush=True)
+
+    def text(self, trainer: Trainer, pl_module: LightningModule) -> str:
+        """The report, a line for each thing."""
+        amount, unit = (self._tokens, "tokens") if self._tokens else (self._samples, "samples")
+        amount *= trainer.world_size
+        rows = [
+            (f"{unit} seen", f"{amount:,} in {trainer.global_step:,} steps"),
+            (f"{unit}/s", f"{amount / self._seconds:,.0f} over {self._seconds:.1f} s of training"),
+        ]
+        rows += [
+            (name, f"{float(value):.4f}")
+            for name, value in sorted(trainer.callback_metrics.items())
+            if name.startswith("val") or "/val" in name
+        ]
+        rows.append(("peak memory", _peak_memory(pl_module.device)))
+        techniques = [c for c in trainer.callbacks if isinstance(c, Technique)]  # pyright: ignore[reportAttributeAccessIssue]
+        rows += [
+            (type(t).__name__, "neutral settings, plain training" if t.neutral else t.summary()) for t in techniques
+        ]
+        cost = techniques[0].session.chain.cost if techniques else None
+        if cost is not None and (cost.forward_passes or cost.backward_passes):
+            passes = f"{cost.forward_passes:,} forward, {cost.backward_passes:,} backward"
+            rows.append(("extra passes", f"{passes}: {cost.seconds:.1f} s"))
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(["", "What this run did", *(f"  {name:<{width}}  {value}" for name, value in rows), ""])
+
+
+def _peak_memory(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{torch.cuda.max_memory_allocated(device) / 2**20:,.0f} MiB allocated on {torch.cuda.get_device_name(device)}"
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB elsewhere
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return f"{peak / 2**20:,.0f} MiB resident, the whole process"

@@ -1,0 +1,87 @@
+"""``lightning-eff``: LightningCLI's fit, validate, test and predict with the techniques known by their short names."""
+
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+
+import lightning_eff
+from lightning_eff._core.report import TrainingReport
+from lightning_eff._core.technique import Technique
+
+_USAGE = """\
+usage: lightning-eff {fit,validate,test,predict} --config recipe.yaml [options of LightningCLI]
+       lightning-eff techniques
+
+  fit, validate, test, predict   a LightningModule and data named in a LightningCLI config, by their class_path;
+                                 techniques go into trainer.callbacks, by class name alone. More: lightning-eff fit --help
+  techniques                     every technique: what it saves, how, its paper, its constraints
+
+Modules are looked up from the current folder too.
+"""
+
+
+def technique_classes() -> list[type[Technique]]:
+    """Every exported technique, by name."""
+    exported = (getattr(lightning_eff, name) for name in sorted(lightning_eff.__all__))
+    return [cls for cls in exported if isinstance(cls, type) and issubclass(cls, Technique)]
+
+
+def techniques_table(width: int) -> str:
+    """The techniques as a table of ``width`` columns, from what the classes say of themselves."""
+    header = ("technique", "how", "what it saves", "paper", "constraints")
+    rows = [(cls.__name__, cls.kind, cls.saves, cls.paper, cls.constraints or "-") for cls in technique_classes()]
+    fixed = [max(len(row[i]) for row in [header, *rows]) for i in (0, 1)]
+    left = max(width - sum(fixed) - 8, 36)
+    widths = [*fixed, left // 3, left // 3, left - 2 * (left // 3)]
+    lines: list[str] = []
+    for row in [header, tuple("-" * w for w in widths), *rows]:
+        cells = [textwrap.wrap(text, w) or [""] for text, w in zip(row, widths, strict=True)]
+        for i in range(max(map(len, cells))):
+            line = "  ".join((cell[i] if i < len(cell) else "").ljust(w) for cell, w in zip(cells, widths, strict=True))
+            lines.append(line.rstrip())
+    return "\n".join(lines)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """The command line; ``args`` default to the process's own.
+
+    Raises:
+        SystemExit: with status 2 on unusable arguments, as LightningCLI does.
+    """
+    argv = list(sys.argv[1:] if args is None else args)
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_USAGE, end="")
+        return
+    if argv[0] == "techniques":
+        if argv[1:]:
+            print(f"lightning-eff techniques: got {argv[1:]}; expected no arguments.", file=sys.stderr)
+            raise SystemExit(2)
+        print(techniques_table(shutil.get_terminal_size((140, 24)).columns))
+        return
+    try:
+        from lightning.pytorch.cli import LightningArgumentParser, LightningCLI  # noqa: F401
+        import jsonargparse  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise SystemExit(
+            f"lightning-eff {argv[0]}: {error.name} is not installed; LightningCLI needs it."
+            ' Run: pip install "jsonargparse[signatures]"'
+        ) from error
+    from lightning.pytorch import LightningDataModule, LightningModule
+
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    LightningCLI(
+        LightningModule,
+        LightningDataModule,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        save_config_kwargs={"overwrite": True},
+        trainer_defaults={"callbacks": [TrainingReport()]},
+        args=argv,
+    )
+
+
+if __name__ == "__main__":
+    main()

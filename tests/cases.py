@@ -1,0 +1,85 @@
+"""One case for each exported technique: how the contract's tests set it up, and what it must refuse."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+
+import lightning.pytorch as pl
+
+import lightning_eff as eff
+from lightning_eff._core.technique import Technique
+
+
+@dataclass(frozen=True)
+class Case:
+    """How one technique is tried.
+
+    Attributes:
+        active: builds it so that it acts within a run of 12 steps of 4 samples.
+        neutral: builds it with settings that make it plain training.
+        model: the module of ``tests.models`` it is tried on, unless a test says otherwise.
+        lost: a module on which it can find nothing to act on, with what the error must say; None where any will do.
+    """
+
+    active: Callable[[], Technique]
+    neutral: Callable[[], Technique]
+    model: str = "tiny_gpt"
+    lost: tuple[Callable[[], pl.LightningModule], str, str] | None = None
+
+
+def _no_blocks() -> pl.LightningModule:
+    from tests.models import TinyClassifier
+    from torch import nn
+
+    module = TinyClassifier()
+    module.blocks = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    module.head = nn.Sequential(nn.Dropout(0.2), nn.Linear(8, 3))
+    return module
+
+
+def _own_loss() -> pl.LightningModule:
+    import torch
+    from tests.models import TinyClassifier
+
+    class OwnLoss(TinyClassifier):
+        def training_step(self, batch, batch_idx):  # noqa: ANN001, ANN202
+            return torch.logsumexp(self(batch[0]), dim=1).mean()
+
+    return OwnLoss()
+
+
+CASES: dict[str, Case] = {
+    "ImportanceSampling": Case(
+        active=lambda: eff.ImportanceSampling(presample=2.0, threshold=0.5),
+        neutral=lambda: eff.ImportanceSampling(threshold=inf),
+        lost=(_own_loss, "classifier", "sample_loss"),
+    ),
+    "LatestWeightAveraging": Case(
+        active=lambda: eff.LatestWeightAveraging(window=3, interval=2),
+        neutral=lambda: eff.LatestWeightAveraging(start=1.0),
+    ),
+    "ProgressiveLayerDropping": Case(
+        active=lambda: eff.ProgressiveLayerDropping(theta_min=0.3, gamma=20.0),
+        neutral=lambda: eff.ProgressiveLayerDropping(theta_min=1.0),
+        lost=(_no_blocks, "classifier", "no stack of repeated blocks"),
+    ),
+    "ProgressiveStacking": Case(
+        active=lambda: eff.ProgressiveStacking(stages=[(0.0, 1), (0.25, 2), (0.6, 4)]),
+        neutral=lambda: eff.ProgressiveStacking(stages=[(0.0, 4)]),
+        lost=(_no_blocks, "classifier", "no stack of repeated blocks"),
+    ),
+    "SelectiveBackprop": Case(
+        active=lambda: eff.SelectiveBackprop(keep=0.5, history=16),
+        neutral=lambda: eff.SelectiveBackprop(keep=1.0),
+        lost=(_own_loss, "classifier", "sample_loss"),
+    ),
+    "SequenceLengthWarmup": Case(
+        active=lambda: eff.SequenceLengthWarmup(start=8, until=0.7),
+        neutral=lambda: eff.SequenceLengthWarmup(start=8, until=0.0),
+        lost=(lambda: __import__("tests.models", fromlist=["x"]).TinyClassifier(), "classifier", "keys="),
+    ),
+    "SharpnessAwareMinimization": Case(
+        active=lambda: eff.SharpnessAwareMinimization(rho=0.1),
+        neutral=lambda: eff.SharpnessAwareMinimization(rho=0.0),
+    ),
+}

@@ -1,0 +1,85 @@
+"""Short runs, checkpointed at every step and resumed from each: what the contract is tested with, alone and under DDP."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_eff._core.technique import Technique
+from tests.models import loader, module, trainer
+
+Build = Callable[[], Sequence[Technique]]
+NUM_STEPS = 12
+
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulate_clip": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+    "bf16": {"precision": "bf16-mixed", "gradient_clip_val": 0.5},
+    "validate": {"limit_val_batches": 2, "num_sanity_val_steps": 1, "val_check_interval": 2},
+}
+
+
+def fit(
+    model: str,
+    build: Build,
+    *,
+    directory: Path | None = None,
+    resume: Path | None = None,
+    callbacks: Sequence[pl.Callback] = (),
+    samples: int = 20,
+    **kwargs: Any,
+) -> tuple[pl.LightningModule, pl.Trainer]:
+    """Fit ``model`` with the techniques that ``build`` makes: 12 steps, 5 shuffled batches an epoch, dropout on.
+
+    With a ``directory``, every step is checkpointed there. A resumed run starts from another seed, and so must get all its
+    randomness from the checkpoint.
+    """
+    pl.seed_everything(1, verbose=False)
+    net = module(model)
+    if resume is not None:
+        pl.seed_everything(99, verbose=False)
+    extra: list[pl.Callback] = []
+    if directory is not None:
+        extra.append(ModelCheckpoint(directory, every_n_train_steps=1, save_top_k=-1, filename="{step}"))
+    settings = {"max_steps": NUM_STEPS, "enable_checkpointing": directory is not None, **kwargs}
+    t = trainer(*build(), *callbacks, *extra, **settings)
+    validate = loader(model, 8, shuffle=False, seed=5) if settings.get("limit_val_batches") else None
+    t.fit(net, loader(model, samples), validate, ckpt_path=resume)
+    return net, t
+
+
+def checkpoints(directory: Path) -> list[Path]:
+    """The checkpoints of a run, by step."""
+    return sorted(directory.glob("step=*.ckpt"), key=lambda path: int(path.stem.split("=")[1].split("-")[0]))
+
+
+def final_state(net: pl.LightningModule, t: pl.Trainer) -> dict[str, torch.Tensor]:
+    """Everything that a run leaves behind, by name: weights, buffers, optimizer state, and the global random state."""
+    found = {f"weights/{name}": value.detach().clone() for name, value in net.state_dict().items()}
+    for i, optimizer in enumerate(t.optimizers):
+        for index, state in optimizer.state_dict()["state"].items():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    found[f"optimizer{i}/{index}/{name}"] = value.detach().clone()
+    found["rng"] = torch.get_rng_state()
+    found["steps"] = torch.tensor([t.global_step, t.current_epoch])
+    return found
+
+
+def differences(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
+    """The names under which two final states are not bit for bit the same."""
+    return sorted(name for name in a.keys() | b.keys() if name not in a or name not in b or not torch.equal(a[name], b[name]))
+
+
+def resume_from_every_step(model: str, build: Build, directory: Path, **kwargs: Any) -> dict[str, list[str]]:
+    """Train, then resume from each checkpoint; what differs at the end from the undisturbed run, by checkpoint."""
+    whole = final_state(*fit(model, build, directory=directory, **kwargs))
+    saved = checkpoints(directory)
+    assert len(saved) == NUM_STEPS, [path.name for path in saved]
+    found: dict[str, list[str]] = {}
+    for path in saved:
+        found[path.stem] = differences(whole, final_state(*fit(model, build, resume=path, **kwargs)))
+    return {name: names for name, names in found.items() if names}

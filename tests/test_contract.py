@@ -1,0 +1,324 @@
+"""The contract of DESIGN: ten points that hold for everything exported, one case each in ``tests.cases``."""
+
+import copy
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers import Logger
+from torch import nn
+
+import lightning_eff
+from lightning_eff._core.technique import Technique
+from tests.cases import CASES
+from tests.ddp import launch
+from tests.models import flat, loader, module, trainer
+from tests.runs import MODES, NUM_STEPS, checkpoints, differences, final_state, fit, resume_from_every_step
+
+NAMES = sorted(CASES)
+every = pytest.mark.parametrize("name", NAMES)
+
+
+def test_every_export_has_a_case() -> None:
+    assert set(lightning_eff.__all__) == set(CASES)
+    for name in NAMES:
+        technique = CASES[name].active()
+        assert type(technique).__name__ == name
+        assert isinstance(technique, Technique)
+        assert not technique.neutral
+
+
+# -- 1. no change to the module; hand-written and Hugging Face alike
+
+
+@every
+@pytest.mark.parametrize("model", ["gpt2", "llama", "bert", "vit"])
+def test_trains_hugging_face_models(name: str, model: str) -> None:
+    if name == "SequenceLengthWarmup" and model == "vit":
+        with pytest.raises(ValueError, match="keys="):
+            fit(model, lambda: [CASES[name].active()], max_steps=2)
+        return
+    net, t = fit(model, lambda: [CASES[name].active()])
+    plain, _ = fit(model, list)
+    assert t.global_step == NUM_STEPS
+    assert flat(net).isfinite().all()
+    assert not torch.equal(flat(net), flat(plain)), "the technique changed nothing"
+
+
+# -- 2. finds what it acts on, or raises; neutral settings are plain training
+
+
+@every
+def test_raises_where_it_finds_nothing(name: str) -> None:
+    lost = CASES[name].lost
+    if lost is None:  # acts on weights or samples that every module has: there is nothing to be found
+        assert name in ("LatestWeightAveraging", "SharpnessAwareMinimization")
+        return
+    build, data, message = lost
+    net = build()
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        trainer(CASES[name].active(), max_steps=3).fit(net, loader(data))
+    after = net.state_dict()
+    assert all(torch.equal(after[key], value) for key, value in before.items()), "weights changed before the error"
+
+
+@every
+@pytest.mark.parametrize("model", ["tiny_gpt", "classifier"])
+def test_neutral_settings_are_plain_training(name: str, model: str) -> None:
+    if name == "ProgressiveStacking" and model == "classifier":
+        settings: Callable[[], Technique] = lambda: lightning_eff.ProgressiveStacking(stages=[(0.0, 3)])  # noqa: E731
+    else:
+        settings = CASES[name].neutral
+    whole = final_state(*fit(model, lambda: [settings()]))
+    assert differences(whole, final_state(*fit(model, list))) == []
+
+
+# -- 3. resume equals uninterrupted
+
+
+@every
+@pytest.mark.parametrize("mode", sorted(MODES))
+def test_resume_equals_uninterrupted_from_every_step(name: str, mode: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    assert resume_from_every_step(case.model, lambda: [case.active()], tmp_path, **MODES[mode]) == {}
+
+
+@every
+def test_resume_without_dropout_layers_but_with_batch_norm(name: str, tmp_path: Path) -> None:
+    if name == "SequenceLengthWarmup":  # needs sequences
+        assert resume_from_every_step("gpt2", lambda: [CASES[name].active()], tmp_path) == {}
+        return
+    build = CASES[name].active
+    if name == "ProgressiveStacking":
+        build = lambda: lightning_eff.ProgressiveStacking(stages=[(0.0, 1), (0.5, 3)])  # noqa: E731
+    assert resume_from_every_step("classifier", lambda: [build()], tmp_path) == {}
+
+
+@pytest.fixture(scope="module")
+def ddp_resumes() -> dict[str, Any]:
+    return launch("resume", *NAMES)
+
+
+@every
+def test_resume_under_ddp(name: str, ddp_resumes: dict[str, Any]) -> None:
+    found = ddp_resumes[name]
+    assert found["checkpoints"] == found["expected"]
+    assert found["alike"], "the ranks ended with different weights"
+    assert found["differences"] == [{}, {}]
+
+
+def test_killed_run_resumes(tmp_path: Path) -> None:
+    """Kill -9 in mid-run, resume from the last checkpoint: the weights of an undisturbed run."""
+    script = Path(__file__).with_name("killed_run.py")
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, str(script), str(tmp_path / "a")], env=env, cwd=script.parent.parent)
+    try:
+        deadline = time.monotonic() + 120
+        while len(checkpoints(tmp_path / "a")) < 5 and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(process.pid, signal.SIGKILL)
+    finally:
+        process.kill()
+        process.wait()
+    saved = checkpoints(tmp_path / "a")
+    assert 5 <= len(saved) < NUM_STEPS
+    assert process.returncode == -signal.SIGKILL
+    from tests.killed_run import stack
+
+    whole = final_state(*fit("tiny_gpt", stack))
+    resumed = final_state(*fit("tiny_gpt", stack, resume=saved[-1]))
+    assert differences(whole, resumed) == []
+
+
+# -- 4. and 5. checkpoints load strictly into the plain module, with weights_only=True
+
+
+@every
+def test_checkpoints_are_the_plain_modules(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    fit(case.model, lambda: [case.active()], directory=tmp_path)
+    saved = checkpoints(tmp_path)
+    assert len(saved) == NUM_STEPS
+    for path in saved:
+        checkpoint = torch.load(path, weights_only=True)
+        module(case.model).load_state_dict(checkpoint["state_dict"], strict=True)
+    net, t = fit(case.model, list, resume=saved[4])  # a plain trainer goes on from it
+    assert t.global_step == NUM_STEPS
+    assert flat(net).isfinite().all()
+
+
+# -- 6. accumulation, clipping, bf16-mixed, DDP
+
+
+@pytest.fixture(scope="module")
+def ddp_modes() -> dict[str, Any]:
+    return launch("modes", *NAMES)
+
+
+@every
+def test_modes_under_ddp(name: str, ddp_modes: dict[str, Any]) -> None:
+    assert set(ddp_modes[name]) == set(MODES)
+    for mode, found in ddp_modes[name].items():
+        assert found == {"alike": True, "finite": True, "steps": NUM_STEPS}, mode
+
+
+@every
+def test_unsupported_strategies_are_refused(name: str) -> None:
+    strategy = pl.strategies.ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
+    t = trainer(CASES[name].active(), max_steps=2)
+    t._accelerator_connector.strategy = strategy
+    from lightning_eff._core.session import Session
+
+    with pytest.raises(ValueError, match=f"{name}: got strategy ModelParallelStrategy.*ddp"):
+        Session.open(t, module(CASES[name].model), "fit")
+
+
+@every
+def test_manual_optimization_works_or_is_refused(name: str) -> None:
+    technique = CASES[name].active()
+    net = module(CASES[name].model)
+    net.automatic_optimization = False
+    plain_step = net.training_step
+
+    def manual_step(batch: Any, batch_idx: int) -> None:
+        optimizer: Any = net.optimizers()
+        loss = plain_step(batch, batch_idx)
+        optimizer.zero_grad()
+        net.manual_backward(loss)
+        optimizer.step()
+
+    net.training_step = manual_step
+    t = trainer(technique, max_steps=6)
+    if technique.needs_automatic_optimization:
+        with pytest.raises(ValueError, match=f"{name}: .* has automatic_optimization=False; expected True"):
+            t.fit(net, loader(CASES[name].model))
+    else:
+        t.fit(net, loader(CASES[name].model))
+        assert t.global_step == 6
+        assert flat(net).isfinite().all()
+
+
+# -- 7. afterwards everything is as it was
+
+
+def _traces(net: pl.LightningModule, t: pl.Trainer, data: Any) -> dict[str, Any]:
+    """What a technique could leave behind, apart from trained values."""
+    found: dict[str, Any] = {
+        "trainer": sorted(t.__dict__),
+        "strategy": sorted(t.strategy.__dict__),
+        "strategy methods": [name for name in ("setup", "load_checkpoint", "process_dataloader") if name in t.strategy.__dict__],
+        "loader": {key: id(value) for key, value in data.__dict__.items() if key in ("batch_sampler", "sampler")},
+        "loader class": type(data),
+        "grad enabled": torch.is_grad_enabled(),
+    }
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
+    for path, m in net.named_modules():
+        found[f"{path}: attributes"] = sorted(key for key in m.__dict__ if key != "forward")
+        found[f"{path}: hooks"] = [len(getattr(m, name)) for name in hooks]
+        found[f"{path}: children"] = {key: id(child) for key, child in m._modules.items()}
+        found[f"{path}: training"] = m.training
+    for path, p in net.named_parameters():
+        found[f"{path}: parameter"] = (id(p), p.requires_grad, len(p._backward_hooks or ()))
+    return found
+
+
+class _Fails(nn.Module):
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.left = after
+
+    def forward(self, *args: Any) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise RuntimeError("planted")
+
+
+@every
+@pytest.mark.parametrize("fails_after", [None, 0, 7])
+def test_leaves_no_trace(name: str, fails_after: int | None) -> None:
+    net, data = module(CASES[name].model), loader(CASES[name].model)
+    handle = net.register_forward_pre_hook(_Fails(10**9 if fails_after is None else fails_after))
+    plain = trainer(max_steps=1)
+    handle.remove()
+    plain.fit(net, data)  # Lightning itself leaves attributes on the module and the strategy in its first fit
+    t = trainer(CASES[name].active(), max_steps=NUM_STEPS)
+    handle = net.register_forward_pre_hook(_Fails(10**9 if fails_after is None else fails_after))
+    before = _traces(net, plain, data)
+    if fails_after is None:
+        t.fit(net, data)
+    else:
+        with pytest.raises(RuntimeError, match="planted"):
+            t.fit(net, data)
+    after = _traces(net, t, data)
+    changed = {key: (before[key], after.get(key)) for key in before if key != "trainer" and before[key] != after.get(key)}
+    assert changed == {}
+    assert set(after["trainer"]) == set(before["trainer"])
+    handle.remove()
+    t = trainer(max_steps=2)
+    t.fit(net, data)
+    assert t.global_step == 2
+
+
+@every
+def test_the_same_callback_fits_again(name: str) -> None:
+    technique = CASES[name].active()
+    first = final_state(*fit(CASES[name].model, lambda: [technique]))
+    assert differences(first, final_state(*fit(CASES[name].model, lambda: [technique]))) == []
+
+
+# -- 9. reports what it did
+
+
+class _Memory(Logger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics: dict[str, list[float]] = {}
+
+    @property
+    def name(self) -> str:
+        return "memory"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        for key, value in metrics.items():
+            self.metrics.setdefault(key, []).append(value)
+
+
+@every
+def test_reports_to_the_logger(name: str) -> None:
+    technique, logger = CASES[name].active(), _Memory()
+    fit(CASES[name].model, lambda: [technique], logger=logger, log_every_n_steps=1)
+    prefix = f"eff/{technique.name()}/"
+    logged = {key: values for key, values in logger.metrics.items() if key.startswith("eff/")}
+    assert logged
+    assert all(key.startswith(prefix) for key in logged)
+    assert set(technique.report()) == {key.removeprefix(prefix) for key in logged}
+    assert all(len(values) == NUM_STEPS for values in logged.values())
+    assert len(technique.summary()) > 10
+
+
+# -- what the classes say of themselves
+
+
+@every
+def test_describes_itself(name: str) -> None:
+    cls = getattr(lightning_eff, name)
+    assert cls.saves and cls.paper and cls.control
+    assert any(year in cls.paper for year in map(str, range(1990, 2030)))
+    assert "Args:" in (cls.__doc__ or "") and "Raises:" in (cls.__doc__ or "")
+    assert (sys.modules[cls.__module__].__doc__ or "").strip()

@@ -1,0 +1,115 @@
+"""Imports go one way, the public names are frozen, and importing costs little and needs no extra."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lightning_eff
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "lightning_eff"
+FOLDERS = sorted(p.name for p in PACKAGE.iterdir() if (p / "__init__.py").exists())
+
+PUBLIC = [
+    "ImportanceSampling",
+    "LatestWeightAveraging",
+    "ProgressiveLayerDropping",
+    "ProgressiveStacking",
+    "SelectiveBackprop",
+    "SequenceLengthWarmup",
+    "SharpnessAwareMinimization",
+]
+
+
+def imported(path: Path) -> set[str]:
+    """The modules that a file imports, wherever in it; ``from a import b`` counts as ``a`` and ``a.b``."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def ours(names: set[str]) -> set[str]:
+    return {name.split(".")[1] for name in names if name.startswith("lightning_eff.")}
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.py"))
+
+
+def test_public_names_are_frozen() -> None:
+    assert sorted(lightning_eff.__all__) == PUBLIC
+    assert all(hasattr(lightning_eff, name) for name in PUBLIC)
+    public = {name for name in vars(lightning_eff) if not name.startswith("_")}
+    assert public - set(PUBLIC) <= {*FOLDERS, "cli", "kernels"}, "a name beside the frozen ones"
+
+
+def test_kernels_import_torch_and_triton_only() -> None:
+    for path in files(ROOT / "kernels"):
+        outside = {name.split(".")[0] for name in imported(path)} - sys.stdlib_module_names
+        assert outside <= {"torch", "triton"} and ours(imported(path)) <= {"kernels"}, path
+
+
+def test_core_knows_no_technique() -> None:
+    for path in files(PACKAGE / "_core"):
+        assert ours(imported(path)) <= {"_core"}, path
+
+
+@pytest.mark.parametrize("folder", [f for f in FOLDERS if f not in ("_core", "bench")])
+def test_a_technique_imports_core_kernels_and_its_own_shared_pieces(folder: str) -> None:
+    for path in files(PACKAGE / folder):
+        names = imported(path)
+        assert ours(names) <= {"_core", "kernels", folder}, path
+        own = {n.split(".")[2] for n in names if n.startswith(f"lightning_eff.{folder}.") and n.count(".") >= 2}
+        assert all(name.startswith("_") for name in own), f"{path} imports another technique: {own}"
+
+
+def test_nothing_imports_examples_or_tests() -> None:
+    for path in [*files(PACKAGE), *files(ROOT / "kernels")]:
+        assert not {name.split(".")[0] for name in imported(path)} & {"examples", "tests", "benchmarks"}, path
+
+
+def test_examples_never_import_the_package() -> None:
+    modules = files(ROOT / "examples")
+    assert modules
+    for path in modules:
+        assert not any(name.split(".")[0] == "lightning_eff" for name in imported(path)), path
+        assert "lightning_eff" not in path.read_text(), path
+
+
+def test_import_needs_no_extra() -> None:
+    """``import lightning_eff`` works where triton, deepspeed, bitsandbytes, peft, transformers, jsonargparse are missing."""
+    code = """
+import sys
+for name in ("triton", "deepspeed", "bitsandbytes", "peft", "transformers", "jsonargparse", "sklearn"):
+    sys.modules[name] = None
+import lightning_eff
+assert lightning_eff.ProgressiveStacking
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, cwd=ROOT)
+
+
+def test_import_loads_little_beside_lightning() -> None:
+    """The 0.2 s that an import may cost on top of lightning's is a matter of modules: only our own and a few small ones."""
+    code = """
+import sys, lightning
+before = set(sys.modules)
+import lightning_eff
+print(*sorted({m.split(".")[0] for m in set(sys.modules) - before}))
+"""
+    out = subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, cwd=ROOT, capture_output=True, text=True)
+    assert set(out.stdout.split()) <= {"lightning_eff"}, out.stdout
+
+
+def test_files_stay_small() -> None:
+    for path in [*files(PACKAGE), *files(ROOT / "kernels"), *files(ROOT / "examples")]:
+        assert len(path.read_text().splitlines()) <= 420, path
+    for folder in [PACKAGE, *(PACKAGE / f for f in FOLDERS)]:
+        assert len(list(folder.glob("*.py"))) <= 15, folder

@@ -1,0 +1,44 @@
+"""Any two techniques train together and resume exactly, or are refused at setup with the reason."""
+
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cases import CASES
+from tests.models import flat
+from tests.runs import NUM_STEPS, checkpoints, differences, final_state, fit
+
+REFUSED = {("ImportanceSampling", "SelectiveBackprop")}
+PAIRS = list(combinations(sorted(CASES), 2))
+
+
+@pytest.mark.parametrize(("a", "b"), [pair for pair in PAIRS if pair not in REFUSED])
+def test_pair_trains_and_resumes(a: str, b: str, tmp_path: Path) -> None:
+    def build() -> list:
+        return [CASES[a].active(), CASES[b].active()]
+
+    net, t = fit("tiny_gpt", build, directory=tmp_path)
+    whole = final_state(net, t)
+    assert t.global_step == NUM_STEPS
+    assert flat(net).isfinite().all()
+    for path in checkpoints(tmp_path)[2:9:3]:
+        assert differences(whole, final_state(*fit("tiny_gpt", build, resume=path))) == [], path.stem
+    # the order of the callbacks does not matter: stages order the links
+    assert differences(whole, final_state(*fit("tiny_gpt", lambda: build()[::-1]))) == []
+    # both act: the pair is neither of the two alone
+    for name in (a, b):
+        alone, _ = fit("tiny_gpt", lambda name=name: [CASES[name].active()])
+        assert not torch.equal(flat(alone), flat(net)), f"the pair trained as {name} alone"
+
+
+@pytest.mark.parametrize(("a", "b"), sorted(REFUSED) + [(name, name) for name in sorted(CASES)])
+def test_pair_is_refused(a: str, b: str) -> None:
+    with pytest.raises(ValueError, match=f"{a} and {b} cannot train together: .+ Take one of them out"):
+        fit("tiny_gpt", lambda: [CASES[a].active(), CASES[b].active()])
+
+
+def test_all_in_neutral_settings_are_plain_training() -> None:
+    whole = final_state(*fit("tiny_gpt", lambda: [case.neutral() for case in CASES.values()]))
+    assert differences(whole, final_state(*fit("tiny_gpt", list))) == []
