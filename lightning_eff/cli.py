@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 
 import lightning_eff
-from lightning_eff._core.report import TrainingReport
+from lightning_eff.report import TrainingReport
 from lightning_eff._core.technique import Technique
 
 _USAGE = """\
@@ -61,8 +61,8 @@ def main(args: Sequence[str] | None = None) -> None:
         print(techniques_table(shutil.get_terminal_size((140, 24)).columns))
         return
     try:
-        from lightning.pytorch.cli import LightningArgumentParser, LightningCLI  # noqa: F401
         import jsonargparse  # noqa: F401
+        from lightning.pytorch.cli import LightningArgumentParser, LightningCLI  # noqa: F401
     except ModuleNotFoundError as error:
         raise SystemExit(
             f"lightning-eff {argv[0]}: {error.name} is not installed; LightningCLI needs it."

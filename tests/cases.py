@@ -28,8 +28,9 @@ class Case:
 
 
 def _no_blocks() -> pl.LightningModule:
-    from tests.models import TinyClassifier
     from torch import nn
+
+    from tests.models import TinyClassifier
 
     module = TinyClassifier()
     module.blocks = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
@@ -39,10 +40,11 @@ def _no_blocks() -> pl.LightningModule:
 
 def _own_loss() -> pl.LightningModule:
     import torch
+
     from tests.models import TinyClassifier
 
     class OwnLoss(TinyClassifier):
-        def training_step(self, batch, batch_idx):  # noqa: ANN001, ANN202
+        def training_step(self, batch, batch_idx):
             return torch.logsumexp(self(batch[0]), dim=1).mean()
 
     return OwnLoss()

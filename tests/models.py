@@ -251,7 +251,9 @@ class Samples(Dataset[Any]):
         return tuple(value[index] for value in self.batch)
 
 
-def loader(name: str, samples: int = 20, batch_size: int = 4, *, shuffle: bool = True, seed: int = 0) -> DataLoader[Any]:
+def loader(
+    name: str, samples: int = 20, batch_size: int = 4, *, shuffle: bool = True, seed: int = 0
+) -> DataLoader[Any]:
     """A loader over learnable samples for the model ``name``."""
     return DataLoader(Samples(name, samples, seed), batch_size, shuffle=shuffle)
 

@@ -215,7 +215,9 @@ def _traces(net: pl.LightningModule, t: pl.Trainer, data: Any) -> dict[str, Any]
     found: dict[str, Any] = {
         "trainer": sorted(t.__dict__),
         "strategy": sorted(t.strategy.__dict__),
-        "strategy methods": [name for name in ("setup", "load_checkpoint", "process_dataloader") if name in t.strategy.__dict__],
+        "strategy methods": [
+            name for name in ("setup", "load_checkpoint", "process_dataloader") if name in t.strategy.__dict__
+        ],
         "loader": {key: id(value) for key, value in data.__dict__.items() if key in ("batch_sampler", "sampler")},
         "loader class": type(data),
         "grad enabled": torch.is_grad_enabled(),
@@ -259,7 +261,9 @@ def test_leaves_no_trace(name: str, fails_after: int | None) -> None:
         with pytest.raises(RuntimeError, match="planted"):
             t.fit(net, data)
     after = _traces(net, t, data)
-    changed = {key: (before[key], after.get(key)) for key in before if key != "trainer" and before[key] != after.get(key)}
+    changed = {
+        key: (before[key], after.get(key)) for key in before if key != "trainer" and before[key] != after.get(key)
+    }
     assert changed == {}
     assert set(after["trainer"]) == set(before["trainer"])
     handle.remove()

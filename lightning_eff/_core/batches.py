@@ -1,12 +1,15 @@
 """Batches of any make: their number of samples, and the same batch with other samples in it."""
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy as np
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 
 def tensors(batch: Any, path: str = "") -> list[tuple[str, Tensor]]:
@@ -47,25 +50,45 @@ def map_tensors(batch: Any, fn: Callable[[Tensor], Any]) -> Any:
 def select(batch: Any, index: Tensor, size: int | None = None) -> Any:
     """The batch with the samples ``index`` (long, shape (b,)) only, in that order; duplicates are allowed.
 
-    Tensors whose dimension 0 is the batch's, and lists or tuples of that many non-tensors, are indexed; all else (say a
-    mask that all samples share) is handed on as it is.
+    Tensors and arrays whose dimension 0 is the batch's, and lists or tuples with one item for each sample, are
+    indexed; all else (say a mask that all samples share) is handed on as it is.
+
+    Raises:
+        ValueError: if the batch holds a ``PackedSequence``, whose samples lie interleaved.
     """
     size = num_samples(batch) if size is None else size
+    at = index.tolist()
 
     def pick(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.index_select(0, index.to(value.device)) if value.ndim > 0 and value.shape[0] == size else value
+        if isinstance(value, np.ndarray):
+            return value[at] if value.ndim > 0 and value.shape[0] == size else value
+        if isinstance(value, PackedSequence):
+            raise ValueError(
+                "Got a batch with a PackedSequence, whose samples lie interleaved; expected padded tensors, dimension 0"
+                " of which counts the samples. Pack them in training_step."
+            )
         if isinstance(value, Mapping):
             picked = {key: pick(item) for key, item in value.items()}
-            return picked if type(value) is dict else type(value)(picked)  # pyright: ignore[reportCallIssue]
+            if type(value) is dict:
+                return picked
+            other: Any = copy.copy(value)
+            for key, item in picked.items():
+                other[key] = item
+            return other
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*(pick(item) for item in value))
         if isinstance(value, list | tuple):
-            if len(value) == size and not tensors(value):
-                return type(value)(value[i] for i in index.tolist())
-            return type(value)(pick(item) for item in value)
+            by_sample = len(value) == size and not any(
+                tensor.ndim > 0 and tensor.shape[0] == size for _, tensor in tensors(value)
+            )
+            return type(value)([value[i] for i in at] if by_sample else [pick(item) for item in value])
         if is_dataclass(value) and not isinstance(value, type):
-            return type(value)(**{f.name: pick(getattr(value, f.name)) for f in fields(value) if f.init})
+            other = copy.copy(value)
+            for f in fields(value):
+                object.__setattr__(other, f.name, pick(getattr(value, f.name)))  # frozen ones too
+            return other
         return value
 
     return pick(batch)
@@ -74,6 +97,7 @@ def select(batch: Any, index: Tensor, size: int | None = None) -> Any:
 def num_tokens(batch: Any) -> int:
     """The tokens in a batch: elements of its first 2-D integer tensor, or 0 where it has none."""
     for _, tensor in tensors(batch):
-        if tensor.ndim == 2 and not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype.itemsize > 1:
+        counts = not (tensor.is_floating_point() or tensor.is_complex()) and tensor.dtype.itemsize > 1
+        if tensor.ndim == 2 and counts:
             return tensor.numel()
     return 0

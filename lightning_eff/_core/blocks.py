@@ -5,11 +5,13 @@ the container (``nn.ModuleList`` or ``nn.Sequential``) shows the module's own co
 in place of some of them; outside a step it is as it was.
 """
 
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -30,7 +32,37 @@ class Candidate:
 
 def signature(block: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
     """Names and shapes of a block's parameters and buffers: two blocks with the same can be copied onto one another."""
-    return [(name, tuple(tensor.shape)) for name, tensor in block.state_dict(keep_vars=True).items()]
+    return [(name, tuple(tensor.shape)) for name, tensor in _named_tensors(block)]
+
+
+def _named_tensors(block: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*block.named_parameters(remove_duplicate=False), *block.named_buffers(remove_duplicate=False)]
+
+
+def _of_one_width(blocks: list[nn.Module]) -> bool:
+    """Whether tensors of the same name have the same shape in all blocks: stages of several widths are no stack."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    return all(shapes.setdefault(name, shape) == shape for block in blocks for name, shape in signature(block))
+
+
+@torch.no_grad()
+def copy_block(source: nn.Module, target: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Copy all parameters and buffers of ``source`` onto those of ``target``, in place; both have the same signature.
+
+    Returns:
+        The pairs of parameters that were copied; one that both blocks share is left out.
+    """
+    for (_, old), (_, new) in zip(source.named_buffers(), target.named_buffers(), strict=True):
+        if old is not new:
+            new.copy_(old)
+    pairs = [
+        (old, new)
+        for (_, old), (_, new) in zip(source.named_parameters(), target.named_parameters(), strict=True)
+        if old is not new
+    ]
+    for old, new in pairs:
+        new.copy_(old)
+    return pairs
 
 
 def candidates(module: nn.Module) -> list[Candidate]:
@@ -46,8 +78,9 @@ def candidates(module: nn.Module) -> list[Candidate]:
         if len(blocks) < 2 or len(classes) > 1 or not any(True for _ in blocks[0].parameters()):
             continue
         (cls,) = classes
-        if issubclass(cls, nn.Sequential | nn.ModuleList) and any(
-            signature(block) != signature(blocks[0]) for block in blocks
+        if not _of_one_width(blocks) or (
+            issubclass(cls, nn.Sequential | nn.ModuleList)
+            and any(signature(block) != signature(blocks[0]) for block in blocks)
         ):
             continue  # stages of different make, not repeated blocks
         composite = any(True for _ in blocks[0].children())
@@ -145,6 +178,21 @@ class PassThrough(nn.Module):
         return self.__dict__["_stack"].pass_on(hidden_of(args, kwargs))
 
 
+class _Prefix:
+    """Mixed into a container's class while it shows a prefix: code that counts to the full depth gets pass-throughs."""
+
+    def __getitem__(self, index: Any) -> Any:
+        stack: BlockStack | None = self.__dict__.get("_prefix_of")
+        if stack is not None and isinstance(index, int) and stack.active <= index < len(stack):
+            return PassThrough(stack, stack.blocks[index])
+        return super().__getitem__(index)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@functools.cache
+def _prefix_class(cls: type[nn.Module]) -> type[nn.Module]:
+    return type(cls.__name__, (_Prefix, cls), {})
+
+
 class BlockStack:
     """A found stack, and which part of it the next step runs.
 
@@ -167,14 +215,19 @@ class BlockStack:
         self.dropped: frozenset[int] = frozenset()
         self.carries: bool | None = None
         self._arity: int | None = None
+        self._opaque: TypeError | None = None
         self._carried: tuple[Any, ...] | None = None
         self._training = False
         self._shown = False
+        self._scales = False
         self._handles: list[RemovableHandle] = []
         self._frozen: list[tuple[nn.Parameter, bool]] = []
 
     def __len__(self) -> int:
         return len(self.blocks)
+
+    def __str__(self) -> str:
+        return f"{self.path!r} ({len(self.blocks)} x {type(self.blocks[0]).__name__})"
 
     # -- what a step sees
 
@@ -184,64 +237,86 @@ class BlockStack:
         if self._shown or (self.active == len(self.blocks) and not (training and (self.dropped or self.keep))):
             yield
             return
-        original = self.container._modules
+        namespace, cls = self.container.__dict__, type(self.container)
+        original = namespace["_modules"]
         shown = dict(list(self._modules.items())[: self.active])
         if training:
             keys = list(shown)
             for index in self.dropped:
                 shown[keys[index]] = PassThrough(self, self.blocks[index])
-        self.container.__dict__["_modules"] = shown
+        namespace["_modules"] = shown
+        if self.active < len(self.blocks):
+            namespace["_prefix_of"] = self
+            object.__setattr__(self.container, "__class__", _prefix_class(cls))
         self._shown, self._training = True, training
         try:
             yield
         finally:
-            self.container.__dict__["_modules"] = original
+            namespace["_modules"] = original
+            if namespace.pop("_prefix_of", None) is not None:
+                object.__setattr__(self.container, "__class__", cls)
             self._shown = self._training = False
             self._carried = None
 
     def pass_on(self, hidden: Tensor) -> Any:
-        """What a dropped block returns for ``hidden``: the same, with the rest as the last block that ran returned it."""
+        """What a block that is passed over returns: ``hidden``, and the rest as the last block that ran returned it."""
+        if self._opaque is not None:
+            raise self._opaque
         if self._arity is None:
             return hidden
         return (hidden, *(self._carried if self._carried is not None else (None,) * (self._arity - 1)))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"active": self.active, "carries": self.carries, "arity": self._arity, "length": len(self.blocks)}
+        """What has been learnt of the blocks' output; how many are active is for the technique that says so to save."""
+        return {"length": len(self.blocks), "carries": self.carries, "arity": self._arity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.active, self.carries, self._arity = state["active"], state["carries"], state["arity"]
+        self.carries, self._arity = state["carries"], state["arity"]
 
-    # -- branches of kept blocks
+    def watch(self, *, scales: bool) -> None:
+        """Learn what form the blocks' output has, until :meth:`release`.
 
-    def watch(self) -> None:
-        """Scale kept branches by 1/p, and learn what form the blocks' output has, until :meth:`release`."""
-        for index, block in enumerate(self.blocks):
-            self._handles.append(block.register_forward_hook(self._hook(index), with_kwargs=True))
+        Args:
+            scales: kept branches are scaled by 1/p, so an output that cannot be scaled is an error.
+        """
+        self._scales |= scales
+        if not self._handles:
+            for index, block in enumerate(self.blocks):
+                self._handles.append(block.register_forward_hook(self._hook(index), with_kwargs=True))
 
     def _hook(self, index: int) -> Any:
         def hook(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-            hidden, rest = split_output(output)
+            try:
+                hidden, rest = split_output(output)
+            except TypeError as error:
+                if self._scales:
+                    raise
+                self._opaque = error
+                return None
             if self._arity is None and rest is not None:
                 self._arity = 1 + len(rest)
             if self.carries is None:
                 self.carries = rest is not None and any(isinstance(value, Tensor) for value in rest)
-            if not self._training:
-                return None
-            self._carried = rest
-            p = self.keep[index] if index < len(self.keep) else 1.0
-            if p == 1.0:
-                return None
-            entered = hidden_of(args, kwargs)
-            if entered.shape != hidden.shape:
-                raise ValueError(
-                    f"Block {index} of {self.path!r} took a hidden state of shape {tuple(entered.shape)} and returned"
-                    f" {tuple(hidden.shape)}; expected the same shape, since a block that changes it cannot be passed"
-                    " over. Name another stack by layers=."
-                )
-            hidden = entered + (hidden - entered) / p
-            return hidden if rest is None else type(output)((hidden, *rest))
+            if self._shown:
+                self._carried = rest
+            return self._scaled(index, hidden_of(args, kwargs), hidden, rest) if self._scales else None
 
         return hook
+
+    def _scaled(self, index: int, entered: Tensor, hidden: Tensor, rest: tuple[Any, ...] | None) -> Any:
+        if entered.shape != hidden.shape:
+            raise ValueError(
+                f"Block {index} of {self.path!r} took a hidden state of shape {tuple(entered.shape)} and returned"
+                f" {tuple(hidden.shape)}; expected the same shape, since a block that changes it cannot be passed"
+                " over. Name another stack by layers=."
+            )
+        p = self.keep[index] if self._training and index < len(self.keep) else 1.0
+        if p == 1.0:
+            return None
+        dtype = torch.promote_types(entered.dtype, hidden.dtype)
+        # h + (block(h) - h) / p
+        hidden = torch.lerp(entered.to(dtype), hidden.to(dtype), 1.0 / p)
+        return hidden if rest is None else (hidden, *rest)
 
     # -- inactive blocks
 
@@ -269,4 +344,4 @@ class BlockStack:
             handle.remove()
         self._handles.clear()
         self.thaw()
-        self.keep, self.dropped = [], frozenset()
+        self.keep, self.dropped, self._scales = [], frozenset(), False

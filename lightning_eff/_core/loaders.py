@@ -94,7 +94,7 @@ class LoaderHost(Protocol):
 class ResumableLoader:
     """A training loader as Lightning sees it; everything but iteration is the wrapped loader's own.
 
-    Lightning recognises ``state_dict`` and ``load_state_dict`` and saves them with its loops. What cannot be repeated
+    Lightning recognises by ``state_dict`` and ``load_state_dict`` that it can go on in mid-epoch. What cannot be repeated
     exactly: random augmentation inside *persistent* worker processes, whose generators live on from epoch to epoch, and
     samplers that draw from the global random state between batches rather than as they begin.
 
@@ -178,6 +178,9 @@ class ResumableLoader:
         state = self._resume
         if state is not None:
             self._iterations = state["iterations"]
+            for sampler, seed in zip(self._epoch_samplers(), state["seeds"], strict=False):
+                if seed is not None:  # a distributed sampler's, which Lightning takes from the process's seed
+                    sampler.seed = seed
         if state is None or state["began"] is None:
             if state is not None:
                 self._set_generators(state["generators"])
@@ -248,7 +251,7 @@ class ResumableLoader:
     def __len__(self) -> int:
         return len(self._loader)
 
-    # -- saved by Lightning with its loops
+    # -- saved with the run
 
     def state_dict(self) -> dict[str, Any]:
         """Where the iteration is, for every rank."""
@@ -256,6 +259,7 @@ class ResumableLoader:
         state = {
             "position": max(self._position - ahead, 0),
             "iterations": self._iterations,
+            "seeds": [getattr(sampler, "seed", None) for sampler in self._epoch_samplers()],
             "generators": [g.get_state() for g in self._generators()],
             "began": None if self._host.epoch_complete() else self._began,
             "sampler_began": self._recorder.began if self._recorder is not None else None,
@@ -281,7 +285,7 @@ def _has_length(loader: Any) -> bool:
 
 
 def apart(combined: CombinedLoader, epoch: int) -> CombinedLoader:
-    """Loaders over the same data, in the same order of samplers, whose iteration leaves those of ``combined`` untouched.
+    """Loaders over the same data, with the same samplers, whose iteration leaves those of ``combined`` untouched.
 
     Data sets are shared and samplers copied; generators that samplers hold are seeded from the global random state, and
     worker processes are started anew, also where the original's persist.
@@ -291,9 +295,10 @@ def apart(combined: CombinedLoader, epoch: int) -> CombinedLoader:
         epoch: the epoch that samplers with ``set_epoch`` are told.
 
     Raises:
-        ValueError: if a loader is no ``DataLoader`` and can be iterated only once.
+        ValueError: if a loader, its samplers or its streaming data set cannot be copied.
     """
-    again = CombinedLoader(combined.iterables, combined._mode)
+    again = copy(combined)
+    again._iterator = None
     again.flattened = [_apart(loader, epoch) for loader in combined.flattened]
     again.limits = combined.limits
     return again
@@ -319,8 +324,8 @@ def _apart(loader: Any, epoch: int) -> Any:
             " beside the running epoch. Give a DataLoader over a data set that can be copied."
         ) from error
     again.__dict__.update(_iterator=None, persistent_workers=False)
-    samplers = [again.sampler, again.batch_sampler, getattr(again.batch_sampler, "sampler", None)]
-    for owner in (again, *samplers):
+    owners: list[Any] = [again, again.sampler, again.batch_sampler, getattr(again.batch_sampler, "sampler", None)]
+    for owner in owners:
         if isinstance(getattr(owner, "generator", None), torch.Generator):
             seed = int(torch.empty((), dtype=torch.int64).random_())
             owner.__dict__["generator"] = torch.Generator().manual_seed(seed)

@@ -1,20 +1,22 @@
 """What each sample contributes to the mean loss of an unchanged ``training_step``, and that mean with weights.
 
 A mean loss is ``L = (1/V) sum_r l_r`` over rows ``r`` (samples, or tokens of samples) that count ``V`` in all. With
-``s_i`` the sum over the rows of sample ``i``, sample ``i`` contributes ``l_i = s_i B / V``, so that ``L = (1/B) sum_i l_i``
-exactly, with padded and ignored tokens too. Calls of the loss functions of ``torch.nn.functional`` are seen through a
-``TorchFunctionMode``, so the module need not know.
+``s_i`` the sum over the rows of sample ``i``, sample ``i`` contributes ``l_i = s_i B / V``, so that
+``L = (1/B) sum_i l_i`` exactly, with padded and ignored tokens too. Calls of the loss functions of
+``torch.nn.functional`` are seen through a ``TorchFunctionMode``, so the module need not know.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 LOSSES: tuple[Callable[..., Tensor], ...] = (
     F.cross_entropy,
@@ -27,27 +29,39 @@ LOSSES: tuple[Callable[..., Tensor], ...] = (
     F.huber_loss,
 )
 _SIGNATURES = {fn: inspect.signature(fn) for fn in LOSSES}
+_OF_CLASSES = (F.cross_entropy, F.nll_loss)
+_CHUNK = 2**24  # logits taken apart at a time: what it needs of memory stays small beside the training pass
 
 
-class LossNotVisible(RuntimeError):
+class LossNotVisible(ValueError):
     """The loss of a ``training_step`` cannot be taken apart by sample."""
 
 
 @dataclass
 class LossCall:
-    """One mean-reduced loss call: its value, and by sample the sum ``s_i``, the rows counted ``n_i`` and the bound.
+    """One mean-reduced loss call, taken apart.
 
     Attributes:
         mean: the value that the call returned.
-        sums: ``s_i``, shape (B,).
-        counts: how much each sample counts in the mean's denominator, shape (B,); ``V`` is its sum.
+        rows: the loss values ``l_r``, by sample, shape (B, rows of a sample).
+        counted: how much each row counts in the mean's denominator, of the same shape; 0 where it is ignored.
         bounds: ``||d s_i / d z_i||`` with ``z`` the call's input, shape (B,), where asked for.
     """
 
     mean: Tensor
-    sums: Tensor
-    counts: Tensor
+    rows: Tensor
+    counted: Tensor
     bounds: Tensor | None
+
+    @property
+    def sums(self) -> Tensor:
+        """``s_i``, shape (B,)."""
+        return self.rows.float().sum(dim=1)
+
+    @property
+    def counts(self) -> Tensor:
+        """How much each sample counts in the mean's denominator, shape (B,)."""
+        return self.counted.float().sum(dim=1)
 
     @property
     def total(self) -> Tensor:
@@ -56,7 +70,8 @@ class LossCall:
 
 
 def _by_sample(rows: Tensor, size: int, name: str) -> Tensor:
-    if rows.ndim == 0 or rows.shape[0] % size:
+    rows = rows.reshape(1) if rows.ndim == 0 else rows
+    if rows.shape[0] % size:
         raise LossNotVisible(
             f"F.{name} got {tuple(rows.shape)} loss values, which do not split evenly over the {size} samples of the"
             " batch."
@@ -66,32 +81,48 @@ def _by_sample(rows: Tensor, size: int, name: str) -> Tensor:
 
 def _counts(fn: Callable[..., Tensor], arguments: dict[str, Any], rows: Tensor) -> Tensor:
     """What each entry of ``rows`` counts in the mean's denominator."""
-    if fn not in (F.cross_entropy, F.nll_loss):
+    weight = arguments.get("weight")
+    if fn in (F.mse_loss, F.l1_loss) and weight is not None:
+        return weight.to(rows.dtype).expand_as(rows)
+    if fn not in _OF_CLASSES or arguments["target"].is_floating_point():  # class probabilities: the mean is over rows
         return torch.ones_like(rows)
-    target, weight = arguments["target"], arguments.get("weight")
-    if target.is_floating_point():  # class probabilities: the mean is over rows
-        return torch.ones_like(rows)
+    target = arguments["target"]
     valid = target != arguments["ignore_index"]
     if weight is None:
         return valid.to(rows.dtype).reshape(rows.shape)
-    return (weight[target.clamp_min(0)] * valid).to(rows.dtype).reshape(rows.shape)
+    return (weight[target.masked_fill(~valid, 0)] * valid).to(rows.dtype).reshape(rows.shape)
+
+
+def _parts(fn: Callable[..., Tensor], arguments: dict[str, Any], size: int) -> Iterator[tuple[dict[str, Any], int]]:
+    """The call cut into calls on fewer of the ``size`` samples, and how many each is on."""
+    z, target = arguments["input"], arguments["target"]
+    if fn not in _OF_CLASSES or z.ndim < 2 or z.shape[0] % size or target.shape[:1] != z.shape[:1]:
+        yield arguments, size
+        return
+    rows, samples = z.shape[0] // size, max(1, _CHUNK * size // max(z.numel(), 1))
+    for start in range(0, size, samples):
+        part = slice(start * rows, (start + samples) * rows)
+        yield {**arguments, "input": z[part], "target": target[part]}, min(samples, size - start)
 
 
 class _LossMode(TorchFunctionMode):
-    """Calls :meth:`on_loss` for each mean-reduced loss call of the code run under it."""
+    """Calls :meth:`on_loss` for each loss call of the code run under it whose reduction is among ``reductions``."""
 
+    reductions: tuple[str, ...] = ("mean",)
+
+    @override
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        signature = _SIGNATURES.get(func) if func in LOSSES else None
+        signature = _SIGNATURES.get(func)
         if signature is None:
             return func(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         arguments = dict(bound.arguments)
         legacy = arguments.pop("size_average", None) is not None, arguments.pop("reduce", None) is not None
-        if arguments["reduction"] != "mean" or any(legacy) or arguments["input"].ndim == 0:
+        if arguments["reduction"] not in self.reductions or any(legacy):
             return func(*args, **kwargs)
         return self.on_loss(func, arguments)
 
@@ -102,10 +133,17 @@ class _LossMode(TorchFunctionMode):
 class ObserveLosses(_LossMode):
     """Record each mean-reduced loss call, by sample, and leave its value as it is.
 
+    Where it is entered again, as by methods that run the step twice, only the first pass is recorded.
+
     Args:
         size: the number of samples B; a call's rows are taken to lie sample by sample.
         bounds: also find the gradient bound of Katharopoulos & Fleuret (2018): the norm of the loss's gradient with
             respect to its input (the logits), by a backward pass through the loss function alone.
+
+    Attributes:
+        calls: the calls seen, in their order.
+        problem: why a call could not be taken apart, if one could not. It is not raised on the spot, because under DDP
+            the other ranks would wait for this one.
     """
 
     def __init__(self, size: int, *, bounds: bool = False) -> None:
@@ -113,22 +151,41 @@ class ObserveLosses(_LossMode):
         self.size = size
         self.bounds = bounds
         self.calls: list[LossCall] = []
+        self.problem: str | None = None
+        self._passes = 0
 
+    @override
+    def __enter__(self) -> Self:
+        self._passes += 1
+        super().__enter__()
+        return self
+
+    @override
     def on_loss(self, fn: Callable[..., Tensor], arguments: dict[str, Any]) -> Tensor:
         mean = fn(**arguments)
-        name = fn.__name__
-        with torch.enable_grad() if self.bounds else torch.no_grad():
-            z = arguments["input"].detach().requires_grad_(self.bounds)
-            rows = fn(**{**arguments, "input": z, "reduction": "none"})
-            by_sample = _by_sample(rows, self.size, name)
-            sums = by_sample.sum(dim=1)
-            bound = None
-            if self.bounds:
-                (gradient,) = torch.autograd.grad(sums.sum(), z)
-                bound = _by_sample(gradient, self.size, name).float().norm(dim=1)
-        counts = _by_sample(_counts(fn, arguments, rows.detach()), self.size, name).sum(dim=1)
-        self.calls.append(LossCall(mean.detach(), sums.detach().float(), counts.float(), bound))
+        if self._passes == 1 and self.problem is None:
+            try:
+                self.calls.append(self._take_apart(fn, arguments, mean.detach()))
+            except LossNotVisible as e:
+                self.problem = str(e)
         return mean
+
+    def _take_apart(self, fn: Callable[..., Tensor], arguments: dict[str, Any], mean: Tensor) -> LossCall:
+        name = fn.__name__
+        found: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        for part, size in _parts(fn, arguments, self.size):
+            bound = None
+            with torch.enable_grad() if self.bounds else torch.no_grad():
+                z = part["input"].detach().requires_grad_(self.bounds)
+                rows = fn(**{**part, "input": z, "reduction": "none"})
+                by_sample = _by_sample(rows, size, name)
+                if self.bounds:
+                    (gradient,) = torch.autograd.grad(rows.sum(), z)
+                    bound = _by_sample(gradient, size, name).float().norm(dim=1)
+            counted = _by_sample(_counts(fn, part, rows.detach()), size, name)
+            found.append((by_sample.detach(), counted, bound))
+        rows, counted, bounds = zip(*found, strict=True)
+        return LossCall(mean, torch.cat(rows), torch.cat(counted), torch.cat(bounds) if self.bounds else None)
 
 
 class WeighLosses(_LossMode):
@@ -138,6 +195,9 @@ class WeighLosses(_LossMode):
         weights: ``w_j``, shape (b,), for the b samples that the code under this mode is run on.
         size: the number B of samples that the b were drawn from.
         totals: ``V`` of each call in that larger batch, in the order of the calls.
+
+    Raises:
+        LossNotVisible: if the code makes more or fewer calls than ``totals``.
     """
 
     def __init__(self, weights: Tensor, *, size: int, totals: list[Tensor]) -> None:
@@ -147,58 +207,116 @@ class WeighLosses(_LossMode):
         self.totals = totals
         self.num_calls = 0
 
-    def on_loss(self, fn: Callable[..., Tensor], arguments: dict[str, Any]) -> Tensor:
-        if self.num_calls >= len(self.totals):
+    @override
+    def __enter__(self) -> Self:
+        self.num_calls = 0
+        super().__enter__()
+        return self
+
+    @override
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc_val: BaseException | None, exc_tb: TracebackType | None
+    ) -> None:
+        super().__exit__(exc_type, exc_val, exc_tb)
+        if exc_type is None and self.num_calls != len(self.totals):
             raise LossNotVisible(
-                f"training_step made more loss calls on the {len(self.weights)} chosen samples than the"
-                f" {len(self.totals)} it made on all {self.size}."
+                f"training_step made {self.num_calls} mean-reduced loss call(s) on the {len(self.weights)} chosen"
+                f" samples, but {len(self.totals)} on all {self.size}."
             )
+
+    @override
+    def on_loss(self, fn: Callable[..., Tensor], arguments: dict[str, Any]) -> Tensor:
+        index, self.num_calls = self.num_calls, self.num_calls + 1
+        if index >= len(self.totals):
+            return fn(**arguments)  # refused as the step ends
         rows = fn(**{**arguments, "reduction": "none"})
         b = len(self.weights)
-        sums = _by_sample(rows, b, fn.__name__).sum(dim=1)
-        total = self.totals[self.num_calls]
-        self.num_calls += 1
-        return (self.weights.to(sums.dtype) * sums).sum() * (self.size / (b * total.to(sums.dtype)))
+        sums = _by_sample(rows, b, fn.__name__).float().sum(dim=1)
+        # (1/b) sum_j w_j s_j B / V
+        return ((self.weights * sums).sum() * (self.size / (b * self.totals[index]))).to(rows.dtype)
+
+
+class CutAtLosses(_LossMode):
+    """Let gradients of what a forward-only pass returns be taken with respect to the inputs of its loss calls alone.
+
+    From the first loss call on, gradients are enabled; the caller's ``torch.no_grad`` puts that back. Whatever comes
+    before (the network) keeps no graph.
+
+    Attributes:
+        inputs: the loss calls' inputs ``z``, of any reduction, cut off from what made them.
+    """
+
+    reductions = ("mean", "sum", "none")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs: list[Tensor] = []
+
+    @override
+    def on_loss(self, fn: Callable[..., Tensor], arguments: dict[str, Any]) -> Tensor:
+        torch.set_grad_enabled(True)
+        z = arguments["input"].detach().requires_grad_()
+        self.inputs.append(z)
+        return fn(**{**arguments, "input": z})
+
+    def bounds(self, losses: Tensor) -> Tensor:
+        """``||d l_i / d z_i||`` for per-sample ``losses`` of shape (B,), over all inputs, shape (B,).
+
+        Raises:
+            LossNotVisible: if the losses depend on no loss call seen, or an input does not lie sample by sample.
+        """
+        if not self.inputs or not losses.requires_grad:
+            names = ", ".join(fn.__name__ for fn in LOSSES)
+            raise LossNotVisible(
+                f"sample_loss called none of torch.nn.functional's {names}, so the gradient at the logits cannot be"
+                " found. Use score='loss', or one of these functions."
+            )
+        gradients = torch.autograd.grad(losses.sum(), self.inputs, allow_unused=True)
+        rows = [_by_sample(g, len(losses), "loss's input").float() for g in gradients if g is not None]
+        return torch.cat(rows, dim=1).norm(dim=1)
 
 
 def loss_of(output: Any) -> Tensor | None:
-    """The loss in what a ``training_step`` returned: a tensor, ``output["loss"]``, or None where the step is skipped."""
+    """The loss in what a ``training_step`` returned: a tensor, ``output["loss"]``, or None where it skips the step."""
     if isinstance(output, Tensor) or output is None:
         return output
     return output.get("loss")
 
 
-def check_visible(calls: list[LossCall], loss: Tensor | None) -> None:
+def check_visible(observed: ObserveLosses, loss: Tensor) -> None:
     """Check that the step's loss is the sum of the mean-reduced calls seen.
 
     Raises:
         LossNotVisible: if it is not, with what was seen.
     """
-    if loss is None:
-        raise LossNotVisible("training_step returned None.")
-    if not calls:
+    if observed.problem is not None:
+        raise LossNotVisible(observed.problem)
+    if not observed.calls:
         names = ", ".join(fn.__name__ for fn in LOSSES)
         raise LossNotVisible(f"training_step called none of torch.nn.functional's {names} with reduction='mean'.")
-    seen = torch.stack([call.mean.float() for call in calls]).sum()
+    seen = torch.stack([call.mean.float() for call in observed.calls]).sum()
     got = loss.detach().float()
-    if not torch.isclose(got, seen, rtol=1e-3, atol=1e-6, equal_nan=True):
+    # sums of several losses are rounded in the dtype of the loss
+    rtol = max(1e-3, 4 * torch.finfo(loss.dtype).eps)
+    if not torch.isclose(got, seen, rtol=rtol, atol=1e-6, equal_nan=True).all():
         raise LossNotVisible(
-            f"training_step returned a loss of {got.item():.6g}, but the {len(calls)} loss call(s) seen in it sum to"
-            f" {seen.item():.6g}."
+            f"training_step returned a loss of {got.mean().item():.6g}, but the {len(observed.calls)} mean-reduced loss"
+            f" call(s) seen in it sum to {seen.item():.6g}."
         )
 
 
 def contributions(calls: list[LossCall]) -> Tensor:
     """``l_i = sum_k s_ik B / V_k``, shape (B,): their mean is the step's loss."""
-    return torch.stack([call.sums * (len(call.sums) / call.total) for call in calls]).sum(dim=0)
+    return torch.stack([call.sums * (len(call.rows) / call.total) for call in calls]).sum(dim=0)
 
 
 def mean_by_sample(calls: list[LossCall]) -> Tensor:
     """Each sample's own mean loss ``sum_k s_ik / n_ik``, shape (B,); 0 where nothing of it counts."""
-    return torch.stack([call.sums / call.counts.clamp_min(torch.finfo(call.counts.dtype).tiny) for call in calls]).sum(0)
+    means = [torch.where(c.counts == 0, 0.0, c.sums / torch.where(c.counts == 0, 1.0, c.counts)) for c in calls]
+    return torch.stack(means).sum(dim=0)
 
 
 def gradient_bounds(calls: list[LossCall]) -> Tensor:
-    """The bound on each sample's gradient norm, up to a constant: ``sqrt(sum_k (||ds_ik/dz|| B / V_k)^2)``, shape (B,)."""
-    scaled = [call.bounds * (len(call.sums) / call.total) for call in calls if call.bounds is not None]
+    """The bound on each sample's gradient norm, up to a constant: ``sqrt(sum_k (||ds_ik/dz|| B/V_k)^2)``, (B,)."""
+    scaled = [call.bounds * (len(call.rows) / call.total) for call in calls if call.bounds is not None]
     return torch.stack(scaled).square().sum(dim=0).sqrt()

@@ -10,23 +10,26 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 
-def keeps_state(optimizer: Optimizer) -> bool | None:
-    """Whether ``optimizer`` keeps state for a parameter once it has stepped; None where that cannot be found out.
+def keeps_state(optimizer: Optimizer, parameter: Tensor) -> bool | None:
+    """Whether ``optimizer`` keeps state for ``parameter`` once it has stepped; None where that cannot be found out.
 
-    Found by one step of a copy of the optimizer on a stand-in parameter; the optimizer itself is not touched.
+    Found by one step of a copy of the optimizer on a small stand-in, with the settings of the parameter's group; the
+    optimizer itself is not touched. One that wraps another cannot be copied so.
     """
+    if any(isinstance(value, Optimizer) for value in optimizer.__dict__.values()):
+        return None
+    groups = [group for group in optimizer.param_groups if any(p is parameter for p in group["params"])]
+    if not groups:
+        return False
     probe: Any = object.__new__(type(optimizer))
     probe.__dict__.update(optimizer.__dict__)
     probe.__dict__.pop("step", None)  # learning-rate schedulers put a bound one on the instance
     probe.state = defaultdict(dict)
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(probe, name, OrderedDict())
-    group = optimizer.param_groups[0]
-    shape = [2] * max((p.ndim for p in group["params"]), default=1)
-    like = group["params"][0]
-    stand_in = torch.zeros(shape, dtype=like.dtype, device=like.device, requires_grad=True)
+    stand_in = torch.zeros([2] * parameter.ndim, dtype=parameter.dtype, device=parameter.device, requires_grad=True)
     stand_in.grad = torch.ones_like(stand_in)
-    probe.param_groups = [{**group, "params": [stand_in]}]
+    probe.param_groups = [{**groups[0], "params": [stand_in]}]
     try:
         with torch.enable_grad():
             type(optimizer).step(probe)

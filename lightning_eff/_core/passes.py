@@ -1,25 +1,30 @@
-"""Forward passes of the user's ``training_step`` over training data, beside the running epoch and without a trace in it."""
+"""Forward passes of the user's ``training_step`` over training data, beside the running epoch."""
 
+import copy
 import itertools
 import math
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
 
 from lightning_eff._core import rng
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.loaders import apart
 from lightning_eff._core.session import Session
+from lightning_eff._core.steps import silent
 
 
 def forward_over_training_data(session: Session, num_batches: int | None, *, epoch: int) -> int:
     """Run the module's own ``training_step``, forward only, on batches of the training loader.
 
     The running iteration, its samplers and the global random state stay as they are; which batches are used, and what
-    they draw, depends on the run's seed and ``epoch`` alone. Links of techniques take no part, and blocks are shown as in
-    evaluation. The cost is counted. Logs, buffers and metrics are the caller's to protect, by :func:`steps.silent`.
+    they draw, depends on the run's seed and ``epoch`` alone. Links of techniques take no part, and blocks are shown as
+    in evaluation. The cost is counted. Logs, buffers and metrics are the caller's to protect, by :func:`steps.silent`.
 
     Args:
         session: the run, with its training data set up.
@@ -36,8 +41,8 @@ def forward_over_training_data(session: Session, num_batches: int | None, *, epo
     limit = min(trainer.num_training_batches, math.inf if num_batches is None else num_batches)
     if math.isinf(limit):
         raise ValueError(
-            "Got a training loader without a length, and no number of batches to go over; expected one of the two, since"
-            " the data may never end. Give the number of batches."
+            "Got a training loader without a length, and no number of batches to go over; expected one of the two,"
+            " since the data may never end. Give the number of batches."
         )
     combined = trainer.fit_loop._combined_loader
     assert combined is not None, "the training data is set up before it is gone over"
@@ -62,3 +67,54 @@ def forward_over_training_data(session: Session, num_batches: int | None, *, epo
     cost.forward_passes += index + 1
     cost.seconds += time.perf_counter() - start
     return index + 1
+
+
+@contextmanager
+def unseen(session: Session) -> Iterator[None]:
+    """Evaluation mode and the precision of a training step, without a graph; modes, buffers, logs, random state come back."""
+    training = [(m, m.training) for m in session.module.modules()]
+    precision = session.trainer.precision_plugin.train_step_context()
+    with torch.no_grad(), rng.fork(), silent(session.module), precision:
+        session.module.eval()
+        try:
+            yield
+        finally:
+            for m, mode in training:
+                m.training = mode
+
+
+def call_of(session: Session, block: nn.Module, batch: Any, batch_idx: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """With which arguments the module's own ``training_step`` calls ``block`` on ``batch``, in one forward pass.
+
+    Used inside :func:`unseen`. The step's links take no part. Arguments other than tensors are copied before the block can
+    change them. The cost is counted.
+
+    Raises:
+        ValueError: if the step does not call the block.
+    """
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append((tuple(_apart(value) for value in args), {key: _apart(value) for key, value in kwargs.items()}))
+
+    chain, start = session.chain, time.perf_counter()
+    takes_index = is_param_in_hook_signature(chain.original, "batch_idx", min_args=2)
+    handle = block.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        session._evaluation(chain.original)(batch, *((batch_idx,) if takes_index else ()))
+    finally:
+        handle.remove()
+    chain.cost.forward_passes += 1
+    chain.cost.seconds += time.perf_counter() - start
+    with suppress(ValueError):
+        chain.cost.forward_samples += num_samples(batch)
+    if not calls:
+        raise ValueError(
+            f"training_step never called a {type(block).__name__} that it was expected to call on each batch. Name another"
+            " stack by layers=."
+        )
+    return calls[0]
+
+
+def _apart(value: Any) -> Any:
+    return value if isinstance(value, Tensor) else copy.deepcopy(value)

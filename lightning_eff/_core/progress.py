@@ -9,10 +9,10 @@ from lightning.pytorch.callbacks import Timer
 class Progress:
     """The share ``u`` of the budget that is used up, constant within one optimizer step.
 
-    ``u`` is the largest of ``global_step / max_steps``, ``epochs / max_epochs`` (counted in batches where the loader has
-    a length) and ``seconds / max_time``. It is read at the first micro-batch of an accumulation window and holds until
-    the next window, so nothing that depends on it changes between micro-batches whose gradients are summed. Where
-    time takes part, rank 0's clock counts on every rank.
+    ``u`` is the largest of ``global_step / max_steps``, ``epochs / max_epochs`` (counted in batches where the loader
+    has a length) and ``seconds / max_time``. It is read at the first micro-batch of an accumulation window, or of a run
+    that resumes within one, and holds until the next window, so nothing that depends on it changes between
+    micro-batches whose gradients are summed. Where time takes part, rank 0's clock counts on every rank.
     """
 
     def __init__(self, trainer: Trainer) -> None:

@@ -1,8 +1,7 @@
-"""One run of a trainer as the techniques see it: opened by the first of them, closed by whoever comes first at the end."""
+"""One run of a trainer as the techniques see it: opened by the first of them, closed when the run ends or fails."""
 
 import functools
 import inspect
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -10,12 +9,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_eff._core import rng
 from lightning_eff._core.blocks import BlockStack, find_stack
+from lightning_eff._core.checks import check_run
 from lightning_eff._core.loaders import ResumableLoader
 from lightning_eff._core.patches import Patches
 from lightning_eff._core.progress import Progress
@@ -113,40 +113,9 @@ class Session:
             del _OPEN[self.trainer]
 
     def _check(self) -> None:
-        trainer, module = self.trainer, self.module
         working = [t for t in self.techniques if not t.neutral]
-        for i, technique in enumerate(working):
-            who = type(technique).__name__
-            for other in working[:i]:
-                name = type(other).__name__
-                reason = technique.conflicts.get(name) or other.conflicts.get(who)
-                if name == who:
-                    reason = "the same technique twice would act twice on the same thing"
-                if reason:
-                    raise ValueError(f"{name} and {who} cannot train together: {reason}. Take one of them out.")
-            if technique.needs_automatic_optimization and not module.automatic_optimization:
-                raise ValueError(
-                    f"{who}: {type(module).__name__} has automatic_optimization=False; expected True, because under manual"
-                    f" optimization the module itself calls backward and step, where {who} cannot come between. Use"
-                    " automatic optimization or take the technique out."
-                )
-            if technique.needs_budget and not self.progress.limits():
-                raise ValueError(
-                    f"{who}: the Trainer has no end (max_steps=-1, max_epochs=-1, max_time=None), so how far the run is"
-                    " cannot be told. Set one of max_steps, max_epochs and max_time."
-                )
-            if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
-                raise ValueError(
-                    f"{who}: got strategy {type(trainer.strategy).__name__}; expected a single device or DDP. Sharded"
-                    " parameters are not supported by this technique yet: use strategy='ddp' or take it out."
-                )
-            parameters = inspect.signature(inspect.unwrap(module.training_step)).parameters
-            if "dataloader_iter" in parameters:
-                raise ValueError(
-                    f"{who}: training_step takes dataloader_iter; expected a batch, because the technique must see it. Let"
-                    " training_step take (batch, batch_idx)."
-                )
-        self.seed = trainer.strategy.broadcast(torch.initial_seed() % 2**63)
+        check_run(self.trainer, self.module, working, has_end=bool(self.progress.limits()))
+        self.seed = self.trainer.strategy.broadcast(torch.initial_seed() % 2**63)
         for technique in working:
             technique.check(self)
 
@@ -198,11 +167,15 @@ class Session:
             self.end_step()
             for stack in self._stacks.values():
                 self._scope.enter_context(stack.view(training=True))
-            if not self.chain.links:
-                return original(*args, **kwargs)
-            batch_idx = self.trainer.fit_loop.epoch_loop.batch_idx
-            step = Step(self.chain, self.module, args[1:], batch_idx, self.trainer.global_step)
-            return self.chain.run(step, args[0])
+            if self.chain.links:
+                batch_idx = self.trainer.fit_loop.epoch_loop.batch_idx
+                step = Step(self.chain, self.module, args[1:], batch_idx, self.trainer.global_step)
+                output = self.chain.run(step, args[0])
+            else:
+                output = original(*args, **kwargs)
+            if output is None or not self.module.automatic_optimization:
+                self.end_step()  # no backward pass comes, which would end it
+            return output
 
         training_step.__wrapped__ = inspect.unwrap(original)  # Lightning looks through one wrapper only
         return training_step
@@ -239,7 +212,7 @@ class Session:
             if not self.trainer.training or stateful:
                 return dataloader
             loader = ResumableLoader(dataloader, self)
-            if len(self._loaders) < len(self._loader_states):  # Lightning hands them on only in mid-epoch
+            if len(self._loaders) < len(self._loader_states):
                 loader.load_state_dict(self._loader_states[len(self._loaders)])
             self._loaders.append(loader)
             return loader
@@ -302,7 +275,8 @@ class Session:
     def epoch_complete(self) -> bool:
         """Whether the last batch of the epoch has been trained on."""
         progress = self.trainer.fit_loop.epoch_loop.batch_progress
-        return progress.is_last_batch and progress.current.processed == progress.current.ready
+        counts = progress.current.state_dict()
+        return progress.is_last_batch and counts["processed"] == counts["ready"]
 
     # -- the course of the run, driven by the first technique's hooks
 
@@ -373,12 +347,14 @@ class Session:
         if not self.fitting:
             return
         loop = self.trainer.fit_loop
-        due = self._in_batch_end and loop._data_fetcher is not None
+        fetcher = loop._data_fetcher if self._in_batch_end else None
         checkpoint[_KEY] = {
             "seed": self.seed,
             "rng": self.gather(rng.capture()),
             "cost": self.chain.cost.state_dict(),
-            "validate_first": bool(due and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)),
+            # under Lightning's own key a plain trainer, whose loaders keep no state, would refuse the checkpoint
+            "loaders": checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", []),
+            "validate_first": fetcher is not None and bool(loop.epoch_loop._should_check_val_fx(fetcher)),
         }
 
     def load(self, checkpoint: dict[str, Any]) -> None:
@@ -391,11 +367,9 @@ class Session:
         self._validate_first = state["validate_first"]
         if len(state["rng"]) == self.trainer.world_size:
             self._rng = state["rng"][self.rank]
-            self._loader_states = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
+            self._loader_states = state["loaders"]
         else:
             rank_zero_info(
                 f"The checkpoint is of {len(state['rng'])} processes and this run has {self.trainer.world_size}: random"
                 " state and the position in the epoch are not taken over, so the run will not repeat the undisturbed one."
             )
-
-

@@ -1,6 +1,7 @@
 """The step chain: one wrapper on the instance's ``training_step``, to which each technique adds a link at a stage."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -8,7 +9,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_eff._core import rng
@@ -27,6 +28,7 @@ class Stage(IntEnum):
 
 
 Proceed = Callable[[Any], Any]
+Around = Callable[[Proceed, Any], Any]
 
 
 class Link(Protocol):
@@ -54,31 +56,84 @@ class Cost:
 
 
 @contextmanager
-def silent(module: "LightningModule") -> Iterator[None]:
-    """Run a pass that leaves no trace: ``self.log`` is muted, buffers and metrics are put back afterwards.
+def silent(module: "LightningModule", start: Callable[[], None] | None = None) -> Iterator[None]:
+    """Run a pass that leaves no trace: ``self.log`` is muted, and what :func:`snapshot` tells of is put back.
 
-    Buffers are put back without a version bump, since a backward pass through this pass may still come. The autocast
-    cache is emptied on both ends: it would serve weights cast before they changed, or cast without a graph.
+    The autocast cache is emptied on both ends: it would serve weights cast before they changed, or without a graph.
+
+    Args:
+        module: the module that runs.
+        start: puts the state back from which the pass begins, where that is not the one at hand.
     """
-    namespace = module.__dict__
-    had, old = "log" in namespace, namespace.get("log")
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    metrics = [(m, m._copy_state_dict(), m._update_count, m._computed) for m in module.modules() if isinstance(m, Metric)]
-    namespace["log"] = _ignore
+    put_back = snapshot(module)
+    if start is not None:
+        start()
+    module.__dict__["log"] = _ignore
     torch.clear_autocast_cache()
     try:
         yield
     finally:
         torch.clear_autocast_cache()
-        if had:
-            namespace["log"] = old
-        else:
-            del namespace["log"]
+        put_back()
+
+
+def snapshot(module: "LightningModule") -> Callable[[], None]:
+    """What sets buffers, metrics and plain attributes back to what they are now.
+
+    Plain attributes are the module's own public ones, such as a counter or a list of outputs. Buffers are put back
+    without a version bump, since a backward pass through what was run on them may still come.
+    """
+    namespace = module.__dict__
+    attributes = {name: (value, _content(value)) for name, value in namespace.items() if not name.startswith("_")}
+    owners = [(m._buffers, dict(m._buffers)) for m in module.modules()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    metrics = [(m, _metric_state(m)) for m in module.modules() if isinstance(m, Metric)]
+
+    def put_back() -> None:
+        for held, had in owners:
+            if held.keys() != had.keys() or any(held[name] is not buffer for name, buffer in had.items()):
+                held.clear()
+                held.update(had)
         for buffer, value in buffers:
             buffer.data.copy_(value)
-        for metric, state, count, computed in metrics:
-            metric._restore_cache(state)
-            metric._update_count, metric._computed = count, computed
+        for metric, state in metrics:
+            for name, (value, content) in state.items():
+                vars(metric)[name] = value
+                _put_back(value, content)
+        for name in [name for name in namespace if not name.startswith("_") and name not in attributes]:
+            del namespace[name]
+        for name, (value, content) in attributes.items():
+            namespace[name] = value
+            _put_back(value, content)
+
+    return put_back
+
+
+def _content(value: Any) -> Any:
+    """A copy of what a plain container holds; None for anything else."""
+    return value.copy() if isinstance(value, list | dict | set | deque) else None
+
+
+def _put_back(value: Any, content: Any) -> None:
+    """Let a container hold ``content`` again, or a tensor have that value."""
+    if isinstance(value, Tensor) and content is not None:
+        value.data.copy_(content)
+    elif isinstance(value, list) and content is not None:
+        value[:] = content
+    elif isinstance(value, deque) and content is not None:
+        value.clear()
+        value.extend(content)
+    elif isinstance(value, dict | set) and content is not None:
+        value.clear()
+        value.update(content)
+
+
+def _metric_state(metric: Metric) -> dict[str, tuple[Any, Any]]:
+    """A metric's states, which others of its collection may share, and how far it is."""
+    states = {name: getattr(metric, name) for name in metric._defaults}
+    kept = {name: (s, s.detach().clone() if isinstance(s, Tensor) else _content(s)) for name, s in states.items()}
+    own = ("_update_count", "_computed", "_forward_cache")
+    return {**kept, **{name: (metric.__dict__[name], None) for name in own if name in metric.__dict__}}
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
@@ -94,6 +149,8 @@ class Step:
         rest: what ``training_step`` takes after the batch (the batch's index), if anything.
         batch_idx: the index of the batch in its epoch.
         global_step: optimizer steps done before this one.
+        around: where a link sets it, what stands around the user's own step in each pass of the training chain, inside
+            all links: ``around(run, batch)`` returns what the step shall return, and ``run(batch)`` runs it.
     """
 
     chain: "StepChain"
@@ -101,16 +158,18 @@ class Step:
     rest: tuple[Any, ...]
     batch_idx: int
     global_step: int
+    around: Around | None = None
 
-    def forward_only(self, batch: Any, size: int, mode: Any = None) -> Any:
-        """Run the user's step on ``batch`` of ``size`` samples for its loss alone, under ``mode`` if given.
+    def forward_only(self, batch: Any, size: int, around: Around | None = None, *, transform: bool = True) -> Any:
+        """Run the user's step on ``batch`` of ``size`` samples for its loss alone, inside ``around`` if given.
 
-        No graph, no log, no change to buffers, metrics or the global random state; the batch passes through the links that
-        transform it, not those that choose or perturb. The cost is counted.
+        No graph, no log, no change to buffers, metrics or the global random state; the batch passes through the links
+        that transform it (unless ``transform`` is False), not those that choose or perturb. The cost is counted.
         """
+        stages = (Stage.TRANSFORM,) if transform else ()
         start = time.perf_counter()
         with torch.no_grad(), rng.fork(), silent(self.module):
-            output = self.chain.call(self, batch, stages=(Stage.TRANSFORM,), mode=mode)
+            output = self.chain.call(self, batch, stages=stages, around=lambda: around)
         self.chain.cost.forward_passes += 1
         self.chain.cost.forward_samples += size
         self.chain.cost.seconds += time.perf_counter() - start
@@ -132,10 +191,15 @@ class StepChain:
 
     def run(self, step: Step, batch: Any) -> Any:
         """The training step: all links, then the user's own."""
-        return self.call(step, batch, stages=tuple(Stage))
+        return self.call(step, batch, stages=tuple(Stage), around=lambda: step.around)
 
-    def call(self, step: Step, batch: Any, *, stages: tuple[Stage, ...], mode: Any = None) -> Any:
-        """The user's step on ``batch`` behind the links of ``stages``, the innermost call under ``mode``."""
+    def call(
+        self, step: Step, batch: Any, *, stages: tuple[Stage, ...], around: Callable[[], Around | None] = lambda: None
+    ) -> Any:
+        """The user's step on ``batch`` behind the links of ``stages``, inside what ``around()`` is by then."""
+
+        def own(batch: Any) -> Any:
+            return self.original(batch, *step.rest)
 
         def proceed_from(position: int) -> Proceed:
             def proceed(batch: Any) -> Any:
@@ -143,16 +207,9 @@ class StepChain:
                     stage, link = self.links[index]
                     if stage in stages:
                         return link(step, batch, proceed_from(index + 1))
-                if mode is None:
-                    return self.original(batch, *step.rest)
-                with mode:
-                    return self.original(batch, *step.rest)
+                wrapper = around()
+                return own(batch) if wrapper is None else wrapper(own, batch)
 
             return proceed
 
         return proceed_from(0)(batch)
-
-
-def trainable(module: nn.Module) -> list[Tensor]:
-    """The parameters that take gradients, each once."""
-    return [p for p in module.parameters() if p.requires_grad]

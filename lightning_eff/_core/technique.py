@@ -52,7 +52,9 @@ class Technique(Callback):
     def session(self) -> Session:
         """The run that this technique is attached to."""
         if self._session is None:
-            raise RuntimeError(f"{type(self).__name__} is attached to no run; it is so from setup to teardown of a Trainer.")
+            raise RuntimeError(
+                f"{type(self).__name__} is attached to no run; it is so from setup to teardown of a Trainer."
+            )
         return self._session
 
     # -- what subclasses say
@@ -115,7 +117,7 @@ class Technique(Callback):
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._leads():
+        if self._leads() and pl_module.automatic_optimization:  # a manual step may run the network again
             self.session.end_step()
 
     @override

@@ -1,1 +1,1 @@
-
+"""Which samples, tokens and lengths a step sees."""

@@ -15,7 +15,9 @@ from lightning_eff._core.steps import silent
 def batch_norms(module: nn.Module) -> dict[str, _BatchNorm]:
     """The BatchNorm layers of ``module`` that keep running statistics, by their path."""
     return {
-        name: m for name, m in module.named_modules() if isinstance(m, _BatchNorm) and isinstance(m.running_mean, Tensor)
+        name: m
+        for name, m in module.named_modules()
+        if isinstance(m, _BatchNorm) and isinstance(m.running_mean, Tensor)
     }
 
 
@@ -30,8 +32,9 @@ def recompute_statistics(
 ) -> dict[str, Tensor]:
     """Running statistics at the module's present weights, as ``torch.optim.swa_utils.update_bn`` finds them.
 
-    ``mean = (1/n) sum_j mean_j`` and ``var = (1/n) sum_j var_j`` over n training batches, of all ranks together. Layers run in
-    the mode they train in, so layers that the user froze keep what they have, but dropout is off, as in evaluation.
+    ``mean = (1/n) sum_j mean_j`` and ``var = (1/n) sum_j var_j`` over n training batches, of all ranks together. Layers
+    run in the mode they train in, so layers that the user froze keep what they have, but dropout is off, as in
+    evaluation.
 
     Args:
         session: the run; its module is left as it was.

@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any, Literal
 
 import torch
@@ -40,30 +41,31 @@ def latest_mean(snapshots: Iterable[Tensor], *, device: torch.device) -> Tensor:
 class LatestWeightAveraging(Technique):
     """Validate, test and keep the mean of the last ``window`` snapshots, while training goes on from the raw weights.
 
-    A snapshot holds every parameter that takes gradients; one that is unfrozen later is averaged over the snapshots since.
-    While the trainer validates, and from the end of fit on, the module holds the mean. Every checkpoint's ``state_dict`` is
-    the mean too, once there is a snapshot, so what ``ModelCheckpoint`` keeps as best is what was validated; the raw weights
-    and the snapshots (``window`` copies of the weights) are in this callback's state, and a resumed fit goes on from them.
-    A second fit without a checkpoint starts from the mean, with an empty window. A checkpoint that is saved because of an
-    exception, after this callback has put everything back, holds the raw weights.
+    A snapshot holds every parameter that takes gradients; one that is unfrozen later is averaged over the snapshots
+    since. While the trainer validates, and from the end of fit on, the module holds the mean. Every checkpoint's
+    ``state_dict`` is the mean too, once there is a snapshot, so what ``ModelCheckpoint`` keeps as best is what was
+    validated; the raw weights and the snapshots (``window`` copies of the weights) are in this callback's state, and a
+    resumed fit goes on from them. A second fit without a checkpoint starts from the mean, with an empty window. A
+    checkpoint that is saved because of an exception, after this callback has put everything back, holds raw weights.
 
-    BatchNorm statistics are not averaged: they are recomputed for each mean that is used, by ``torch``'s ``update_bn`` rule,
-    from forward passes of ``training_step`` that leave no trace in the run (all-in-one: no log, no random draw, no loader
-    moved). Other buffers keep their latest values. If another technique changes which blocks the network has, the window is
-    emptied: snapshots from before are of another network.
+    BatchNorm statistics are not averaged: they are recomputed for each mean that is used, by the rule of torch's
+    ``update_bn``, from forward passes of ``training_step`` that leave no trace in the run: no log, no draw from the
+    global generators, the training loader where it was. Their cost is counted. Other buffers keep their latest values.
+    If another technique changes which blocks the network has, the window is emptied: earlier snapshots are of another
+    network.
 
-    Lightning's own ``WeightAveraging`` does not serve: it keeps one running average in a deep copy of the module, from which
-    a snapshot that leaves the window cannot be taken out again.
+    Lightning's own ``WeightAveraging`` does not serve: it keeps one running average in a deep copy of the module, from
+    which a snapshot that leaves the window cannot be taken out again.
 
     Args:
         window: how many of the latest snapshots the mean is over, >= 1; 1 means the latest alone.
-        interval: "epoch" takes a snapshot after each complete epoch, a number N >= 1 after every N optimizer steps (under
-            manual optimization as Lightning counts them: each optimizer's).
-        start: take snapshots only of steps from this fraction of the budget on, in [0, 1]; 1 takes none, which is plain
-            training.
+        interval: "epoch" takes a snapshot after each complete epoch, a number N >= 1 after every N optimizer steps
+            (under manual optimization as Lightning counts them: each optimizer's).
+        start: take snapshots only of steps from this fraction of the budget on, in [0, 1]; 1 takes none, which is
+            plain training.
         offload: keep the snapshots in CPU memory.
-        bn_batches: how many training batches, on each rank, BatchNorm statistics are recomputed from; None takes a whole
-            epoch. Wu & Johnson (2021, arXiv:2105.07576) find 1,000 to 10,000 samples to be enough.
+        bn_batches: how many training batches, on each rank, BatchNorm statistics are recomputed from; None takes a
+            whole epoch. Wu & Johnson (2021, arXiv:2105.07576) find 1,000 to 10,000 samples to be enough.
 
     Raises:
         ValueError: if an argument is out of its range; at setup, if the trainer has another weight averaging, if
@@ -86,17 +88,22 @@ class LatestWeightAveraging(Technique):
         bn_batches: int | None = 100,
     ) -> None:
         if not _is_count(window):
-            raise ValueError(f"LatestWeightAveraging({window=}): expected an integer >= 1; 1 keeps the latest snapshot alone.")
+            raise ValueError(
+                f"LatestWeightAveraging({window=}): expected an integer >= 1; 1 keeps the latest snapshot alone."
+            )
         if interval != "epoch" and not _is_count(interval):
-            raise ValueError(f"LatestWeightAveraging({interval=}): expected 'epoch' or a number of optimizer steps >= 1.")
+            raise ValueError(
+                f"LatestWeightAveraging({interval=}): expected 'epoch' or a number of optimizer steps >= 1."
+            )
         if not 0.0 <= start <= 1.0:
             raise ValueError(f"LatestWeightAveraging({start=}): expected a fraction of the budget in [0, 1].")
         if bn_batches is not None and not _is_count(bn_batches):
             raise ValueError(
-                f"LatestWeightAveraging({bn_batches=}): expected a number of training batches >= 1, or None for an epoch."
+                f"LatestWeightAveraging({bn_batches=}): expected a number of training batches >= 1, or None for an"
+                " epoch's."
             )
         self.window = window
-        self.interval = interval
+        self.interval: Literal["epoch"] | int = interval
         self.start = start
         self.offload = offload
         self.bn_batches = bn_batches
@@ -123,8 +130,8 @@ class LatestWeightAveraging(Technique):
         for other in session.trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
             if isinstance(other, WeightAveraging | StochasticWeightAveraging):
                 raise ValueError(
-                    f"LatestWeightAveraging and {type(other).__name__} cannot train together: both replace the weights that"
-                    " are validated and kept. Take one of them out of the trainer's callbacks."
+                    f"LatestWeightAveraging and {type(other).__name__} cannot train together: both replace the weights"
+                    " that are validated and kept. Take one of them out of the trainer's callbacks."
                 )
         if self.start > 0.0 and not session.progress.limits():
             raise ValueError(
@@ -155,7 +162,7 @@ class LatestWeightAveraging(Technique):
             if self._raw is not None or not self._snapshots:
                 return original()
             with self._averaged(session):
-                return _copied(original())
+                return {k: v.clone() for k, v in original().items()}  # tied weights stay one tensor
 
         session.patches.set(strategy, "lightning_module_state_dict", averaged_state_dict)
 
@@ -166,9 +173,9 @@ class LatestWeightAveraging(Technique):
         if batch_norms(session.module) and not session.module.automatic_optimization:
             raise ValueError(
                 f"LatestWeightAveraging: {type(session.module).__name__} has BatchNorm layers and"
-                " automatic_optimization=False; expected automatic optimization, because their statistics are recomputed by"
-                " running training_step without training, which is impossible where it steps by itself. Use automatic"
-                " optimization, or layers without running statistics."
+                " automatic_optimization=False; expected automatic optimization, because their statistics are recomputed"
+                " by running training_step without training, which is impossible where it steps by itself. Use"
+                " automatic optimization, or layers without running statistics."
             )
         self._modes = modes(session.module)
         self._take_out(session)
@@ -222,13 +229,12 @@ class LatestWeightAveraging(Technique):
         self._statistics = None
         self._modes = modes(session.module)
 
-    @torch.no_grad()
     def _put_in(self, session: Session) -> None:
         """Put the mean into the module, if there is one and it is not there."""
         if self._raw is not None or not self._snapshots:
             return
         parameters, buffers = dict(session.module.named_parameters()), dict(session.module.named_buffers())
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             self._raw = {}
             for name in self._snapshots[-1]:
                 p = parameters[name]
@@ -274,9 +280,9 @@ class LatestWeightAveraging(Technique):
         first = steps if self.interval == "epoch" else self.interval
         if -1 < trainer.max_steps < first and not self._taken:
             rank_zero_warn(
-                f"LatestWeightAveraging(interval={self.interval!r}): the run ends after max_steps={trainer.max_steps} steps"
-                f" and the first snapshot would be taken after {first}, so nothing will be averaged. Give a smaller"
-                " number of steps as interval=."
+                f"LatestWeightAveraging(interval={self.interval!r}): the run ends after max_steps={trainer.max_steps}"
+                f" steps and the first snapshot would be taken after {first}, so nothing will be averaged. Give a"
+                " smaller number of steps as interval=."
             )
 
     @override
@@ -338,10 +344,3 @@ class LatestWeightAveraging(Technique):
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    """A copy that later changes of the weights do not reach; tied weights stay one tensor."""
-    from copy import deepcopy
-
-    return deepcopy(state)

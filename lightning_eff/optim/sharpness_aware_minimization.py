@@ -1,4 +1,4 @@
-"""Sharpness-aware minimisation: step along the gradient at ``w + e``, the worst point near ``w`` (Foret et al. 2020)."""
+"""Sharpness-aware minimisation: step along the gradient at ``w + e``, uphill of ``w`` (Foret et al. 2020)."""
 
 import contextlib
 import math
@@ -14,7 +14,7 @@ from lightning_eff._core import rng
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.losses import loss_of
 from lightning_eff._core.session import Session
-from lightning_eff._core.steps import Proceed, Stage, Step, silent
+from lightning_eff._core.steps import Proceed, Stage, Step, silent, snapshot
 from lightning_eff._core.technique import Technique
 
 ETA = 0.01  # keeps T_w away from zero; the value of Kwon et al.'s code
@@ -47,18 +47,22 @@ def perturbation(
     norm = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
     # e = rho T (T g) / ||T g||
     factor = rho / (norm + 1e-12)
-    e = [s * factor.to(s.device) if t is None else t * s * factor.to(s.device) for s, t in zip(scaled, scales, strict=True)]
+    e = [
+        s * factor.to(s.device) if t is None else t * s * factor.to(s.device)
+        for s, t in zip(scaled, scales, strict=True)
+    ]
     return [torch.where(norm.isfinite().to(x.device), x, torch.zeros_like(x)) for x in e], norm
 
 
 class SharpnessAwareMinimization(Technique):
     """Update ``w`` along the gradient at ``w + e``, where ``e = rho g / ||g||`` climbs from ``w`` (SAM).
 
-    ``training_step`` runs twice on the same batch, with the same random numbers and from the same buffers. The first pass,
-    at ``w``, is that of plain training: it logs, updates metrics and BatchNorm statistics, and gives ``g``. The second, at
-    ``w + e``, leaves no trace but its gradient, which accumulation, clipping and the optimizer treat as any other. The
-    weights are then put back bit for bit, before the optimizer steps and also after an exception. What ``training_step``
-    returns to Lightning, and thus to other callbacks as ``outputs``, is the second pass's.
+    ``training_step`` runs twice on the same batch, with the same random numbers and from the same buffers, metrics and
+    attributes of the module. The first pass, at ``w``, is that of plain training: it logs, updates metrics and
+    BatchNorm statistics, and gives ``g``. The second, at ``w + e``, leaves no trace but its gradient, which
+    accumulation, clipping and the optimizer treat as any other. The weights are then put back bit for bit, before the
+    optimizer steps and also after an exception. What ``training_step`` returns to Lightning, and thus to other
+    callbacks as ``outputs``, is the second pass's.
 
     Each micro-batch is perturbed along its own gradient, and under DDP each rank along that of its own samples, without
     communication, as in the paper (m-SAM; m is the micro-batch of one rank). Where ``||g||`` is not finite the second
@@ -68,12 +72,12 @@ class SharpnessAwareMinimization(Technique):
     Logged: ``gradient_norm`` is ``||T g||``, ``sharpness`` is ``L(w + e) - L(w)``, both of the last perturbed batch.
 
     Args:
-        rho: the radius, >= 0, in units of the weights. 0 is plain training. ASAM wants about ten times SAM's: its authors
-            use 0.5 to 1.
+        rho: the radius, >= 0, in units of the weights. 0 is plain training. ASAM wants about ten times SAM's: its
+            authors use 0.5 to 1.
         adaptive: scale the radius of each weight by its size, so that it does not depend on how the layers are scaled
             (ASAM, Kwon et al. 2021): ``e = rho T^2 g / ||T g||`` with ``T = |w| + 0.01``, for biases ``T = 1``.
-        interval: optimizer steps, >= 1; only each ``interval``-th step is perturbed, starting with the first, and the others
-            cost nothing extra.
+        interval: optimizer steps, >= 1; only each ``interval``-th step is perturbed, starting with the first, and the
+            others cost nothing extra.
 
     Raises:
         ValueError: if ``rho`` is negative or not finite, or ``interval`` is no integer >= 1.
@@ -85,7 +89,7 @@ class SharpnessAwareMinimization(Technique):
     saves: ClassVar[str] = "nothing in time: better generalisation, at up to twice the cost of a step"
     paper: ClassVar[str] = "Foret et al. 2020, arXiv:2010.01412"
     constraints: ClassVar[str] = (
-        "automatic optimization; training_step runs twice, so what it counts by itself counts twice; memory for one more"
+        "automatic optimization; training_step runs twice, so what it writes or prints comes twice; memory for one more"
         " copy of the weights; activation checkpointing only with use_reentrant=False"
     )
     control: ClassVar[str] = "plain training for as many seconds, up to twice the steps"
@@ -93,13 +97,13 @@ class SharpnessAwareMinimization(Technique):
     def __init__(self, *, rho: float = 0.05, adaptive: bool = False, interval: int = 1) -> None:
         if not 0.0 <= rho < math.inf:
             raise ValueError(
-                f"SharpnessAwareMinimization(rho={rho}): expected a finite number >= 0, the distance at which the gradient is"
-                " taken. 0.05 is the paper's; 0 is plain training."
+                f"SharpnessAwareMinimization(rho={rho}): expected a finite number >= 0, the distance at which the"
+                " gradient is taken. 0.05 is the paper's; 0 is plain training."
             )
         if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
             raise ValueError(
-                f"SharpnessAwareMinimization(interval={interval!r}): expected an integer >= 1, because every interval-th"
-                " optimizer step is perturbed. 1 perturbs every step."
+                f"SharpnessAwareMinimization(interval={interval!r}): expected an integer >= 1, because every"
+                " interval-th optimizer step is perturbed. 1 perturbs every step."
             )
         self.rho = rho
         self.adaptive = adaptive
@@ -126,22 +130,21 @@ class SharpnessAwareMinimization(Technique):
             return proceed(batch)
         module, cost = step.module, self.session.chain.cost
         random_state = rng.capture()
-        buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+        to_start = snapshot(module)
         output = proceed(batch)
         loss = loss_of(output)
         if loss is None:
             return output
         began = time.perf_counter()
         self._climb(step, loss)
-        with rng.fork(random_state), silent(module):
-            for buffer, value in buffers:
-                buffer.data.copy_(value)
+        loss, output = loss.detach(), None  # nothing of the first pass is kept in memory
+        with rng.fork(random_state), silent(module, to_start):
             output = proceed(batch)
         perturbed = loss_of(output)
         if perturbed is None:  # no backward pass follows, which would end the perturbation
             self._descend()
         else:
-            self._last["sharpness"] = perturbed.detach() - loss.detach()
+            self._last["sharpness"] = perturbed.detach() - loss
         self._passes += 1
         cost.forward_passes += 1
         cost.backward_passes += 1
@@ -163,7 +166,11 @@ class SharpnessAwareMinimization(Technique):
         with plain:
             scaled = loss if factor is None else loss * factor
             found = torch.autograd.grad(scaled, [w for _, w in named], allow_unused=True)
-        used = [(name, w, g.to_dense() if g.is_sparse else g) for (name, w), g in zip(named, found, strict=True) if g is not None]
+        used = [
+            (name, w, g.to_dense() if g.is_sparse else g)
+            for (name, w), g in zip(named, found, strict=True)
+            if g is not None
+        ]
         if not used:
             return
         scales = [adaptive_scale(name, w) if self.adaptive else None for name, w, _ in used]
@@ -192,7 +199,7 @@ class SharpnessAwareMinimization(Technique):
         if not self._passes:
             return f"{name}: no step perturbed"
         last = float(self._last["sharpness"]) if "sharpness" in self._last else math.nan
-        return f"{name}, rho {self.rho:g}: {self._passes:,} second passes, the last one's loss {last:+.2g} against the first's"
+        return f"{name}, rho {self.rho:g}: {self._passes:,} second passes, loss {last:+.2g} uphill in the last"
 
     @override
     def state_dict(self) -> dict[str, Any]:

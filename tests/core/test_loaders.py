@@ -92,7 +92,9 @@ LOADERS = {
     "set_epoch": lambda: DataLoader(Noisy(), 4, sampler=InBlocks()),
     "no batch": lambda: DataLoader(Noisy(), batch_size=None, sampler=WeightedRandomSampler([1.0] * 20, 5)),
     "workers": lambda: DataLoader(Noisy(), 4, shuffle=True, num_workers=2),
-    "persistent workers": lambda: DataLoader(Noisy(noise=False), 4, shuffle=True, num_workers=1, persistent_workers=True),
+    "persistent workers": lambda: DataLoader(
+        Noisy(noise=False), 4, shuffle=True, num_workers=1, persistent_workers=True
+    ),
     "stream": lambda: DataLoader(Stream(), 4),
     "two": lambda: {"a": DataLoader(Noisy(), 4, shuffle=True), "b": DataLoader(Noisy(), 6, shuffle=True)},
     "no DataLoader": lambda: Batches(),

@@ -65,7 +65,7 @@ def test_a_run_without_end_is_refused_where_the_budget_counts() -> None:
         needs_budget = True
 
     t = trainer(Scheduled(), max_steps=-1, max_epochs=-1)
-    with pytest.raises(ValueError, match="Scheduled: the Trainer has no end .* Set one of max_steps"):
+    with pytest.raises(ValueError, match=r"Scheduled: the Trainer has no end .* Set one of max_steps"):
         t.fit(TinyClassifier(), loader("classifier"))
 
 
@@ -160,12 +160,13 @@ def test_another_world_size_is_said(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 
 def test_blocks_built_late_are_found() -> None:
+    found: list[int] = []
+
+    class Finds(Nop):
+        def on_model(self, session: Any) -> None:
+            found.append(len(session.stack(None, who="Finds")))
+
     for built in ("init", "setup", "configure_model"):
-
-        class Finds(Nop):
-            def on_model(self, session: Any) -> None:
-                found.append(len(session.stack(None, who="Finds")))
-
-        found: list[int] = []
+        found.clear()
         trainer(Finds(), max_steps=1).fit(TinyGPT(built=built), loader("tiny_gpt"))
         assert found == [4], built

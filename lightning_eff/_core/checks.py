@@ -1,0 +1,59 @@
+"""What a run must be for techniques to train it, looked at before anything is touched."""
+
+import inspect
+from typing import TYPE_CHECKING
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+
+if TYPE_CHECKING:
+    from lightning_eff._core.technique import Technique
+
+
+def check_run(trainer: Trainer, module: LightningModule, techniques: "list[Technique]", *, has_end: bool) -> None:
+    """Check what every technique needs, and that no two of them contradict each other.
+
+    Args:
+        trainer: the trainer, in ``Callback.setup``.
+        module: its LightningModule.
+        techniques: those whose settings are not neutral, in the order of the callbacks.
+        has_end: the trainer has a budget by which progress can be told.
+
+    Raises:
+        ValueError: with what was got, what was expected and the way out.
+    """
+    for i, technique in enumerate(techniques):
+        who = type(technique).__name__
+        for other in techniques[:i]:
+            _check_pair(other, technique)
+        if technique.needs_automatic_optimization and not module.automatic_optimization:
+            raise ValueError(
+                f"{who}: {type(module).__name__} has automatic_optimization=False; expected True, because under manual"
+                f" optimization the module itself calls backward and step, where {who} cannot come between. Use"
+                " automatic optimization or take the technique out."
+            )
+        if technique.needs_budget and not has_end:
+            raise ValueError(
+                f"{who}: the Trainer has no end (max_steps=-1, max_epochs=-1, max_time=None), so how far the run is"
+                " cannot be told. Set one of max_steps, max_epochs and max_time."
+            )
+        strategy = trainer.strategy
+        if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy) or isinstance(strategy, DeepSpeedStrategy):
+            raise ValueError(
+                f"{who}: got strategy {type(strategy).__name__}; expected a single device or DDP. Sharded parameters are"
+                " not supported by this technique yet: use strategy='ddp' or take it out."
+            )
+        if "dataloader_iter" in inspect.signature(inspect.unwrap(module.training_step)).parameters:
+            raise ValueError(
+                f"{who}: training_step takes dataloader_iter; expected a batch, because the technique must see it. Let"
+                " training_step take (batch, batch_idx)."
+            )
+
+
+def _check_pair(first: "Technique", second: "Technique") -> None:
+    a, b = type(first).__name__, type(second).__name__
+    reason = second.conflicts.get(a) or first.conflicts.get(b)
+    if a == b:
+        reason = "the same technique twice would act twice on the same thing"
+    if reason:
+        raise ValueError(f"{a} and {b} cannot train together: {reason}. Take one of them out.")

@@ -1,0 +1,266 @@
+"""Each sample's loss in a batch, found forward-only through an unchanged ``training_step`` or told by the user."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_eff._core import rng
+from lightning_eff._core.batches import num_samples, select
+from lightning_eff._core.losses import (
+    CutAtLosses,
+    LossCall,
+    LossNotVisible,
+    ObserveLosses,
+    check_visible,
+    contributions,
+    gradient_bounds,
+    loss_of,
+    mean_by_sample,
+)
+from lightning_eff._core.session import Session
+from lightning_eff._core.steps import Around, Proceed, Step
+
+SampleLoss = Callable[[LightningModule, Any], Tensor]
+
+_ADVICE = (
+    " Give sample_loss=, a function of (module, batch) that returns the losses of the batch's B samples as a tensor of"
+    " shape (B,), or take the technique out."
+)
+
+
+@dataclass
+class Scores:
+    """What one pass tells of a batch's B samples; all but ``totals`` on the CPU in float64.
+
+    Attributes:
+        losses: ``l_i``, shape (B,), whose mean is the step's loss; empty where the step was skipped or has a problem.
+        means: each sample's own mean loss, shape (B,).
+        bounds: the bound on each sample's gradient norm, shape (B,), where asked for.
+        totals: ``V`` of each loss call, for :class:`WeighLosses`.
+        problem: what makes the scores unusable, to be raised on all ranks.
+    """
+
+    losses: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
+    means: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
+    bounds: Tensor | None = None
+    totals: list[Tensor] = field(default_factory=list)
+    problem: ValueError | None = None
+
+
+def agree(session: Session, problem: ValueError | None, value: Any = None) -> list[Any]:
+    """``value`` of every rank, or the same error on all of them where one has a ``problem``: none waits for another.
+
+    Raises:
+        LossNotVisible: if that is the problem of a rank.
+        ValueError: if a rank has another problem.
+    """
+    told = None if problem is None else (isinstance(problem, LossNotVisible), str(problem))
+    gathered = session.gather((told, value))
+    found = [(f"Rank {rank}: " if len(gathered) > 1 else "", *told) for rank, (told, _) in enumerate(gathered) if told]
+    if found:
+        text = " ".join(f"{rank}{text}" for rank, _, text in found)
+        raise LossNotVisible(text) if any(invisible for _, invisible, _ in found) else ValueError(text)
+    return [value for _, value in gathered]
+
+
+def sample_losses(fn: SampleLoss, module: LightningModule, batch: Any) -> Tensor:
+    """What ``sample_loss`` returns, checked.
+
+    Raises:
+        LossNotVisible: if that is no tensor with one loss for each sample.
+    """
+    losses = fn(module, batch)
+    size = num_samples(batch)
+    if not isinstance(losses, Tensor) or losses.shape != (size,):
+        got = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+        raise LossNotVisible(
+            f"sample_loss returned {got}; expected a tensor of shape ({size},), one loss for each sample of the batch."
+        )
+    return losses
+
+
+class Scorer:
+    """Finds the losses of a batch's samples.
+
+    Args:
+        who: the technique's name, for messages.
+        sample_loss: the user's function for a loss that cannot be seen, or None.
+        bounds: also find the bound on each sample's gradient norm.
+
+    Attributes:
+        checked: whether the first batch has been looked at; saved with the technique's state.
+    """
+
+    def __init__(self, who: str, sample_loss: SampleLoss | None, *, bounds: bool) -> None:
+        self.who = who
+        self.sample_loss = sample_loss
+        self.bounds = bounds
+        self.checked = False
+
+    # -- the first batch
+
+    def check_first(self, session: Session, step: Step, batch: Any, size: int) -> None:
+        """Look at the run's first batch: that there is something to choose from, and whose loss is whose.
+
+        Raises:
+            ValueError: on all ranks, if a rank's batch holds one sample, or its loss does not lie sample by sample.
+        """
+        if self.checked:
+            return
+        problem = None
+        if size < 2:
+            problem = ValueError(
+                f"{self.who}: got a batch of {size} sample; expected several to choose from. Raise the loader's"
+                " batch_size, or take the technique out."
+            )
+        elif self.sample_loss is None and not self._lies_by_sample(session.seed, step, batch, size):
+            problem = LossNotVisible(
+                f"{self.who}: the loss values in training_step do not lie sample by sample: those of some samples changed"
+                f" as others of the {size} were replaced. Expected (B, T) values flattened with the batch first, and a"
+                f" loss of each sample that does not depend on the others'.{_ADVICE}"
+            )
+        agree(session, problem)
+        self.checked = True
+
+    def _lies_by_sample(self, seed: int, step: Step, batch: Any, size: int) -> bool:
+        """Replace half of the samples, in evaluation mode: the loss values of the other half must stay.
+
+        A time-major flatten, or tokens picked by a mask, would put values down to the wrong samples in silence. Where
+        the step draws random numbers even in evaluation, other samples may get other draws, and nothing can be told.
+        """
+        half, every = size // 2, torch.arange(size)
+        first = torch.cat([every[size - half :], every[half:]])
+        last = torch.cat([every[: size - half], every[:half]])
+        flags = [(m, m.training) for m in step.module.modules()]
+        try:
+            for m, _ in flags:
+                m.training = False
+            calls = self._calls(step, batch, size)
+            if calls is None:
+                return True  # not visible at all, which the step itself will tell
+            for index, kept in ((first, every[half:]), (last, every[: size - half])):
+                if _moved(calls, self._calls(step, select(batch, index, size), size), kept):
+                    with rng.keyed(seed, self.who, "another draw"):
+                        return _moved(calls, self._calls(step, batch, size), every)
+            return True
+        finally:
+            for m, flag in flags:
+                m.training = flag
+
+    def _calls(self, step: Step, batch: Any, size: int) -> list[LossCall] | None:
+        observed = ObserveLosses(size)
+
+        def around(run: Proceed, batch: Any) -> Any:
+            with observed:
+                return run(batch)
+
+        step.forward_only(batch, size, around, transform=False)
+        return None if observed.problem is not None or not observed.calls else observed.calls
+
+    # -- every batch
+
+    def score(self, step: Step, batch: Any, size: int) -> Scores:
+        """The scores of a batch of ``size`` samples, by a forward pass of its own."""
+        if self.sample_loss is None:
+            around, read = self.reading(step, size)
+            step.forward_only(batch, size, around)
+            return read()
+        return self._told(self.sample_loss, step, batch, size)
+
+    def reading(self, step: Step, size: int) -> tuple[Around, Callable[[], Scores]]:
+        """What stands around the user's step to see its losses, and the scores once it has run."""
+        observed = ObserveLosses(size, bounds=self.bounds)
+        losses: list[Tensor | None] = []
+
+        def around(run: Proceed, batch: Any) -> Any:
+            with observed:
+                output = run(batch)
+            losses.append(loss_of(output))
+            return output
+
+        def read() -> Scores:
+            loss, calls = losses[0], observed.calls
+            if loss is None:  # the user's step skips this batch
+                return Scores()
+            try:
+                check_visible(observed, loss)
+            except LossNotVisible as e:
+                return Scores(problem=LossNotVisible(f"{self.who}: {e}{_ADVICE}"))
+            bounds = gradient_bounds(calls) if self.bounds else None
+            scores = _on_cpu(contributions(calls), mean_by_sample(calls), bounds)
+            scores.totals = [call.total for call in calls]
+            return self._finite(step, scores)
+
+        return around, read
+
+    def _told(self, sample_loss: SampleLoss, step: Step, batch: Any, size: int) -> Scores:
+        cut = CutAtLosses()
+        found: list[tuple[Tensor, Tensor | None]] = []
+
+        def around(run: Proceed, batch: Any) -> Any:
+            if not self.bounds:
+                found.append((sample_losses(sample_loss, step.module, batch), None))
+                return
+            with cut:
+                losses = sample_losses(sample_loss, step.module, batch)
+            found.append((losses.detach(), cut.bounds(losses)))
+
+        try:
+            step.forward_only(batch, size, around)
+            losses, bounds = ((None if t is None else _rows(t, size)) for t in found[0])
+        except LossNotVisible as e:
+            return Scores(problem=LossNotVisible(f"{self.who}: {e}"))
+        assert losses is not None
+        means = losses.mean(dim=1)
+        return self._finite(step, _on_cpu(means, means, None if bounds is None else bounds.norm(dim=1)))
+
+    def _finite(self, step: Step, scores: Scores) -> Scores:
+        """The scores, with a problem where one of them is nan or infinite: choosing among them would hide it."""
+        bad = ~(scores.losses.isfinite() & scores.means.isfinite())
+        if scores.bounds is not None:
+            bad |= ~scores.bounds.isfinite()
+        if not bad.any():
+            return scores
+        at = bad.nonzero().flatten().tolist()
+        listed = ", ".join(map(str, at[:16])) + (", ..." if len(at) > 16 else "")
+        return Scores(
+            problem=ValueError(
+                f"{self.who}: the loss of sample(s) {listed} of the {len(bad)} in batch {step.batch_idx} (after"
+                f" {step.global_step} steps) is nan or infinite; expected finite losses, because choosing among the"
+                " samples would hide it. Look at these samples, at the learning rate and at the precision."
+            )
+        )
+
+
+def _rows(values: Tensor, size: int) -> Tensor:
+    """Values of samples that a link may have made into several each, shape (size, how many)."""
+    if len(values) % size:
+        raise LossNotVisible(f"sample_loss returned {len(values)} losses, which do not split over {size} samples.")
+    return values.float().reshape(size, -1)
+
+
+def _on_cpu(losses: Tensor, means: Tensor, bounds: Tensor | None) -> Scores:
+    """The three in one transfer."""
+    together = torch.stack([losses, means] if bounds is None else [losses, means, bounds]).detach().cpu().double()
+    return Scores(together[0], together[1], None if bounds is None else together[2])
+
+
+def _moved(before: list[LossCall], after: list[LossCall] | None, samples: Tensor) -> bool:
+    """Whether the loss values of ``samples`` are others than before: more than one in ten of those that count."""
+    if after is None or len(after) != len(before):
+        return True
+    for a, b in zip(before, after, strict=True):
+        index = samples.to(a.rows.device)
+        if a.rows.shape == b.rows.shape:
+            old, new, counts = a.rows[index], b.rows[index], (a.counted[index] != 0) | (b.counted[index] != 0)
+        else:  # cut to another length, or tokens picked: sums tell them apart
+            old, new = torch.stack([a.sums, a.counts])[:, index], torch.stack([b.sums, b.counts])[:, index]
+            counts = torch.ones_like(old, dtype=torch.bool)
+        other = ((old - new).abs() > 1e-3 * (1 + old.abs())) & counts
+        if other.sum() > 0.1 * counts.sum():
+            return True
+    return False

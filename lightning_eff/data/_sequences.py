@@ -1,0 +1,195 @@
+"""The sequences in batches of any make: finding them by shape, and making them shorter."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_eff._core.batches import map_tensors, num_samples, tensors
+
+
+def truncate(t: Tensor, dims: tuple[int, ...], length: int) -> Tensor:
+    """The first ``length`` entries of ``t`` along each of ``dims``."""
+    for dim in dims:
+        t = t.narrow(dim, 0, length)
+    return t.contiguous()
+
+
+def split(t: Tensor, dims: tuple[int, ...], length: int) -> Tensor:
+    """``t`` of shape (B, ..T..) as (B T / length, ..length..), the pieces of a sample side by side and in order.
+
+    Where the sequence takes two dimensions, as in a mask (B, T, T), the pieces are the blocks on the diagonal.
+    """
+    starts = range(0, t.shape[dims[0]], length)
+    if dims == (1,):
+        return t.reshape(t.shape[0] * len(starts), length, *t.shape[2:])
+    pieces = []
+    for first in starts:
+        piece = t
+        for dim in dims:
+            piece = piece.narrow(dim, first, length)
+        pieces.append(piece)
+    return torch.stack(pieces, dim=1).flatten(0, 1)
+
+
+def split_overlapping(t: Tensor, length: int) -> Tensor:
+    """``t`` (B, T + 1) as (B T / length, length + 1): each piece ends with the token that the next begins with."""
+    return t.unfold(1, length + 1, length).flatten(0, 1).contiguous()
+
+
+def restart_positions(pieces: Tensor) -> Tensor:
+    """Position ids (b, L) whose first run of consecutive numbers starts at 0; runs that start within a piece stay."""
+    breaks = (pieces.diff(dim=1) != 1).cumsum(dim=1)
+    first_run = torch.cat([torch.ones_like(breaks[:, :1], dtype=torch.bool), breaks == 0], dim=1)
+    return torch.where(first_run, pieces - pieces[:, :1], pieces)
+
+
+def unblind(mask: Tensor, dims: tuple[int, ...], *, hidden: float | bool, seen: float | bool) -> Tensor:
+    """``mask`` with ``seen`` in each row of the last of ``dims`` that is all ``hidden``: attention would make it NaN.
+
+    Such a row sees all of its keys; in a square mask, only itself.
+    """
+    blind = (mask == hidden).all(dim=dims[-1], keepdim=True)
+    if len(dims) > 1:
+        eye = torch.eye(mask.shape[dims[-1]], dtype=torch.bool, device=mask.device)
+        blind = blind & eye.reshape([size if dim in dims[-2:] else 1 for dim, size in enumerate(mask.shape)])
+    return mask.masked_fill(blind, seen)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Where a batch holds its sequences.
+
+    Attributes:
+        size: the number of samples, B.
+        full: their length, T.
+        dims: by the tensor's id, the dimensions that run along the sequence.
+        names: by the tensor's id, its own key, field or position.
+        whole: the other tensors that have one entry for each sample, as text.
+        shifted: the batch is one tensor (B, T + 1) of which the module makes inputs and targets by itself.
+    """
+
+    size: int
+    full: int
+    dims: dict[int, tuple[int, ...]]
+    names: dict[int, str]
+    whole: list[str]
+    shifted: bool
+
+
+def sequence_dims(shape: Sequence[int], full: int) -> tuple[int, ...]:
+    """The dimensions along the sequence in (B, T), (B, T, D), (B, T, T), (B, 1, 1, T), (B, 1, T, T); () in all else."""
+    first = next((dim for dim, size in enumerate(shape) if dim > 0 and size != 1), None)
+    if first is None or shape[first] != full:
+        return ()
+    return tuple(dim for dim, size in enumerate(shape) if dim >= first and size == full)
+
+
+def find_sequences(batch: Any, keys: Sequence[str | int] | None, multiple_of: int, *, who: str) -> Sequences:
+    """Find the sequences of a batch of any make.
+
+    Without ``keys``, T is the length of the batch's integer tensors (B, T), and each tensor of B samples, or of one
+    that stands for all, is looked at for dimensions of that length.
+
+    Args:
+        batch: tensors in a dict, tuple, list or dataclass, nested as they may be, or one tensor.
+        keys: names or positions of the tensors (B, T, ...) with the sequence in dimension 1, and of no others.
+        multiple_of: a batch of one tensor (B, T + 1), T a multiple of this and this > 1, is ``shifted``.
+        who: the technique's name, for the message.
+
+    Raises:
+        ValueError: if there are none, if they have several lengths, or if ``keys`` name no tensor; with what was found.
+    """
+    named = tensors(batch)
+    listed = (
+        ", ".join(f"{path or 'the batch'} {tuple(t.shape)} {str(t.dtype)[6:]}" for path, t in named) or "no tensors"
+    )
+    mend = (
+        "Say by keys= which tensors have the sequence in dimension 1: by their names in a dict or dataclass, such as"
+        " keys=['input_ids', 'labels'], or by their positions in a tuple, such as keys=[0, 1]."
+    )
+    if keys is None:
+        integers = [t for _, t in named if t.ndim == 2 and _is_integer(t)]
+        if not integers:
+            raise ValueError(f"{who}: found no integer tensor of shape (B, T) in the batch: {listed}. {mend}")
+        # positions (1, T) and masks (T, T) that all samples share do not tell the number of samples
+        size = num_samples([t for t in integers if t.shape[0] not in (1, t.shape[1])] or integers)
+        chosen = [t for t in integers if t.shape[0] == size]
+    else:
+        by_key = [[t for path, t in named if _matches(path, key)] for key in keys]
+        chosen = [t for found in by_key for t in found]
+        missing = [key for key, found in zip(keys, by_key, strict=True) if not found]
+        if missing or any(t.ndim < 2 for t in chosen):
+            what = f"{missing} are not in the batch" if missing else "they name tensors with fewer than two dimensions"
+            raise ValueError(f"{who}(keys={list(keys)}): {what}; it holds {listed}. {mend}")
+    shapes = sorted({tuple(t.shape[:2]) for t in chosen})
+    if len(shapes) > 1:
+        raise ValueError(
+            f"{who}: the tensors with a sequence in dimension 1 differ in (B, T), {shapes}: {listed}. {mend}"
+        )
+    size, full = shapes[0]
+    if len(named) == 1 and chosen[0].ndim == 2 and full % multiple_of == 1:
+        return Sequences(size, full - 1, {id(chosen[0]): (1,)}, {}, [], shifted=True)
+    dims: dict[int, tuple[int, ...]] = {}
+    whole: list[str] = []
+    for path, t in named:
+        if keys is not None:
+            along = (1,) if any(t is c for c in chosen) else ()
+        elif t.ndim and t.shape[0] in (size, 1):
+            along = sequence_dims(t.shape, full)
+        else:  # a mask that all samples share
+            along = (0, 1) if tuple(t.shape) == (full, full) else ()
+        if along:
+            dims[id(t)] = along
+        elif t.ndim and t.shape[0] == size:
+            whole.append(f"{path} {tuple(t.shape)}")
+    names = {id(t): re.sub(r"^.*?(\w+)'?\]?$", r"\1", path) for path, t in named}
+    return Sequences(size, full, dims, names, whole, shifted=False)
+
+
+def _is_integer(t: Tensor) -> bool:
+    return not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)
+
+
+def _matches(path: str, key: str | int) -> bool:
+    """Whether a tensor at ``path`` lies at the position, or anywhere under the name, ``key``."""
+    if isinstance(key, int):
+        return path.startswith(f"[{key}]") or (path == "" and key == 0)
+    return f"[{key!r}]" in path or re.search(rf"\.{re.escape(key)}(\W|$)", path) is not None
+
+
+def shorten(batch: Any, found: Sequences, length: int, *, reshape: bool, who: str) -> Any:
+    """The batch, of the same make, with sequences of ``length`` tokens: split where ``reshape``, else truncated.
+
+    Raises:
+        ValueError: if ``reshape`` and a tensor that has one entry for each sample cannot be split.
+    """
+    if reshape and found.whole:
+        raise ValueError(
+            f"{who}(mode='reshape'): {', '.join(found.whole)} in the batch hold one entry for each of {found.size}"
+            " samples and cannot be split with the sequences. Use mode='truncate', or, if they have the sequence in"
+            " dimension 1, name them in keys= with the others."
+        )
+
+    def short(t: Tensor) -> Tensor:
+        dims = found.dims.get(id(t))
+        if dims is None:
+            return t
+        if found.shifted:
+            return split_overlapping(t, length) if reshape else truncate(t, dims, length + 1)
+        name = found.names[id(t)]
+        if reshape and dims[0] > 0:
+            t = split(t.expand(found.size, *t.shape[1:]), dims, length)
+            t = restart_positions(t) if name.endswith("position_ids") and t.ndim == 2 else t
+        else:
+            t = truncate(t, dims, length)
+        if t.is_floating_point() and t.ndim > 2 and (len(dims) > 1 or name.endswith("mask")):
+            return unblind(t, dims, hidden=float("-inf"), seen=0.0)
+        if name.endswith("key_padding_mask") and t.dtype == torch.bool:
+            return unblind(t, dims, hidden=True, seen=False)
+        return unblind(t, dims, hidden=0, seen=1) if name.endswith("attention_mask") else t
+
+    return map_tensors(batch, short)

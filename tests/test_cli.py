@@ -1,0 +1,155 @@
+"""The command line: LightningCLI with short names, the table of techniques, the closing report, and the examples."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import lightning_eff
+from lightning_eff import cli
+from tests.cases import CASES
+
+ROOT = Path(__file__).parent.parent
+
+
+def config(tmp_path: Path, callbacks: list[dict[str, Any]], **trainer: Any) -> str:
+    """A recipe for a GPT of a few steps."""
+    path = tmp_path / "recipe.yaml"
+    recipe = {
+        "seed_everything": 1,
+        "trainer": {
+            "accelerator": "cpu",
+            "devices": 1,
+            "max_steps": 8,
+            "val_check_interval": 4,
+            "limit_val_batches": 1,
+            "num_sanity_val_steps": 0,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "logger": False,
+            "default_root_dir": str(tmp_path),
+            "callbacks": callbacks,
+            **trainer,
+        },
+        "model": {
+            "class_path": "examples.gpt.module.GPT",
+            "init_args": {"dim": 16, "num_layers": 4, "num_heads": 2, "block_size": 32},
+        },
+        "data": {
+            "class_path": "examples.gpt.data.StdlibText",
+            "init_args": {"block_size": 32, "batch_size": 4, "max_bytes": 100_000},
+        },
+    }
+    path.write_text(yaml.safe_dump(recipe))
+    return str(path)
+
+
+def test_fit_with_short_names_ends_in_a_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    callbacks = [
+        {"class_path": "ProgressiveStacking", "init_args": {"stages": [[0.0, 2], [0.5, 4]]}},
+        {"class_path": "LatestWeightAveraging", "init_args": {"window": 2, "interval": 2}},
+        {"class_path": "lightning_eff.SequenceLengthWarmup", "init_args": {"start": 16, "until": 0.5}},
+        {"class_path": "SelectiveBackprop", "init_args": {"keep": 0.5}},
+    ]
+    cli.main(["fit", "--config", config(tmp_path, callbacks)])
+    out = capsys.readouterr().out
+    report = out[out.index("What this run did") :]
+    lines = {line.split()[0]: line for line in report.splitlines()[1:] if line.startswith("  ")}
+    assert "1,024 in 8 steps" in report  # 8 steps of 4 x 32 tokens
+    assert float(report.split("val_loss")[1].split()[0]) > 0
+    assert "MiB" in report
+    assert "2" in lines["ProgressiveStacking"] and "4" in lines["ProgressiveStacking"]
+    assert "mean of the last 2" in lines["LatestWeightAveraging"]
+    assert "16" in lines["SequenceLengthWarmup"] and "32" in lines["SequenceLengthWarmup"]
+    assert "8 forward" in report, "one scoring pass a step"
+
+
+def test_resume_and_validate_from_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    saver = {
+        "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+        "init_args": {"dirpath": str(tmp_path), "every_n_train_steps": 4, "save_top_k": -1, "filename": "{step}"},
+    }
+    callbacks = [{"class_path": "ProgressiveLayerDropping"}, saver]
+    recipe = config(tmp_path, callbacks)
+    cli.main(["fit", "--config", recipe])
+    whole = capsys.readouterr().out
+    cli.main(["fit", "--config", recipe, "--ckpt_path", str(tmp_path / "step=4.ckpt")])
+    resumed = capsys.readouterr().out
+    assert whole.split("val_loss")[1].split()[0] == resumed.split("val_loss")[1].split()[0]
+    cli.main(["validate", "--config", recipe, "--ckpt_path", str(tmp_path / "step=8.ckpt")])
+
+
+def test_techniques_lists_every_one(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["techniques"])
+    out = capsys.readouterr().out
+    for name in CASES:
+        cls = getattr(lightning_eff, name)
+        assert name in out and cls.kind in out
+        assert cls.paper.split()[0] in out
+    assert max(map(len, cli.techniques_table(100).splitlines())) <= 110
+    with pytest.raises(SystemExit):
+        cli.main(["techniques", "--what"])
+
+
+def test_help_names_the_subcommands(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["--help"])
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("fit", "validate", "test", "predict", "techniques"))
+
+
+def test_bad_settings_in_a_config_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit):
+        cli.main(
+            ["fit", "--config", config(tmp_path, [{"class_path": "SelectiveBackprop", "init_args": {"keep": 1.5}}])]
+        )
+    assert "keep" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("example", ["gpt", "vit", "huggingface"])
+def test_efficient_recipe_differs_only_in_callbacks_plugins_strategy_and_loader(example: str) -> None:
+    folder = ROOT / "examples" / example
+    baseline, efficient = (yaml.safe_load((folder / f"{kind}.yaml").read_text()) for kind in ("baseline", "efficient"))
+    free = {"callbacks", "plugins", "strategy", "logger"}
+    loader_settings = {"batch_size", "num_workers", "shuffle", "pin_memory"}
+    for recipe in (baseline, efficient):
+        for key in free:
+            recipe["trainer"].pop(key, None)
+        for key in loader_settings:
+            recipe["data"].get("init_args", {}).pop(key, None)
+    assert baseline == efficient
+
+
+@pytest.mark.parametrize("example", ["gpt", "vit", "huggingface"])
+@pytest.mark.parametrize("kind", ["baseline", "efficient"])
+def test_example_recipes_run(
+    example: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every recipe starts, trains and validates: four steps of it, on little data."""
+    monkeypatch.chdir(ROOT)
+    short = ["--trainer.max_steps=4", "--trainer.val_check_interval=2", "--trainer.limit_val_batches=1"]
+    quiet = ["--trainer.logger=false", f"--trainer.default_root_dir={tmp_path}", "--trainer.enable_progress_bar=false"]
+    cli.main(["fit", "--config", f"examples/{example}/{kind}.yaml", *short, *quiet])
+    assert "What this run did" in capsys.readouterr().out
+
+
+def test_import_is_from_the_console_script_too() -> None:
+    out = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "lightning_eff.cli", "techniques"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    ).stdout
+    assert "ProgressiveStacking" in out
