@@ -21,16 +21,18 @@ def keeps_state(optimizer: Optimizer, parameter: Tensor) -> bool | None:
     groups = [group for group in optimizer.param_groups if any(p is parameter for p in group["params"])]
     if not groups:
         return False
+    if optimizer.state.get(parameter):  # some make it as they are made
+        return any(value is not None for value in optimizer.state[parameter].values())
     probe: Any = object.__new__(type(optimizer))
     probe.__dict__.update(optimizer.__dict__)
     probe.__dict__.pop("step", None)  # learning-rate schedulers put a bound one on the instance
     probe.state = defaultdict(dict)
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(probe, name, OrderedDict())
-    stand_in = torch.zeros([2] * parameter.ndim, dtype=parameter.dtype, device=parameter.device, requires_grad=True)
-    stand_in.grad = torch.ones_like(stand_in)
-    probe.param_groups = [{**groups[0], "params": [stand_in]}]
     try:
+        stand_in = torch.zeros([2] * parameter.ndim, dtype=parameter.dtype, device=parameter.device, requires_grad=True)
+        stand_in.grad = torch.ones_like(stand_in)
+        probe.param_groups = [{**groups[0], "params": [stand_in]}]
         with torch.enable_grad():
             type(optimizer).step(probe)
     except Exception:  # an optimizer that cannot be copied this way tells nothing; the caller decides what that means

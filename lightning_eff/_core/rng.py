@@ -8,7 +8,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,10 +16,10 @@ import torch
 
 def capture() -> dict[str, Any]:
     """The state of Python's, NumPy's and torch's global generators, loadable under ``weights_only=True``."""
-    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # pyright: ignore[reportAssignmentType]
+    name, keys, position, has_gauss, gauss = cast("tuple[Any, ...]", np.random.get_state(legacy=True))
     state: dict[str, Any] = {
         "python": random.getstate(),
-        "numpy": [str(name), torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position), int(has_gauss), float(gauss)],
+        "numpy": [str(name), torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(gauss)],
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -35,16 +35,17 @@ def restore(state: dict[str, Any]) -> None:
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+        for device, cuda in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
+            torch.cuda.set_rng_state(cuda, device)
 
 
 @contextmanager
 def fork(state: dict[str, Any] | None = None) -> Iterator[None]:
     """Leave the global generators as they were found; start inside from ``state`` where one is given."""
     before = capture()
-    if state is not None:
-        restore(state)
     try:
+        if state is not None:
+            restore(state)
         yield
     finally:
         restore(before)

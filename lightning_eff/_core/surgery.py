@@ -27,24 +27,31 @@ class Surgery:
             ValueError: if a replacement's parameters or buffers are not those of the original, by name and identity.
         """
         built: dict[int, nn.Module] = {}
+        made: set[int] = set()
         paths: list[str] = []
-        for path, parent in list(root.named_modules(remove_duplicate=False)):
+        for path, parent in reversed(list(root.named_modules(remove_duplicate=False))):  # what is inside comes first
             for name, child in list(parent._modules.items()):
-                if child is None or not match(child):
+                if child is None or (id(child) not in made and not match(child)):
                     continue
-                new = built.get(id(child))
-                if new is None:
-                    new = built[id(child)] = build(child)
-                    _check_same_tensors(child, new, f"{path}.{name}" if path else name)
-                self._undo.append((parent, name, child))
-                parent._modules[name] = new
-                paths.append(f"{path}.{name}" if path else name)
-        return paths
+                where = f"{path}.{name}" if path else name
+                if id(child) not in made:
+                    new = built.get(id(child))
+                    if new is None:
+                        new = built[id(child)] = build(child)
+                        _check_same_tensors(child, new, where)
+                        new.training = child.training
+                        made.add(id(new))
+                    self._undo.append((parent, name, child))
+                    parent._modules[name] = new
+                paths.append(where)
+        return paths[::-1]
 
     def restore(self) -> None:
         """Put every replaced submodule back."""
         while self._undo:
             parent, name, child = self._undo.pop()
+            new = parent._modules[name]
+            child.training = child.training if new is None else new.training
             parent._modules[name] = child
 
 

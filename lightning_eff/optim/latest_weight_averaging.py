@@ -162,7 +162,7 @@ class LatestWeightAveraging(Technique):
             if self._raw is not None or not self._snapshots:
                 return original()
             with self._averaged(session):
-                return {k: v.clone() for k, v in original().items()}  # tied weights stay one tensor
+                return deepcopy(original())  # tied weights stay one tensor
 
         session.patches.set(strategy, "lightning_module_state_dict", averaged_state_dict)
 
@@ -173,9 +173,9 @@ class LatestWeightAveraging(Technique):
         if batch_norms(session.module) and not session.module.automatic_optimization:
             raise ValueError(
                 f"LatestWeightAveraging: {type(session.module).__name__} has BatchNorm layers and"
-                " automatic_optimization=False; expected automatic optimization, because their statistics are recomputed"
-                " by running training_step without training, which is impossible where it steps by itself. Use"
-                " automatic optimization, or layers without running statistics."
+                " automatic_optimization=False; expected automatic optimization, because their statistics are"
+                " recomputed by running training_step without training, which is impossible where it steps by itself."
+                " Use automatic optimization, or layers without running statistics."
             )
         self._modes = modes(session.module)
         self._take_out(session)
