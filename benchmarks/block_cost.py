@@ -1,20 +1,21 @@
 """What fewer blocks save: a step's measured time over what the blocks' share of the FLOPs predicts.
 
-    python benchmarks/block_cost.py [--rounds 7] [--steps 8] [--out block_cost.json]
+    python benchmarks/block_cost.py [--rounds 8] [--steps 5] [--threads N] [--out block_cost.json]
 
 Four arms alternate in one process, each a Trainer fit of the same GPT: without its blocks (``t_rest``), plain
-(``t_plain``), under ``ProgressiveStacking`` with a third of the blocks, and under ``ProgressiveLayerDropping`` at its final
-theta. A round gives one ratio for each technique:
+(``t_plain``), under ``ProgressiveStacking`` with a third of the blocks, and under ``ProgressiveLayerDropping`` at its
+final theta. A round gives one ratio for each technique:
 
     predicted = t_rest + f (t_plain - t_rest),  f = FLOPs of the blocks that ran / FLOPs of all blocks
 
 where the FLOPs of a step, forward and backward, are counted by torch and the times are medians over the steps of the
-round. Dropping draws other blocks at each step, so its steps are held against their own f. Prints a table and JSON, with
-the medians over the rounds and their range.
+round. Dropping draws other blocks at each step, so its steps are held against their own f. Prints a table and JSON,
+with the medians over the rounds and their range.
 """
 
 import argparse
 import json
+import logging
 import os
 import platform
 import statistics
@@ -52,7 +53,7 @@ class Bytes(Dataset[dict[str, Tensor]]):
 
 
 class Meter(Callback):
-    """Each step's seconds after the first few, which warm up, the FLOPs of one of these, and how many blocks ran."""
+    """Each step's seconds, from the end of the one before, and its blocks that ran; the last warm-up step's FLOPs."""
 
     def __init__(self, blocks: list[nn.Module], warm_up: int) -> None:
         self.warm_up = warm_up
@@ -60,7 +61,7 @@ class Meter(Callback):
         self.ran: list[int] = []
         self.flops = 0
         self.flops_ran = 0
-        self._calls, self._began = 0, 0.0
+        self._calls, self._ended = 0, 0.0
         self._counter: FlopCounterMode | None = None
         for block in blocks:
             block.register_forward_pre_hook(self._called)
@@ -69,13 +70,10 @@ class Meter(Callback):
         self._calls += 1
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._calls = 0
         if batch_idx == self.warm_up - 1:
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()
-        self._calls = 0
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self._began = time.perf_counter()
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
         if torch.cuda.is_available():
@@ -84,8 +82,9 @@ class Meter(Callback):
             self._counter.__exit__(None, None, None)
             self.flops, self.flops_ran, self._counter = self._counter.get_total_flops(), self._calls, None
         elif args[-1] >= self.warm_up:
-            self.seconds.append(time.perf_counter() - self._began)
+            self.seconds.append(time.perf_counter() - self._ended)
             self.ran.append(self._calls)
+        self._ended = time.perf_counter()
 
 
 def measure(technique: Callable[[], Callback] | None, blocks: int, args: argparse.Namespace, seed: int) -> Meter:
@@ -104,7 +103,6 @@ def measure(technique: Callable[[], Callback] | None, blocks: int, args: argpars
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        # last, so that what techniques do between steps is not part of a step's time; what they do in it is
         callbacks=[*([technique()] if technique else []), meter],
     )
     trainer.fit(model, DataLoader(Bytes(steps * args.batch_size, args.length), args.batch_size))
@@ -113,17 +111,21 @@ def measure(technique: Callable[[], Callback] | None, blocks: int, args: argpars
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=8, help="timed steps of each fit")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=5, help="timed steps of each fit")
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--theta", type=float, default=0.5)
+    parser.add_argument("--threads", type=int, help="torch's, on CPU; fewer than the cores on a shared machine")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    if args.threads:
+        torch.set_num_threads(args.threads)
     third = max(args.layers // 3, 1)
     arms: dict[str, tuple[Callable[[], Callback] | None, int]] = {
         "rest": (None, 0),
@@ -146,7 +148,7 @@ def main() -> None:
         for name in ratios:
             meter = met[name]
             # FLOPs of one block that ran, as counted under the technique, by those of one block of the plain model
-            per_block = (meter.flops - flops_rest) / max(meter.flops_ran, 1) / flops_block
+            per_block = (meter.flops - flops_rest) / meter.flops_ran / flops_block if meter.flops_ran else 1.0
             f = [ran * per_block / args.layers for ran in meter.ran]
             each = [
                 s / (t["rest"] + share * (t["plain"] - t["rest"])) for s, share in zip(meter.seconds, f, strict=True)
@@ -166,7 +168,12 @@ def main() -> None:
     result = {
         "benchmark": "block_cost",
         "measured_over_predicted": {
-            name: {"median": statistics.median(r), "min": min(r), "max": max(r), "flops_share": statistics.mean(shares[name])}
+            name: {
+                "median": statistics.median(r),
+                "min": min(r),
+                "max": max(r),
+                "flops_share": statistics.mean(shares[name]),
+            }
             for name, r in ratios.items()
         },
         "step_ms": {name: 1e3 * statistics.median(values) for name, values in times.items()},

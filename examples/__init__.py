@@ -1,1 +1,1 @@
-"""Plain Lightning code to train: no module here knows of, or imports, lightning_eff."""
+"""Plain Lightning code to train: no module here knows of, or imports, the package of techniques."""

@@ -7,8 +7,8 @@ import textwrap
 from collections.abc import Sequence
 
 import lightning_eff
-from lightning_eff.report import TrainingReport
 from lightning_eff._core.technique import Technique
+from lightning_eff.report import TrainingReport
 
 _USAGE = """\
 usage: lightning-eff {fit,validate,test,predict} --config recipe.yaml [options of LightningCLI]

@@ -43,7 +43,9 @@ def test_pair_is_refused(a: str, b: str) -> None:
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_the_same_technique_twice_is_refused(name: str) -> None:
     """By Lightning itself as the Trainer is made, since the two would share one state; else by us at setup."""
-    with pytest.raises((ValueError, RuntimeError), match=f"more than one stateful callback of type `{name}`|{name} and"):
+    with pytest.raises(
+        (ValueError, RuntimeError), match=f"more than one stateful callback of type `{name}`|{name} and"
+    ):
         fit("tiny_gpt", lambda: [CASES[name].active(), CASES[name].active()])
 
 

@@ -9,10 +9,8 @@ from lightning import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-# Installed packages and tests are not the library; the last two are generated tables and documentation, not written code.
-EXCLUDED_DIRS = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idlelib", "encodings", "pydoc_data"}
-)
+# Installed packages and tests are not the library; the last two are generated tables and pages, not written code.
+EXCLUDED_DIRS = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "encodings", "pydoc_data"})
 SPLIT_PERIOD = 20  # Of every 20 files, one is for validation, one for test and 18 are for training.
 VAL_FILE, TEST_FILE = 3, 7
 
@@ -57,7 +55,7 @@ class ByteWindows(Dataset[dict[str, Tensor]]):
         return len(self.windows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """``input_ids`` and ``labels``, both of shape (T,) and int64; ``labels[t]`` is the byte after ``input_ids[t]``."""
+        """``input_ids`` and ``labels``, both (T,) and int64; ``labels[t]`` is the byte after ``input_ids[t]``."""
         start = self.windows[index] * self.block_size
         window = self.data[start : start + self.block_size + 1].long()
         return {"input_ids": window[:-1], "labels": window[1:]}
@@ -110,6 +108,4 @@ class StdlibText(LightningDataModule):
         return self._loader(self.test_set, train=False)
 
     def _loader(self, windows: ByteWindows, *, train: bool) -> DataLoader[dict[str, Tensor]]:
-        return DataLoader(
-            windows, self.batch_size, shuffle=train, drop_last=train, num_workers=self.num_workers
-        )
+        return DataLoader(windows, self.batch_size, shuffle=train, drop_last=train, num_workers=self.num_workers)

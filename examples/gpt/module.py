@@ -120,7 +120,7 @@ class GPT(LightningModule):
         self._init_weights()
 
     def _init_weights(self) -> None:
-        """Std 1/sqrt(inputs), so that it suits any width; what writes to the residual stream 1/sqrt(2 layers) of that."""
+        """Std 1/sqrt(inputs), to suit any width; what writes to the residual stream, 1/sqrt(2 layers) of that."""
         depth_scale = 1 / math.sqrt(2 * len(self.blocks))
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
@@ -182,7 +182,7 @@ class GPT(LightningModule):
         return bytes(text)
 
     def on_train_end(self) -> None:
-        """Let the trained model write a little: on every rank, as sharded weights need all of them, shown by the first."""
+        """Let the trained model write a little: on all ranks, as sharded weights need them all; the first one prints."""
         for seed in range(self.hparams["num_samples"]):
             text = self.generate(self.hparams["prompt"].encode(), self.hparams["sample_bytes"], seed=seed)
             if self.trainer.is_global_zero:

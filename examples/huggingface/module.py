@@ -19,7 +19,6 @@ class HuggingFaceGPT2(LightningModule):
         n_head: attention heads.
         block_size: the longest sequence, in bytes.
         dropout: probability, in [0, 1), for embeddings, attention weights and both residual branches.
-        initializer_range: standard deviation of the initial weights; GPT-2's own 0.02 is meant for D = 768 and more.
         lr: peak learning rate, reached after ``warmup_steps``, then falling linearly to zero at the end of the run.
         weight_decay: AdamW's, on matrices only.
         warmup_steps: optimizer steps.
@@ -32,7 +31,6 @@ class HuggingFaceGPT2(LightningModule):
         n_head: int = 3,
         block_size: int = 256,
         dropout: float = 0.0,
-        initializer_range: float = 0.1,
         lr: float = 4e-3,
         weight_decay: float = 0.1,
         warmup_steps: int = 50,
@@ -48,7 +46,6 @@ class HuggingFaceGPT2(LightningModule):
             embd_pdrop=dropout,
             attn_pdrop=dropout,
             resid_pdrop=dropout,
-            initializer_range=initializer_range,
             bos_token_id=None,
             eos_token_id=None,
             use_cache=False,

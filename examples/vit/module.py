@@ -64,11 +64,11 @@ class ViT(LightningModule):
         patch_size: int = 2,
         num_channels: int = 1,
         num_classes: int = 10,
-        dim: int = 64,
+        dim: int = 48,
         num_layers: int = 6,
-        num_heads: int = 4,
+        num_heads: int = 3,
         dropout: float = 0.1,
-        lr: float = 2e-3,
+        lr: float = 3e-3,
         weight_decay: float = 0.05,
         warmup_steps: int = 50,
     ) -> None:
@@ -77,13 +77,11 @@ class ViT(LightningModule):
         num_patches = (image_size // patch_size) ** 2
         self.patches = nn.Conv2d(num_channels, dim, kernel_size=patch_size, stride=patch_size)
         self.class_token = nn.Parameter(torch.zeros(1, 1, dim))
-        self.position = nn.Parameter(torch.zeros(1, num_patches + 1, dim))
+        self.position = nn.Parameter(0.5 * torch.randn(1, num_patches + 1, dim))  # About as large as the patches'.
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.Sequential(*(EncoderBlock(dim, num_heads, dropout) for _ in range(num_layers)))
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, num_classes)
-        nn.init.trunc_normal_(self.class_token, std=0.02)
-        nn.init.trunc_normal_(self.position, std=0.02)
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (B, C, H, W) to logits (B, K)."""

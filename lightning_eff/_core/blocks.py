@@ -1,8 +1,8 @@
 """The stack of repeated blocks in any module: found, run in part, frozen and thawed.
 
 Blocks are never added or removed: parameters are allocated in full and named as in the plain module. While a step runs,
-the container (``nn.ModuleList`` or ``nn.Sequential``) shows the module's own code a prefix of its blocks, or a pass-through
-in place of some of them; outside a step it is as it was.
+the container (``nn.ModuleList`` or ``nn.Sequential``) shows the module's own code a prefix of its blocks, or a
+pass-through in place of some of them; outside a step it is as it was.
 """
 
 import functools
@@ -66,7 +66,7 @@ def copy_block(source: nn.Module, target: nn.Module) -> list[tuple[nn.Parameter,
 
 
 def candidates(module: nn.Module) -> list[Candidate]:
-    """Every stack of blocks in ``module``, outermost only, the likeliest first: of composite blocks, then the longest."""
+    """Every stack of blocks in ``module``, outermost only; those of composite blocks first, then the longest."""
     found: list[Candidate] = []
     for path, container in module.named_modules():
         if not isinstance(container, nn.ModuleList | nn.Sequential) or not path:
@@ -130,9 +130,10 @@ def find_stack(module: nn.Module, layers: str | None, *, who: str) -> Candidate:
         )
     best = [c for c in found if (c.composite, c.length) == (found[0].composite, found[0].length)]
     if len(best) > 1:
+        equal = ", ".join(map(str, best))
         raise ValueError(
-            f"{who}: {len(best)} stacks of blocks in {type(module).__name__} are equally long: {', '.join(map(str, best))}."
-            f" Say which one by layers=, e.g. layers={best[0].path!r}. All candidates: {listed}."
+            f"{who}: {len(best)} stacks of blocks in {type(module).__name__} are equally long: {equal}. Say which one by"
+            f" layers=, e.g. layers={best[0].path!r}. All candidates: {listed}."
         )
     return found[0]
 
@@ -201,8 +202,8 @@ class BlockStack:
         keep: the probability with which each active block was kept, if blocks may be dropped; a kept block's residual
             branch is scaled by its inverse.
         dropped: indices of the blocks that the next training step passes over.
-        carries: the blocks return tensors beside the hidden state, which later blocks may need (T5's position bias); None
-            until a block has been seen to run. The first block of such a stack cannot be dropped.
+        carries: the blocks return tensors beside the hidden state, which later blocks may need (T5's position bias);
+            None until a block has been seen to run. The first block of such a stack cannot be dropped.
     """
 
     def __init__(self, found: Candidate) -> None:

@@ -51,7 +51,7 @@ class RecordingSampler:
         return getattr(self.inner, name)
 
 
-_OWN = (
+_OWN: tuple[str, ...] = (
     "_loader",
     "_host",
     "_recorder",
@@ -109,9 +109,8 @@ class ResumableLoader:
             name = "sampler" if loader.batch_sampler is None else "batch_sampler"
             recorder = RecordingSampler(getattr(loader, name))
             loader.__dict__[name] = recorder  # DataLoader.__setattr__ refuses; undone by `unwrap`
-        own = dict.fromkeys(_OWN)
-        own.update(_loader=loader, _host=host, _recorder=recorder, _position=0, _iterations=0)
-        self.__dict__.update(own)
+        own: dict[str, Any] = {"_loader": loader, "_host": host, "_recorder": recorder, "_position": 0, "_iterations": 0}
+        self.__dict__.update({**dict.fromkeys(_OWN), **own})
 
     # -- the wrapped loader, for everyone else
 

@@ -41,7 +41,7 @@ def keeps_state(optimizer: Optimizer, parameter: Tensor) -> bool | None:
 
 
 def copy_state(optimizers: list[Optimizer], source: Tensor, target: Tensor) -> bool:
-    """Give ``target`` a copy of the state that ``source`` has in whichever optimizer holds both; True if there was any."""
+    """Give ``target`` a copy of the state of ``source`` in whichever optimizer holds both; True if there was any."""
     copied = False
     for optimizer in optimizers:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -66,6 +66,10 @@ def rewrite_configured(configured: Any, fn: Callable[[Optimizer], Optimizer]) ->
     if isinstance(configured, Optimizer):
         return fn(configured)
     if isinstance(configured, dict):
+        if "optimizer" not in configured:
+            raise TypeError(
+                f"configure_optimizers returned a dict with the keys {list(configured)}; expected the key 'optimizer'."
+            )
         return {**configured, "optimizer": fn(configured["optimizer"])}
     if isinstance(configured, list | tuple):
         if len(configured) == 2 and isinstance(configured[0], list | tuple):

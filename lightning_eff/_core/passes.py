@@ -27,7 +27,7 @@ def forward_over_training_data(session: Session, num_batches: int | None, *, epo
     in evaluation. The cost is counted. Logs, buffers and metrics are the caller's to protect, by :func:`steps.silent`.
 
     Args:
-        session: the run, with its training data set up.
+        session: the run.
         num_batches: how many batches on each rank; None takes the whole epoch.
         epoch: the epoch that samplers are told, and the key of what is drawn.
 
@@ -38,14 +38,16 @@ def forward_over_training_data(session: Session, num_batches: int | None, *, epo
         ValueError: if ``num_batches`` is None and the loader has no length.
     """
     trainer, module, cost = session.trainer, session.module, session.chain.cost
+    if trainer.fit_loop._combined_loader is None:  # nobody has asked for data yet
+        trainer.fit_loop.setup_data()
+    combined = trainer.fit_loop._combined_loader
+    assert combined is not None
     limit = min(trainer.num_training_batches, math.inf if num_batches is None else num_batches)
     if math.isinf(limit):
         raise ValueError(
             "Got a training loader without a length, and no number of batches to go over; expected one of the two,"
             " since the data may never end. Give the number of batches."
         )
-    combined = trainer.fit_loop._combined_loader
-    assert combined is not None, "the training data is set up before it is gone over"
     takes_index = is_param_in_hook_signature(session.chain.original, "batch_idx", min_args=2)
     training_step = session._evaluation(session.chain.original)
     start, stage, index = time.perf_counter(), trainer.state.stage, -1
@@ -71,7 +73,7 @@ def forward_over_training_data(session: Session, num_batches: int | None, *, epo
 
 @contextmanager
 def unseen(session: Session) -> Iterator[None]:
-    """Evaluation mode and the precision of a training step, without a graph; modes, buffers, logs, random state come back."""
+    """Evaluation mode in the precision of a training step, without a graph and without a trace afterwards."""
     training = [(m, m.training) for m in session.module.modules()]
     precision = session.trainer.precision_plugin.train_step_context()
     with torch.no_grad(), rng.fork(), silent(session.module), precision:
@@ -86,8 +88,8 @@ def unseen(session: Session) -> Iterator[None]:
 def call_of(session: Session, block: nn.Module, batch: Any, batch_idx: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """With which arguments the module's own ``training_step`` calls ``block`` on ``batch``, in one forward pass.
 
-    Used inside :func:`unseen`. The step's links take no part. Arguments other than tensors are copied before the block can
-    change them. The cost is counted.
+    Used inside :func:`unseen`. The step's links take no part. Arguments other than tensors are copied before the block
+    can change them. The cost is counted.
 
     Raises:
         ValueError: if the step does not call the block.
@@ -110,8 +112,8 @@ def call_of(session: Session, block: nn.Module, batch: Any, batch_idx: int) -> t
         chain.cost.forward_samples += num_samples(batch)
     if not calls:
         raise ValueError(
-            f"training_step never called a {type(block).__name__} that it was expected to call on each batch. Name another"
-            " stack by layers=."
+            f"training_step never called a {type(block).__name__} that it was expected to call on each batch. Name"
+            " another stack by layers=."
         )
     return calls[0]
 

@@ -1,5 +1,6 @@
 """Instance attributes that are replaced for the length of a run, and put back exactly."""
 
+import inspect
 from typing import Any
 
 _MISSING = object()
@@ -16,7 +17,16 @@ class Patches:
         self._undo: list[tuple[dict[str, Any], str, Any]] = []
 
     def set(self, obj: object, name: str, value: Any) -> None:
-        """Set ``obj.name`` to ``value`` until :meth:`restore`."""
+        """Set ``obj.name`` to ``value`` until :meth:`restore`.
+
+        Raises:
+            TypeError: if the class has a property of that name, which an instance attribute does not replace.
+        """
+        if isinstance(inspect.getattr_static(type(obj), name, None), property):
+            raise TypeError(
+                f"{type(obj).__name__}.{name} is a property; expected a method or a plain attribute, since an instance"
+                " attribute does not replace a property. Patch what it reads."
+            )
         namespace = obj.__dict__
         self._undo.append((namespace, name, namespace.get(name, _MISSING)))
         namespace[name] = value

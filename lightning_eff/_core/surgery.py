@@ -18,18 +18,24 @@ class Surgery:
     def replace(
         self, root: nn.Module, match: Callable[[nn.Module], bool], build: Callable[[nn.Module], nn.Module]
     ) -> list[str]:
-        """Replace each submodule of ``root`` for which ``match`` holds by ``build(submodule)``.
+        """Replace each submodule of ``root`` for which ``match`` holds by ``build(submodule)``, the innermost first.
+
+        Args:
+            root: the module tree; ``root`` itself is not replaced.
+            match: which submodules; a replacement is not looked at again.
+            build: the replacement; it takes over the ``training`` flag.
 
         Returns:
-            The dotted paths replaced; a module reachable by several paths is built once and replaced at all of them.
+            The dotted paths replaced, as in ``root.named_modules``; a module reachable by several is built once.
 
         Raises:
             ValueError: if a replacement's parameters or buffers are not those of the original, by name and identity.
         """
         built: dict[int, nn.Module] = {}
         made: set[int] = set()
-        paths: list[str] = []
-        for path, parent in reversed(list(root.named_modules(remove_duplicate=False))):  # what is inside comes first
+        paths: set[str] = set()
+        found = list(root.named_modules(remove_duplicate=False))
+        for path, parent in reversed(found):  # what is inside comes first
             for name, child in list(parent._modules.items()):
                 if child is None or (id(child) not in made and not match(child)):
                     continue
@@ -43,8 +49,8 @@ class Surgery:
                         made.add(id(new))
                     self._undo.append((parent, name, child))
                     parent._modules[name] = new
-                paths.append(where)
-        return paths[::-1]
+                paths.add(where)
+        return [path for path, _ in found if path in paths]
 
     def restore(self) -> None:
         """Put every replaced submodule back."""
@@ -56,14 +62,16 @@ class Surgery:
 
 
 def _check_same_tensors(old: nn.Module, new: nn.Module, path: str) -> None:
-    def names(module: nn.Module) -> dict[str, int]:
+    def names(module: nn.Module) -> dict[str, tuple[int, bool]]:
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-        return {name: id(tensor) for name, tensor in named}
+        saved = module.state_dict()
+        return {name: (id(tensor), name in saved) for name, tensor in named}
 
     had, has = names(old), names(new)
     if had != has:
         changed = sorted(name for name in had.keys() | has.keys() if had.get(name) != has.get(name))
         raise ValueError(
             f"The replacement {type(new).__name__} of {path} ({type(old).__name__}) has other tensors at {changed};"
-            " expected the same parameters and buffers under the same names. Register the original's own."
+            " expected the same parameters and buffers under the same names, saved by state_dict or not as they were."
+            " Register the original's own."
         )

@@ -24,9 +24,9 @@ def is_identity(block: nn.Module, call: Call) -> bool:
 def zeros_for_identity(block: nn.Module, identity: Callable[[], bool], *, keep: frozenset[int]) -> list[str] | None:
     """The parameters of ``block`` that must be 0 for it to be the identity: no more submodules of it than need be.
 
-    All submodules are zeroed; then one after the other, in the order in which the block calls them, gets its values back
-    if the block is the identity with them. Of a pre-norm residual block this leaves the output projections zeroed.
-    Afterwards all values are as they were.
+    All submodules are zeroed; then one after the other, in the order in which the block calls them, gets its values
+    back if the block is the identity with them. Of a pre-norm residual block this leaves the output projections
+    zeroed. Afterwards all values are as they were.
 
     Args:
         block: the block; a submodule's own parameters are zeroed together.

@@ -34,14 +34,14 @@ def draw(keep: list[float], generator: Generator) -> frozenset[int]:
 class ProgressiveLayerDropping(Technique):
     """Drop whole blocks at random for an optimizer step: few at first, soon a share that stays.
 
-    Block ``i`` of ``L`` is kept with ``p_i = 1 - (i/L)(1 - theta(u))``, where ``theta`` falls from 1 to ``theta_min`` over the
-    budget. One draw holds for an optimizer step, all its micro-batches and all ranks. A dropped block does no work,
-    forward or backward, and gets no gradient; of a kept one ``h + f(h)`` the branch counts ``1/p_i``, so that the
-    expectation is that of the full block. Validation, test and prediction run all blocks, unscaled.
+    Block ``i`` of ``L`` is kept with ``p_i = 1 - (i/L)(1 - theta(u))``, where ``theta`` falls from 1 to ``theta_min``
+    over the budget. One draw holds for an optimizer step, all its micro-batches and all ranks. A dropped block does no
+    work, forward or backward, and gets no gradient; of a kept one ``h + f(h)`` the branch counts ``1/p_i``, so that
+    the expectation is that of the full block. Validation, test and prediction run all blocks, unscaled.
 
     Where blocks hand tensors on beside the hidden state (T5's position bias), and where nothing outside the blocks is
-    trained, the first block is always kept. With :class:`ProgressiveStacking`, ``L`` counts the blocks that run. Under DDP,
-    ``find_unused_parameters`` is switched on.
+    trained, the first block is always kept. With :class:`ProgressiveStacking`, ``L`` counts the blocks that run. Under
+    DDP, ``find_unused_parameters`` is switched on.
 
     Logged: ``theta``, and ``layers_dropped``, the number of blocks that the step passed over.
 
@@ -59,10 +59,13 @@ class ProgressiveLayerDropping(Technique):
         Zhang & He 2020, arXiv:2010.13369.
     """
 
-    saves: ClassVar[str] = "compute of the dropped blocks, forward and backward: about a quarter of all at theta_min 0.5"
+    saves: ClassVar[str] = (
+        "compute of the dropped blocks, forward and backward: about a quarter of all at theta_min 0.5"
+    )
     paper: ClassVar[str] = "Zhang & He 2020, arXiv:2010.13369"
     constraints: ClassVar[str] = (
-        "residual blocks, best pre-norm; DDP without static_graph, and with use_reentrant=False where blocks are checkpointed"
+        "residual blocks, best pre-norm; DDP without static_graph, and with use_reentrant=False where blocks are"
+        " checkpointed"
     )
     control: ClassVar[str] = "a shallower model with as many FLOPs a step, and plain training for as many seconds"
     needs_automatic_optimization: ClassVar[bool] = False
@@ -71,13 +74,13 @@ class ProgressiveLayerDropping(Technique):
     def __init__(self, *, theta_min: float = 0.5, gamma: float = 100.0, layers: str | None = None) -> None:
         if not 0.0 < theta_min <= 1.0:
             raise ValueError(
-                f"ProgressiveLayerDropping(theta_min={theta_min}): expected a probability in (0, 1], that with which the last"
-                " block is kept in the end. 0.5 is the paper's; 1 is plain training."
+                f"ProgressiveLayerDropping(theta_min={theta_min}): expected a probability in (0, 1], that with which"
+                " the last block is kept in the end. 0.5 is the paper's; 1 is plain training."
             )
         if not 0.0 < gamma < math.inf:
             raise ValueError(
-                f"ProgressiveLayerDropping(gamma={gamma}): expected a finite number > 0, how fast theta falls over the budget."
-                " 100 is the paper's; to drop nothing set theta_min=1."
+                f"ProgressiveLayerDropping(gamma={gamma}): expected a finite number > 0, how fast theta falls over the"
+                " budget. 100 is the paper's; to drop nothing set theta_min=1."
             )
         self.theta_min = theta_min
         self.gamma = gamma
@@ -102,8 +105,8 @@ class ProgressiveLayerDropping(Technique):
         strategy = session.trainer.strategy
         if isinstance(strategy, DDPStrategy) and strategy._ddp_kwargs.get("static_graph"):
             raise ValueError(
-                "ProgressiveLayerDropping: got DDPStrategy(static_graph=True); expected static_graph=False, because other"
-                " blocks are dropped at each step. Leave static_graph out, or take the technique out."
+                "ProgressiveLayerDropping: got DDPStrategy(static_graph=True); expected static_graph=False, because"
+                " other blocks are dropped at each step. Leave static_graph out, or take the technique out."
             )
 
     @override
@@ -111,7 +114,9 @@ class ProgressiveLayerDropping(Technique):
         self._reset()
         strategy = session.trainer.strategy
         if isinstance(strategy, DDPStrategy) and not strategy._ddp_kwargs.get("find_unused_parameters"):
-            rank_zero_info("ProgressiveLayerDropping: DDP runs with find_unused_parameters=True, for the dropped blocks.")
+            rank_zero_info(
+                "ProgressiveLayerDropping: DDP runs with find_unused_parameters=True, for the dropped blocks."
+            )
             session.patches.set(strategy, "_ddp_kwargs", {**strategy._ddp_kwargs, "find_unused_parameters": True})
 
     @override
@@ -121,8 +126,9 @@ class ProgressiveLayerDropping(Technique):
         stack = self._stack = session.stack(self.layers, who="ProgressiveLayerDropping")
         if len({id(block) for block in stack.blocks}) < len(stack):
             raise ValueError(
-                f"ProgressiveLayerDropping: {stack} holds the same block several times; expected different ones, because"
-                " each is kept with a probability of its own. Name another stack by layers=, or take the technique out."
+                f"ProgressiveLayerDropping: {stack} holds the same block several times; expected different ones,"
+                " because each is kept with a probability of its own. Name another stack by layers=, or take the"
+                " technique out."
             )
         if isinstance(session.trainer.strategy, DDPStrategy):
             _refuse_reentrant(stack)

@@ -30,16 +30,17 @@ def target_count(stages: Sequence[tuple[float, int]], u: float) -> int:
 class ProgressiveStacking(Technique):
     """Train the first few blocks of a deep network, and add copies of them as training goes on.
 
-    From each fraction ``u`` of the budget on, ``count`` blocks run. When ``L`` blocks grow to more, each new block ``j``
-    starts as a copy of block ``j mod L``. The module is built at its full depth and keeps it: blocks that do not run yet
-    cost no compute, no activation memory, no gradient and no optimizer state, every checkpoint has the plain module's
-    names, and validation, test and prediction under this callback run the blocks that training has reached. A run that
-    ends before its last stage leaves blocks that were never trained: evaluate it with this callback in the Trainer.
+    From each fraction ``u`` of the budget on, ``count`` blocks run. When ``L`` blocks grow to more, each new block
+    ``j`` starts as a copy of block ``j mod L``. The module is built at its full depth and keeps it: blocks that do not
+    run yet cost no compute, no activation memory, no gradient and no optimizer state, every checkpoint has the plain
+    module's names, and validation, test and prediction under this callback run the blocks that training has reached. A
+    run that ends before its last stage leaves blocks that were never trained: evaluate it with this callback in the
+    Trainer.
 
     ``init="stack"`` copies whole blocks, which changes the network's function at the switch, and usually lifts the loss
     for a while. ``init="identity"`` also zeroes what must be zero of the copy (of a pre-norm block, its output
-    projections) for the new block to hand its input on, so the function is kept. Whether the blocks can do that is tried
-    on the first batch; it costs one extra forward pass there and at each switch.
+    projections) for the new block to hand its input on, so the function is kept. Whether the blocks can do that is
+    tried on the first batch; it costs one extra forward pass there and at each switch.
 
     Growth happens between optimizer steps, never within an accumulation window. Under manual optimization it happens
     between batches.
@@ -49,15 +50,16 @@ class ProgressiveStacking(Technique):
     Args:
         stages: pairs (fraction of the budget in [0, 1), number of blocks >= 1), both growing; the first fraction is 0.
         layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks; None finds the longest.
-        copy_optimizer_state: give a new block the optimizer state of the block that it copies (Adam's moments and step);
-            otherwise, and for what ``init="identity"`` zeroes, the state starts anew. Where it cannot be found out whether
-            the optimizer keeps state by parameter (it wraps another, or needs a closure), what is there is copied.
+        copy_optimizer_state: give a new block the optimizer state of the block that it copies (Adam's moments and
+            step); otherwise, and for what ``init="identity"`` zeroes, the state starts anew. Where it cannot be found
+            out whether the optimizer keeps state by parameter (it wraps another, or needs a closure), what is there is
+            copied.
         init: "stack" copies the blocks, "identity" makes the copies preserve the function.
 
     Raises:
-        ValueError: if the stages do not start at 0, shrink, or are malformed, or ``init`` is neither; at setup, if the module
-            has fewer blocks, blocks of different make, or an optimizer without state to copy; on the first batch, if
-            the blocks cannot be the identity.
+        ValueError: if the stages do not start at 0, shrink, or are malformed, or ``init`` is neither; at setup, if the
+            module has fewer blocks, blocks of different make, or an optimizer without state to copy; on the first
+            batch, if the blocks cannot be the identity.
 
     Sources:
         Gong et al. 2019, "Efficient Training of BERT by Progressively Stacking"; Du et al. 2024, arXiv:2405.15319.
@@ -83,8 +85,8 @@ class ProgressiveStacking(Technique):
     ) -> None:
         if init not in ("stack", "identity"):
             raise ValueError(
-                f"ProgressiveStacking(init={init!r}): expected 'stack', which copies blocks, or 'identity', whose copies"
-                " preserve the function."
+                f"ProgressiveStacking(init={init!r}): expected 'stack', which copies blocks, or 'identity', whose"
+                " copies preserve the function."
             )
         self.stages = _checked(stages)
         self.layers = layers
@@ -106,9 +108,10 @@ class ProgressiveStacking(Technique):
     def check(self, session: Session) -> None:
         if self.init == "identity" and not session.module.automatic_optimization:
             raise ValueError(
-                f"ProgressiveStacking(init='identity'): {type(session.module).__name__} has automatic_optimization=False;"
-                " expected True, because training_step is run once more, forward only, to see what a block is called with,"
-                " and under manual optimization it would also step. Use init='stack' or automatic optimization."
+                f"ProgressiveStacking(init='identity'): {type(session.module).__name__} has"
+                " automatic_optimization=False; expected True, because training_step is run once more, forward only, to"
+                " see what a block is called with, and under manual optimization it would also step. Use init='stack'"
+                " or automatic optimization."
             )
 
     @override
@@ -135,13 +138,13 @@ class ProgressiveStacking(Technique):
                 differ = sorted({name for name, _ in set(signature(block)) ^ set(signature(stack.blocks[0]))})
                 raise ValueError(
                     f"ProgressiveStacking: block {index} of {stack} has other parameters or buffers than block 0 at"
-                    f" {differ}; expected the same names and shapes in each, because new blocks are copies. Name another"
-                    " stack by layers=, or take the technique out."
+                    f" {differ}; expected the same names and shapes in each, because new blocks are copies. Name"
+                    " another stack by layers=, or take the technique out."
                 )
         if last < len(stack):
             rank_zero_info(
-                f"ProgressiveStacking: the last stage runs {last} of {len(stack)} blocks of {stack.path!r}; the rest never"
-                " runs in this fit."
+                f"ProgressiveStacking: the last stage runs {last} of {len(stack)} blocks of {stack.path!r}; the rest"
+                " never runs in this fit."
             )
         if self._learnt is not None:
             stack.load_state_dict(self._learnt)
@@ -172,8 +175,8 @@ class ProgressiveStacking(Technique):
                 held = any(p is other for group in optimizer.param_groups for other in group["params"])
                 if held and keeps_state(optimizer, p) is False:
                     raise ValueError(
-                        f"ProgressiveStacking(copy_optimizer_state=True): {type(optimizer).__name__} keeps no state of the"
-                        f" parameters in {stack}; expected some to copy (SGD has none without momentum). Set"
+                        f"ProgressiveStacking(copy_optimizer_state=True): {type(optimizer).__name__} keeps no state of"
+                        f" the parameters in {stack}; expected some to copy (SGD has none without momentum). Set"
                         " copy_optimizer_state=False."
                     )
                 if held:
@@ -185,16 +188,16 @@ class ProgressiveStacking(Technique):
             if not session.fitting:  # a plain checkpoint, or one of weights alone
                 return
             raise ValueError(
-                "ProgressiveStacking: the checkpoint was saved without it, so it was trained at full depth (or holds weights"
-                " only); expected one that says how many blocks were trained. Go on without the technique, or load the"
-                " weights into the module and start a new fit."
+                "ProgressiveStacking: the checkpoint was saved without it, so it was trained at full depth (or holds"
+                " weights only); expected one that says how many blocks were trained. Go on without the technique, or"
+                " load the weights into the module and start a new fit."
             )
         stack = session.stack(self.layers, who="ProgressiveStacking")
         length = state["stack"]["length"]
         if length != len(stack):
             raise ValueError(
-                f"ProgressiveStacking: the checkpoint is of a module with {length} blocks, and {stack} has {len(stack)};"
-                f" expected the same depth. Build the module with {length} blocks, or start a new fit."
+                f"ProgressiveStacking: the checkpoint is of a module with {length} blocks, and {stack} has"
+                f" {len(stack)}; expected the same depth. Build the module with {length} blocks, or start a new fit."
             )
 
     # -- growth
@@ -272,8 +275,8 @@ class ProgressiveStacking(Technique):
         if found is None:
             raise ValueError(
                 f"ProgressiveStacking(init='identity'): a block of {self._grown()} does not hand its input on even with"
-                " all its own weights zero; expected pre-norm residual blocks, h + f(norm(h)). Post-norm blocks, such as"
-                " BERT's, normalise the sum itself. Use init='stack'."
+                " all its own weights zero; expected pre-norm residual blocks, h + f(norm(h)). Post-norm blocks, such"
+                " as BERT's, normalise the sum itself. Use init='stack'."
             )
         return found
 
@@ -319,8 +322,8 @@ def _checked(stages: Any) -> list[tuple[float, int]]:
 
     def fail(why: str) -> ValueError:
         return ValueError(
-            f"ProgressiveStacking(stages={stages!r}): {why}; expected pairs (fraction of the budget in [0, 1), number of"
-            " blocks >= 1), both growing, the first fraction 0, e.g. [(0.0, 3), (0.25, 6), (0.5, 12)]."
+            f"ProgressiveStacking(stages={stages!r}): {why}; expected pairs (fraction of the budget in [0, 1), number"
+            " of blocks >= 1), both growing, the first fraction 0, e.g. [(0.0, 3), (0.25, 6), (0.5, 12)]."
         )
 
     if isinstance(stages, str) or not isinstance(stages, Sequence) or not stages:

@@ -86,29 +86,33 @@ def test_t5_has_two_stacks_and_the_error_lists_both() -> None:
     net = hugging_face("t5")
     with pytest.raises(
         ValueError,
-        match=r"Test: 2 stacks .* equally long: 'model.encoder.block' \(4 x T5Block\), 'model.decoder.block' \(4 x T5Block\)"
-        r".*layers='model.encoder.block'",
+        match=r"Test: 2 stacks .* equally long: 'model.encoder.block' \(4 x T5Block\), 'model.decoder.block' \(4 x T5Block"
+        r"\).*layers='model.encoder.block'",
     ):
         find_stack(net, None, who="Test")
     assert find_stack(net, "model.decoder.block", who="Test").length == 4
 
 
 def test_finds_a_sequential() -> None:
-    net = Holds(body=nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))), head=nn.Linear(4, 2))
+    net = Holds(
+        body=nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))), head=nn.Linear(4, 2)
+    )
     assert find_stack(net, None, who="Test").path == "body"
 
 
 def test_a_misspelt_path_lists_what_there_is() -> None:
-    with pytest.raises(ValueError, match=r"layers='blokcs'\): that path names no submodule of TinyGPT.*'blocks' \(4 x Block\)"):
+    with pytest.raises(
+        ValueError, match=r"layers='blokcs'\): that path names no submodule of TinyGPT.*'blocks' \(4 x Block\)"
+    ):
         find_stack(TinyGPT(), "blokcs", who="Test")
-    with pytest.raises(ValueError, match=r"layers='embed'\): that path is a Embedding of TinyGPT.*'blocks' \(4 x Block\)"):
+    with pytest.raises(ValueError, match=r"layers='embed'\): that path is a Embedding of TinyGPT.*'blocks' \(4 x"):
         find_stack(TinyGPT(), "embed", who="Test")
     with pytest.raises(ValueError, match=r"layers=''\)"):
         find_stack(TinyGPT(), "", who="Test")
 
 
 def test_no_stack_is_an_error() -> None:
-    with pytest.raises(ValueError, match="Test: found no stack of repeated blocks in Linear.*layers="):
+    with pytest.raises(ValueError, match=r"Test: found no stack of repeated blocks in Linear.*layers="):
         find_stack(nn.Linear(2, 2), None, who="Test")
     with pytest.raises(ValueError, match="found no stack"):
         find_stack(Holds(blocks=repeat(1)), None, who="Test")
@@ -268,7 +272,7 @@ def test_a_kept_block_that_changes_the_shape_is_an_error() -> None:
     net = Holds(blocks=repeat(2, Widens))
     stack = stack_of(net)
     stack.watch(scales=True)
-    with pytest.raises(ValueError, match=r"Block 0 of 'blocks' took .*\(2, 4\) and returned \(2, 8\); expected the same"):
+    with pytest.raises(ValueError, match=r"Block 0 of 'blocks' took .*\(2, 4\) and returned \(2, 8\); expected"):
         net.blocks[0](torch.randn(2, 4))
     stack.release()
 
@@ -336,7 +340,11 @@ def test_copies_parameters_and_buffers_and_says_which() -> None:
     kept = [id(t) for t in (*target.parameters(), *target.buffers())]
     pairs = copy_block(source, target)
     assert [id(t) for t in (*target.parameters(), *target.buffers())] == kept
-    assert all(torch.equal(a, b) for a, b in zip(source.state_dict().values(), target.state_dict().values(), strict=True))
-    assert [(id(a), id(b)) for a, b in pairs] == list(zip(map(id, source.parameters()), map(id, target.parameters()), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(source.state_dict().values(), target.state_dict().values(), strict=True)
+    )
+    assert [(id(a), id(b)) for a, b in pairs] == list(
+        zip(map(id, source.parameters()), map(id, target.parameters()), strict=True)
+    )
     assert copy_block(source, source) == []
     assert signature(nn.Linear(2, 3)) != signature(nn.Linear(3, 2))

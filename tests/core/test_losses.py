@@ -43,8 +43,8 @@ def _ragged(ignore: int) -> Tensor:
 class Case:
     """One way to call a loss function.
 
-    ``z`` and ``y`` begin with the samples' dimension, or with samples times ``rows``; ``w`` is a weight for each entry. The
-    reference knows neither rows nor reductions: it calls ``call`` with reduction="sum" on each sample by itself.
+    ``z`` and ``y`` begin with the samples' dimension, or with samples times ``rows``; ``w`` is a weight for each entry.
+    The reference knows neither rows nor means: it calls ``call`` with reduction="sum" on each sample by itself.
     """
 
     call: Callable[[Tensor, Tensor, Any, str], Tensor]
@@ -304,7 +304,10 @@ def test_half_precision_logits_are_summed_in_float() -> None:
         (lambda: F.cross_entropy(_z(B, C), _labels(B)) + 0.1, "loss of .* but the 1 mean-reduced loss call.* sum to"),
         (lambda: F.cross_entropy(_z(B, C), _labels(B), reduction="none").mean(), "none of .*cross_entropy.*'mean'"),
         (lambda: torch.logsumexp(_z(B, C), 1).mean(), "none of .*cross_entropy.*'mean'"),
-        (lambda: F.mse_loss(_z(B + 1), _p(B + 1)), r"F.mse_loss got \(7,\) loss values, which do not split .* 6 samples"),
+        (
+            lambda: F.mse_loss(_z(B + 1), _p(B + 1)),
+            r"F.mse_loss got \(7,\) loss values, which do not split .* 6 samples",
+        ),
         (lambda: F.mse_loss(_z(()), _p(())), r"F.mse_loss got \(1,\) loss values"),
     ],
 )

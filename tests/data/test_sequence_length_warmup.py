@@ -96,7 +96,7 @@ def test_reshape_lengths_are_divisors_and_multiples() -> None:
 @pytest.mark.parametrize("full", [256, 200, 100])
 def test_truncated_lengths_follow_the_target(full: int) -> None:
     technique = SequenceLengthWarmup(start=64, until=0.5, mode="truncate")
-    us = [i / 97 for i in range(98)]
+    us = [i / 96 for i in range(97)]  # 0.5 is among them
     got = [technique.length_of(full, u) for u in us]
     assert got == sorted(got) and got[0] == 64 and got[-1] == full
     for u, length in zip(us, got, strict=True):
@@ -107,14 +107,19 @@ def test_truncated_lengths_follow_the_target(full: int) -> None:
 @pytest.mark.parametrize("full", [256, 1024, 192])
 def test_reshaped_lengths_are_the_largest_divisor_below_the_target(full: int) -> None:
     technique = SequenceLengthWarmup(start=64, until=0.5)
-    got = [technique.length_of(full, i / 97) for i in range(98)]
+    got = [technique.length_of(full, i / 96) for i in range(97)]
     assert got == sorted(got) and got[0] == 64 and got[-1] == full
     for i, length in enumerate(got):
-        target = 64 + (full - 64) * (i / 97) / 0.5
+        target = 64 + (full - 64) * (i / 96) / 0.5
         assert full % length == 0 and length % 8 == 0
         assert length == full or (
             length <= target and not any(length < d <= target for d in reshape_lengths(full, 1, 8))
         )
+
+
+def test_a_start_between_two_divisors_begins_with_the_longer() -> None:
+    technique = SequenceLengthWarmup(start=40, until=0.5)
+    assert [technique.length_of(192, u) for u in (0.0, 0.01, 0.1, 0.2, 0.49, 0.5)] == [48, 48, 64, 96, 96, 192]
 
 
 # -- cutting tensors
@@ -170,6 +175,17 @@ def test_tensors_of_one_sample_stand_for_all() -> None:
     first = cut(whole, 8, "truncate")
     assert torch.equal(first["position_ids"], torch.arange(8)[None])
     assert torch.equal(first["bias"], causal[None, None, :8, :8])
+
+
+def test_what_samples_share_and_flags_do_not_tell_size_or_length() -> None:
+    whole = {
+        "position_ids": torch.arange(32)[None],
+        "mask": torch.ones(32, 32).tril().long(),
+        "input_ids": ids(2, 32),
+        "flags": torch.ones(2, 5).bool(),
+    }
+    short = cut(whole, 8, "truncate")
+    assert [tuple(t.shape) for t in short.values()] == [(1, 8), (8, 8), (2, 8), (2, 5)]
 
 
 # -- batches of every make
@@ -239,9 +255,9 @@ def test_per_sample_tensors_stay_in_truncate_and_are_refused_in_reshape() -> Non
 
 
 def test_keys_name_what_is_cut() -> None:
-    x, y, image = torch.randn(4, 32, 6), ids(4, 16), torch.randn(4, 3, 32, 32)
-    short = cut({"sound": x, "text": y, "image": image}, 8, "truncate", ["sound"])
-    assert torch.equal(short["sound"], x[:, :8]) and short["text"] is y and short["image"] is image
+    x, y, same = torch.randn(4, 32, 6), ids(4, 16), torch.randn(4, 32)
+    short = cut({"sound": x, "text": y, "same": same}, 8, "truncate", ["sound"])
+    assert torch.equal(short["sound"], x[:, :8]) and short["text"] is y and short["same"] is same
     short = cut((x, torch.randn(4, 32)), 8, keys=[0, 1])
     assert short[0].shape == (16, 8, 6) and short[1].shape == (16, 8)
     short = cut({"inputs": {"a": x, "b": x[..., 0]}, "text": y}, 8, "truncate", ["inputs"])
@@ -379,11 +395,12 @@ def test_from_until_on_the_loaders_own_batch_is_handed_on(make: str) -> None:
         def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, i: int) -> None:
             handed.append(batch)
 
-    net = Spy()
-    trainer(SequenceLengthWarmup(start=8, until=0.5), Look(), max_steps=8).fit(
-        net, DataLoader(batches, batch_size=None)
-    )
-    assert [a is b for a, b in zip(net.batches, handed, strict=True)] == same
+    for start, expected in ((8, same), (32, [True] * 8)):
+        net = Spy()
+        handed.clear()
+        technique = SequenceLengthWarmup(start=start, until=0.5)
+        trainer(technique, Look(), max_steps=8).fit(net, DataLoader(batches, batch_size=None))
+        assert [a is b for a, b in zip(net.batches, handed, strict=True)] == expected
 
 
 def test_until_zero_and_start_at_the_full_length_are_plain_training() -> None:
@@ -438,12 +455,12 @@ def test_the_last_batch_of_an_epoch_may_have_fewer_samples() -> None:
 
 
 def test_batches_of_other_lengths_are_shortened_in_proportion_or_left_alone() -> None:
-    full = [64, 32, 8, 16, 20, 64]  # 8 and 16 are not above start, 20 splits into no multiple of 8
+    full = [64, 32, 12, 16, 20, 64]  # 12 and 16 are not above start, 20 splits into no multiple of 8
     batches = [{"input_ids": ids(2, length)} for length in full]
     got = seen(SequenceLengthWarmup(start=16, until=1.0), batches)
-    assert [tuple(b["input_ids"].shape) for b in got] == [(8, 16), (4, 16), (2, 8), (2, 16), (2, 20), (4, 32)]
+    assert [tuple(b["input_ids"].shape) for b in got] == [(8, 16), (4, 16), (2, 12), (2, 16), (2, 20), (4, 32)]
     got = seen(SequenceLengthWarmup(start=16, until=1.0, mode="truncate"), batches)
-    assert lengths(got) == [16, 16, 8, 16, 16, 56]
+    assert lengths(got) == [16, 16, 12, 16, 16, 56]
 
 
 def test_manual_optimization_works() -> None:
@@ -518,6 +535,9 @@ def test_counters_go_on_after_a_resume(tmp_path: Path) -> None:
         assert run(tmp_path / f"step={step}.ckpt") == whole
         state = torch.load(tmp_path / f"step={step}.ckpt", weights_only=True)["callbacks"]["SequenceLengthWarmup"]
         assert sum(steps for _, steps in state["used"].values()) == step
+        other = SequenceLengthWarmup()
+        other.load_state_dict(state)
+        assert other.state_dict() == state
 
 
 def test_a_second_fit_starts_afresh() -> None:
@@ -596,6 +616,12 @@ def test_a_length_that_becomes_ambiguous_later_raises() -> None:
     batches = [{"a": ids(4, 32), "b": ids(4, 32)}, {"a": ids(4, 32), "b": ids(4, 24)}, {}]
     with pytest.raises(ValueError, match=re.escape("[(4, 24), (4, 32)]")):
         seen(SequenceLengthWarmup(start=8, until=1.0), batches)
+
+
+def test_from_until_on_batches_are_not_looked_at() -> None:
+    batches = [{"a": ids(4, 32), "b": ids(4, 32)}] * 2 + [{"a": ids(4, 32), "b": ids(4, 24)}] * 2
+    got = seen(SequenceLengthWarmup(start=8, until=0.5), batches)
+    assert [(b["a"].shape[1], b["b"].shape[1]) for b in got] == [(8, 8), (16, 16), (32, 24), (32, 24)]
 
 
 def test_a_run_without_an_end_is_refused() -> None:

@@ -323,6 +323,28 @@ def test_fit_goes_on_from_what_is_saved_after_it(tmp_path: Path) -> None:
     assert differing(state_of(resumed), state_of(whole)) == []
 
 
+def test_hooks_before_training_see_the_raw_weights(tmp_path: Path) -> None:
+    """Also if one of them saves and restores everything, as Lightning's tuners do around their trial runs."""
+
+    class Looks(pl.Callback):
+        def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            self.before = state_of(pl_module)
+            trainer.save_checkpoint(tmp_path / "tuner.ckpt")
+            trainer._checkpoint_connector.restore(tmp_path / "tuner.ckpt")
+
+        def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
+            if not hasattr(self, "first"):
+                self.first = state_of(args[1])
+
+    watch, looks = Watch(), Looks()
+    fit("classifier", lambda: [LatestWeightAveraging(window=3, interval=2)], callbacks=[watch], directory=tmp_path)
+    path = checkpoints(tmp_path)[6]
+    fit("classifier", lambda: [LatestWeightAveraging(window=2, interval=2)], callbacks=[looks], resume=path)
+    assert differing(looks.before, watch.raw[7]) == []
+    assert differing(looks.first, watch.raw[7]) == []
+    assert differing(torch.load(path, weights_only=True)["state_dict"], watch.raw[7]) != []
+
+
 def test_a_finished_run_resumed_holds_the_mean(tmp_path: Path) -> None:
     net, _ = fit("classifier", lambda: [LatestWeightAveraging(window=3, interval=2)], directory=tmp_path)
     again, t = fit(
@@ -337,6 +359,8 @@ def test_a_smaller_window_takes_the_latest(tmp_path: Path) -> None:
     fit("classifier", lambda: [LatestWeightAveraging(window=6, interval=1)], callbacks=[watch], directory=tmp_path)
     net, _ = fit("classifier", lambda: [LatestWeightAveraging(window=2, interval=100)], resume=checkpoints(tmp_path)[7])
     assert differing(state_of(net), reference(watch.raw, [7, 8])) == []
+    short, _ = fit("classifier", lambda: [LatestWeightAveraging(window=2, interval=1)], max_steps=8)
+    assert differing(state_of(net), state_of(short)) == []  # BatchNorm's statistics too
 
 
 def test_testing_leaves_the_state_of_training_alone(tmp_path: Path) -> None:
