@@ -25,7 +25,6 @@ def keeps_state(optimizer: Optimizer, parameter: Tensor) -> bool | None:
         return any(value is not None for value in optimizer.state[parameter].values())
     probe: Any = object.__new__(type(optimizer))
     probe.__dict__.update(optimizer.__dict__)
-    probe.__dict__.pop("step", None)  # learning-rate schedulers put a bound one on the instance
     probe.state = defaultdict(dict)
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(probe, name, OrderedDict())

@@ -1,5 +1,6 @@
 """Batches of any make: samples counted and chosen, and what is not a sample's left alone."""
 
+import copy
 import dataclasses
 from collections import OrderedDict, defaultdict, namedtuple
 from types import MappingProxyType
@@ -83,7 +84,7 @@ BATCHES: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_samples_are_chosen_in_batches_of_any_make(name: str) -> None:
-    batch, expected = BATCHES[name]
+    batch, expected = copy.deepcopy(BATCHES[name][0]), BATCHES[name][1]
     index = torch.tensor([1, 1, 0]) if name == "two_of_two" else INDEX
     assert num_samples(batch) == (2 if name == "two_of_two" else 5)
     found = select(batch, index)

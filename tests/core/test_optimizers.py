@@ -108,6 +108,21 @@ def test_parameters_of_any_shape(shape: tuple[int, ...], dtype: torch.dtype) -> 
     assert keeps_state(torch.optim.SGD([p], lr=0.1), p) is False
 
 
+def test_state_that_is_made_with_the_optimizer() -> None:
+    class Early(torch.optim.SGD):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, lr=0.1)
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["sum"] = torch.zeros_like(p)
+
+        def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["sum"] += p.grad
+
+    params = parameters()
+    assert keeps_state(Early(params), params[0]) is True
+
+
 def test_what_cannot_be_found_out() -> None:
     params = parameters()
     assert keeps_state(torch.optim.LBFGS(params), params[0]) is None  # needs a closure

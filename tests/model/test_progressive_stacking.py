@@ -133,6 +133,21 @@ def test_growth_waits_for_the_accumulation_window() -> None:
     assert [(b[0], b[1], b[2]) for _, b in changes] == [(0, 2, 2), (1, 0, 4)]
 
 
+def test_progress_that_jumps_within_a_window_waits_for_the_next() -> None:
+    """A run resumed in mid-window reads the clock of max_time anew there."""
+    active: list[tuple[int, int]] = []
+
+    class Jumps(ProgressiveStacking):
+        def on_batch_start(self, session: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx in (1, 2):
+                session.progress.u = 0.6
+            super().on_batch_start(session, batch, batch_idx)
+            active.append((batch_idx, self._grown().active))
+
+    fit("tiny_gpt", lambda: [Jumps(stages=STAGES)], accumulate_grad_batches=2, max_steps=2)
+    assert active == [(0, 1), (1, 1), (2, 4), (3, 4)]
+
+
 @pytest.mark.parametrize("built", ["init", "setup", "configure_model"])
 def test_trains_blocks_that_are_built_late_with_a_filtered_optimizer(built: str) -> None:
     class Filters(TinyGPT):
@@ -346,7 +361,7 @@ def test_zeros_for_identity_follow_the_calls_not_the_definition() -> None:
     class OutFirst(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.out, self.inner, self.norm = nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4)
+            self.out, self.inner, self.norm = nn.Linear(4, 4, bias=False), nn.Linear(4, 4), nn.LayerNorm(4)
 
         def forward(self, x: Tensor) -> Tensor:
             return x + self.out(self.inner(self.norm(x)))
@@ -354,10 +369,11 @@ def test_zeros_for_identity_follow_the_calls_not_the_definition() -> None:
     block, x = OutFirst(), torch.randn(3, 4)
     before = values(block)
     check = lambda: is_identity(block, ((x,), {}))  # noqa: E731
-    assert zeros_for_identity(block, check, keep=frozenset()) == ["out.weight", "out.bias"]
+    assert zeros_for_identity(block, check, keep=frozenset()) == ["out.weight"]
     assert same(values(block), before)
-    shared = frozenset({id(block.out.weight), id(block.out.bias)})  # used elsewhere: nothing that can be done
-    assert zeros_for_identity(block, check, keep=shared) is None
+    used = frozenset({id(block.out.weight)})  # elsewhere, too: the next best
+    assert zeros_for_identity(block, check, keep=used) == ["inner.weight", "inner.bias"]
+    assert zeros_for_identity(block, check, keep=frozenset(map(id, block.parameters()))) is None
     assert same(values(block), before)
     assert not any(m._forward_pre_hooks for m in block.modules())
 
@@ -617,3 +633,21 @@ def test_all_blocks_from_the_start_is_plain_training() -> None:
     whole = final_state(*fit("gpt2", lambda: [ProgressiveStacking(stages=[(0.0, 4)])]))
     plain = final_state(*fit("gpt2", list))
     assert whole.keys() == plain.keys() and all(torch.equal(whole[key], plain[key]) for key in whole)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_a_step_without_a_loss_shows_the_whole_module_afterwards() -> None:
+    class Skips(TinyGPT):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return None if batch_idx % 2 else loss
+
+    lengths: list[int] = []
+
+    class First(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            lengths.append(len(pl_module.blocks))
+
+    t = trainer(First(), ProgressiveStacking(stages=[(0.0, 1)]), max_epochs=1)
+    t.fit(Skips(), loader("tiny_gpt"))
+    assert lengths == [4] * 5

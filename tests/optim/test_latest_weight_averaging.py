@@ -345,6 +345,27 @@ def test_hooks_before_training_see_the_raw_weights(tmp_path: Path) -> None:
     assert differing(torch.load(path, weights_only=True)["state_dict"], watch.raw[7]) != []
 
 
+def test_a_second_fit_starts_from_the_mean_with_an_empty_window() -> None:
+    lawa, watch = LatestWeightAveraging(window=6, interval=1), Watch()
+    net, _ = fit("classifier", lambda: [lawa])
+    start = state_of(net)
+    trainer(lawa, watch, max_steps=2, limit_val_batches=1, num_sanity_val_steps=1).fit(
+        net, loader("classifier"), loader("classifier", shuffle=False)
+    )
+    assert lawa.report() == {"snapshots": 2, "taken": 2}
+    assert differing(state_of(net), reference(watch.raw, [1, 2])) == []
+    other = module("classifier")
+    other.load_state_dict(start)
+    plain = Watch()
+    pl.seed_everything(1, verbose=False)
+    trainer(plain, max_steps=1).fit(other, DataLoader(loader("classifier").dataset, 4))
+    again = Watch()
+    other.load_state_dict(start)
+    pl.seed_everything(1, verbose=False)
+    trainer(lawa, again, max_steps=1).fit(other, DataLoader(loader("classifier").dataset, 4))
+    assert differing(again.raw[1], plain.raw[1]) == []
+
+
 def test_a_finished_run_resumed_holds_the_mean(tmp_path: Path) -> None:
     net, _ = fit("classifier", lambda: [LatestWeightAveraging(window=3, interval=2)], directory=tmp_path)
     again, t = fit(
@@ -410,6 +431,7 @@ class ManyNorms(TinyClassifier):
         super().__init__()
         self.blocks = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=0.3), nn.Dropout(dropout), nn.Tanh())
         self.frozen: Any = nn.BatchNorm1d(8)
+        self.frozen.running_mean += 0.3
         self._seen: list[tuple[bool, bool]] = []
 
     def forward(self, x: Tensor) -> Tensor:
