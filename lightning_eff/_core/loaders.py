@@ -109,7 +109,13 @@ class ResumableLoader:
             name = "sampler" if loader.batch_sampler is None else "batch_sampler"
             recorder = RecordingSampler(getattr(loader, name))
             loader.__dict__[name] = recorder  # DataLoader.__setattr__ refuses; undone by `unwrap`
-        own: dict[str, Any] = {"_loader": loader, "_host": host, "_recorder": recorder, "_position": 0, "_iterations": 0}
+        own: dict[str, Any] = {
+            "_loader": loader,
+            "_host": host,
+            "_recorder": recorder,
+            "_position": 0,
+            "_iterations": 0,
+        }
         self.__dict__.update({**dict.fromkeys(_OWN), **own})
 
     # -- the wrapped loader, for everyone else

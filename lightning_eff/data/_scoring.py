@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_eff._core import rng
 from lightning_eff._core.batches import num_samples, select
@@ -127,29 +129,44 @@ class Scorer:
         self.checked = True
 
     def _lies_by_sample(self, seed: int, step: Step, batch: Any, size: int) -> bool:
-        """Replace half of the samples, in evaluation mode: the loss values of the other half must stay.
+        """Whether the loss values of samples stay as others are replaced, with dropout and batch statistics off.
 
-        A time-major flatten, or tokens picked by a mask, would put values down to the wrong samples in silence. Where
-        the step draws random numbers even in evaluation, other samples may get other draws, and nothing can be told.
+        A time-major flatten, or tokens picked by a mask, would put values down to the wrong samples in silence.
+        """
+        every = [*step.module.modules()]
+        for still in (every, [m for m in every if isinstance(m, _NormBase | _DropoutNd)]):
+            flags = [(m, m.training) for m in still]
+            try:
+                for m in still:
+                    m.training = False
+                stays = self._stays(seed, step, batch, size)
+            except Exception:  # a step that cannot run in evaluation mode runs with these layers alone in it
+                if still is not every:
+                    raise
+                stays = None
+            finally:
+                for m, flag in flags:
+                    m.training = flag
+            if stays is not None:
+                return stays
+        return True  # not visible at all, which the step itself will tell
+
+    def _stays(self, seed: int, step: Step, batch: Any, size: int) -> bool | None:
+        """Whether the loss values of one half stay as the other half is replaced; None where none are seen.
+
+        Where the step draws random numbers even so, other samples may get other draws, and nothing can be told.
         """
         half, every = size // 2, torch.arange(size)
         first = torch.cat([every[size - half :], every[half:]])
         last = torch.cat([every[: size - half], every[:half]])
-        flags = [(m, m.training) for m in step.module.modules()]
-        try:
-            for m, _ in flags:
-                m.training = False
-            calls = self._calls(step, batch, size)
-            if calls is None:
-                return True  # not visible at all, which the step itself will tell
-            for index, kept in ((first, every[half:]), (last, every[: size - half])):
-                if _moved(calls, self._calls(step, select(batch, index, size), size), kept):
-                    with rng.keyed(seed, self.who, "another draw"):
-                        return _moved(calls, self._calls(step, batch, size), every)
-            return True
-        finally:
-            for m, flag in flags:
-                m.training = flag
+        calls = self._calls(step, batch, size)
+        if calls is None:
+            return None
+        for index, kept in ((first, every[half:]), (last, every[: size - half])):
+            if _moved(calls, self._calls(step, select(batch, index, size), size), kept):
+                with rng.keyed(seed, self.who, "another draw"):
+                    return _moved(calls, self._calls(step, batch, size), every)
+        return True
 
     def _calls(self, step: Step, batch: Any, size: int) -> list[LossCall] | None:
         observed = ObserveLosses(size)
@@ -183,7 +200,7 @@ class Scorer:
             return output
 
         def read() -> Scores:
-            loss, calls = losses[0], observed.calls
+            loss, calls = next(iter(losses), None), observed.calls
             if loss is None:  # the user's step skips this batch
                 return Scores()
             try:

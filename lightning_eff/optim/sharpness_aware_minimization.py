@@ -141,9 +141,7 @@ class SharpnessAwareMinimization(Technique):
         with rng.fork(random_state), silent(module, to_start):
             output = proceed(batch)
         perturbed = loss_of(output)
-        if perturbed is None:  # no backward pass follows, which would end the perturbation
-            self._descend()
-        else:
+        if perturbed is not None:
             self._last["sharpness"] = perturbed.detach() - loss
         self._passes += 1
         cost.forward_passes += 1

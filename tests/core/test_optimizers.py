@@ -123,6 +123,19 @@ def test_state_that_is_made_with_the_optimizer() -> None:
     assert keeps_state(Early(params), params[0]) is True
 
 
+def test_an_empty_place_is_no_state() -> None:
+    class Empty(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["momentum_buffer"] = None
+
+    params = parameters()
+    optimizer = Empty(params, lr=0.1)
+    assert keeps_state(optimizer, params[0]) is False
+    optimizer.step()
+    assert keeps_state(optimizer, params[0]) is False
+
+
 def test_what_cannot_be_found_out() -> None:
     params = parameters()
     assert keeps_state(torch.optim.LBFGS(params), params[0]) is None  # needs a closure

@@ -84,7 +84,8 @@ def test_tied_weights_stay_tied() -> None:
     surgery.restore()
 
 
-def test_a_shared_module_is_built_once() -> None:
+@pytest.mark.parametrize("match", [linear, lambda m: type(m) is nn.Linear])
+def test_a_shared_module_is_built_once(match: Any) -> None:
     shared = nn.Linear(3, 3)
     inner = nn.Sequential(shared)
     net = nn.ModuleDict({"a": shared, "b": inner, "c": inner, "d": nn.Sequential(shared)})
@@ -95,7 +96,7 @@ def test_a_shared_module_is_built_once() -> None:
         built.append(Doubled(m))
         return built[-1]
 
-    assert surgery.replace(net, linear, build) == ["a", "b.0", "c.0", "d.0"]
+    assert surgery.replace(net, match, build) == ["a", "b.0", "c.0", "d.0"]
     assert len(built) == 1
     assert {id(net.get_submodule(path)) for path in ("a", "b.0", "c.0", "d.0")} == {id(built[0])}
     surgery.restore()
@@ -115,15 +116,15 @@ def test_nested_matches_are_replaced_inside_first() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return -self.inner(x)
 
-    net, x = nn.Sequential(Block(nn.Sequential(nn.Linear(3, 3)))), torch.randn(2, 3)
+    net, x = nn.Sequential(Block(nn.Sequential(nn.Linear(3, 3))), Block(nn.Linear(3, 3, bias=False))), torch.randn(2, 3)
     plain, before, surgery = net(x), tree(net), Surgery()
     paths = surgery.replace(
         net,
         lambda m: type(m) is Block or type(m) is nn.Linear,
         lambda m: Negated(m.inner) if isinstance(m, Block) else Doubled(m),  # pyright: ignore[reportArgumentType]
     )
-    assert paths == ["0", "0.inner.0"]
-    assert torch.equal(net(x), -2 * plain)
+    assert paths == ["0", "0.inner.0", "1", "1.inner"]
+    assert torch.equal(net(x), 4 * plain)
     surgery.restore()
     assert tree(net) == before
     assert torch.equal(net(x), plain)

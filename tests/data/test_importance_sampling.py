@@ -626,6 +626,30 @@ def test_losses_that_do_not_lie_sample_by_sample(how: str, size: int, length: in
     assert t.global_step == 0
 
 
+@pytest.mark.parametrize("how", ["", "time_first"])
+@pytest.mark.parametrize("evaluation", ["fails", "has no loss"])
+def test_a_step_that_cannot_run_in_evaluation_mode(evaluation: str, how: str) -> None:
+    """It is looked at with dropout and batch statistics alone in evaluation mode."""
+
+    class TrainsOnly(Layout):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if not self.training:
+                assert evaluation != "fails", "planted"
+                return self(batch["input_ids"]).sum()
+            return super().training_step(batch, batch_idx)
+
+    net = TrainsOnly()
+    net.how = how
+    t = trainer(ImportanceSampling(), max_steps=2)
+    data = DataLoader([token_batch(how, 4, 12)] * 2, batch_size=None)
+    if how:
+        with pytest.raises(LossNotVisible, match="do not lie sample by sample"):
+            t.fit(net, data)
+    else:
+        t.fit(net, data)
+    assert all(m.training for m in net.modules())
+
+
 @pytest.mark.parametrize("technique", [ImportanceSampling, SelectiveBackprop])
 @pytest.mark.parametrize(("size", "length"), [(4, 12), (5, 11), (2, 12)])
 @pytest.mark.parametrize("how", ["", "random_masks", "random_lengths", "trimmed", "channels"])

@@ -17,6 +17,7 @@ from lightning_eff._core.rng import keyed_generator
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import silent
 from lightning_eff.model.progressive_layer_dropping import draw, keep_probabilities, theta
+from tests.core.nop import Nop
 from tests.models import TinyGPT, flat, hugging_face, loader, make_batch, module, trainer
 from tests.runs import final_state, fit, resume_from_every_step
 
@@ -403,6 +404,19 @@ def test_a_run_with_dropping_alone_goes_on_from_one_with_stacking(tmp_path: Path
     with pytest.warns(UserWarning, match="callbacks used to create the checkpoint"):
         fit("tiny_gpt", lambda: [technique], callbacks=[calls], resume=tmp_path / "both.ckpt")
     assert [len(row["keep"]) for row in calls.rows] == [4] * 8
+
+
+def test_nothing_is_dropped_until_blocks_have_been_seen_to_run(tmp_path: Path) -> None:
+    """A run that takes it up on the way begins beyond u = 0; its first window learns what a dropped block must return."""
+    _, t = fit("t5", lambda: [Nop()], max_steps=1, accumulate_grad_batches=2)
+    t.save_checkpoint(tmp_path / "without.ckpt")
+    technique = dropping(theta_min=0.05, layers="model.encoder.block")
+    calls = Calls(technique)
+    fit("t5", lambda: [technique], callbacks=[calls], resume=tmp_path / "without.ckpt", accumulate_grad_batches=2)
+    step = calls.rows[0]["step"]
+    first = [row for row in calls.rows if row["step"] == step]
+    assert [(row["dropped"], row["keep"]) for row in first] == [(set(), [1.0] * 4)] * 2
+    assert all(row["keep"][3] == pytest.approx(0.05) for row in calls.rows if row["step"] > step)
 
 
 def test_neutral_is_plain_training() -> None:

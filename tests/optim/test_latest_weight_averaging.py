@@ -432,6 +432,8 @@ class ManyNorms(TinyClassifier):
         self.blocks = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=0.3), nn.Dropout(dropout), nn.Tanh())
         self.frozen: Any = nn.BatchNorm1d(8)
         self.frozen.running_mean += 0.3
+        self.unused = nn.BatchNorm1d(8)
+        self.unused.running_mean += 0.4  # pyright: ignore[reportOperatorIssue]
         self._seen: list[tuple[bool, bool]] = []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -442,6 +444,10 @@ class ManyNorms(TinyClassifier):
         loss = super().training_step(batch, batch_idx)
         self.log("train_loss", loss, on_epoch=True)
         return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        assert self.trainer.validating
+        super().validation_step(batch, batch_idx)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.frozen.eval()
@@ -465,7 +471,8 @@ def updated(net: pl.LightningModule, data: Any) -> State:
     if isinstance(other, ManyNorms):
         other.frozen = Fixed(other.frozen)
     update_bn(data, other)
-    return {**state_of(net), **state_of(other)}
+    found = {name: value for name, value in state_of(other).items() if not name.startswith("unused")}
+    return {**state_of(net), **found}
 
 
 def test_statistics_are_those_of_update_bn() -> None:
@@ -482,7 +489,9 @@ def test_statistics_are_those_of_update_bn() -> None:
         assert not torch.allclose(net_state[name], blind, rtol=1e-3)
     assert net.norm.momentum == 0.1
     assert net.get_submodule("blocks.1").momentum == 0.3
-    assert differing(net_state, {k: v for k, v in watch.raw[12].items() if k.startswith("frozen.running")}) == []
+    kept = {k: v for k, v in watch.raw[12].items() if k.startswith(("frozen.running", "unused.running"))}
+    assert len(kept) == 4
+    assert differing(net_state, kept) == []
     assert set(net._seen) == {(True, True), (False, True)}
     for step, (state, _) in watch.validated.items():
         plain = ManyNorms()

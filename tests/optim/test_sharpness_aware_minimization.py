@@ -13,11 +13,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import SumMetric
 
+from lightning_eff._core.session import Session
+from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff.optim.sharpness_aware_minimization import (
     SharpnessAwareMinimization,
     adaptive_scale,
     perturbation,
 )
+from tests.core.nop import Nop
 from tests.ddp import launch
 from tests.models import Samples, TinyClassifier, TinyGPT, flat, loader, module, trainer
 
@@ -488,6 +491,24 @@ def test_frozen_and_unused_parameters_and_those_of_no_optimizer_stay() -> None:
     first, second = seen
     still = {name for name in first if torch.equal(first[name], second[name])}
     assert still == {"unused", "foreign", "blocks.0.0.weight", "blocks.0.0.bias"}
+
+
+def test_forward_only_passes_of_others_are_not_perturbed() -> None:
+    class Scoring(Nop):
+        def attach(self, session: Session) -> None:
+            session.chain.add(Stage.CHOOSE, self.link)
+
+        def link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
+            weights.append(flat(step.module))
+            step.forward_only(batch, 4)
+            return proceed(batch)
+
+    weights: list[Tensor] = []
+    net, watch, sam = module("classifier"), Watch(), SharpnessAwareMinimization(rho=1.0)
+    start = flat(net)
+    trainer(sam, Scoring(), watch, max_steps=3).fit(net, loader("classifier"))
+    assert sam.state_dict()["passes"] == 3
+    assert all(torch.equal(a, b) for a, b in zip(weights, [start, *watch.weights[:2]], strict=True))
 
 
 # -- the weights come back
