@@ -85,9 +85,6 @@ def candidates(module: nn.Module) -> list[Candidate]:
             continue  # stages of different make, not repeated blocks
         composite = any(True for _ in blocks[0].children())
         found.append(Candidate(path, container, cls.__name__, len(blocks), composite))
-    outer = [c for c in found if c.composite]
-    inside = tuple(f"{c.path}." for c in outer)
-    found = [c for c in found if not c.path.startswith(inside)] if inside else found
     return sorted(found, key=lambda c: (not c.composite, -c.length))
 
 

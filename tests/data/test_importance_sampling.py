@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_eff._core.losses import LossNotVisible
+from lightning_eff._core.steps import Stage
 from lightning_eff.data import importance_sampling
 from lightning_eff.data._scoring import agree
 from lightning_eff.data.importance_sampling import (
@@ -26,6 +27,7 @@ from lightning_eff.data.importance_sampling import (
 from lightning_eff.data.selective_backprop import SelectiveBackprop
 from lightning_eff.data.sequence_length_warmup import SequenceLengthWarmup
 from lightning_eff.optim.sharpness_aware_minimization import SharpnessAwareMinimization
+from tests.core.nop import Nop
 from tests.models import TinyClassifier, TinyGPT, flat, loader, make_batch, module, trainer
 from tests.runs import differences, final_state, fit
 
@@ -660,6 +662,17 @@ def test_losses_that_do(how: str, size: int, length: int, technique: Any) -> Non
     t.fit(net, DataLoader([token_batch(how, size, length)] * 2, batch_size=None))
     assert t.global_step == 2
     assert all(m.training for m in net.modules())
+
+
+def test_samples_that_another_technique_mixes_are_no_matter_of_layout() -> None:
+    class Mixes(Nop):
+        def attach(self, session: Any) -> None:
+            mixed = lambda batch: (batch[0] + batch[0].flip(0), batch[1])  # noqa: E731
+            session.chain.add(Stage.TRANSFORM, lambda step, batch, proceed: proceed(mixed(batch)))
+
+    t = trainer(ImportanceSampling(presample=2.0, threshold=0.0), Mixes(), max_steps=2)
+    t.fit(still("classifier"), loader("classifier"))
+    assert t.global_step == 2
 
 
 # -- bad input

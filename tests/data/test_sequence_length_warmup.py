@@ -640,6 +640,6 @@ def test_an_error_on_another_rank_is_raised_here_too(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Session, "gather", gather)
     with pytest.raises(ValueError, match="On rank 1: sequences of 8 tokens"):
         seen(SequenceLengthWarmup(start=8), [{"input_ids": ids()}])
-    with pytest.raises(ValueError, match="^SequenceLengthWarmup: found no integer tensor"):
+    with pytest.raises(ValueError, match=r"^SequenceLengthWarmup: found no integer tensor"):
         seen(SequenceLengthWarmup(start=8), [{"input_ids": ids().float()}])
     assert gathered[0] is None and "no integer tensor" in gathered[1]
