@@ -29,11 +29,11 @@ def technique_classes() -> list[type[Technique]]:
 
 
 def techniques_table(width: int) -> str:
-    """The techniques as a table of ``width`` columns, from what the classes say of themselves."""
+    """The techniques as a table of ``width`` columns (at least about 120), from what the classes say of themselves."""
     header = ("technique", "how", "what it saves", "paper", "constraints")
     rows = [(cls.__name__, cls.kind, cls.saves, cls.paper, cls.constraints or "-") for cls in technique_classes()]
     fixed = [max(len(row[i]) for row in [header, *rows]) for i in (0, 1)]
-    left = max(width - sum(fixed) - 8, 36)
+    left = max(width - sum(fixed) - 8, 75)  # narrower columns would break words
     widths = [*fixed, left // 3, left // 3, left - 2 * (left // 3)]
     lines: list[str] = []
     for row in [header, tuple("-" * w for w in widths), *rows]:

@@ -72,7 +72,7 @@ class LatestWeightAveraging(Technique):
             ``start`` needs a budget that it has not, or if BatchNorm meets manual optimization.
     """
 
-    saves = "epochs: a mean of late weights is as good as a longer run's"
+    saves = "epochs while the learning rate is high; nothing once it is fully decayed"
     paper = "Kaddour 2022, arXiv:2209.14981"
     constraints = "single device or DDP; window + 1 copies of the weights; BatchNorm needs automatic optimization"
     control = "the same run with its learning rate decayed to zero, where the gain shrinks"

@@ -385,12 +385,15 @@ def test_sample_loss_chooses_and_training_step_trains(monkeypatch: pytest.Monkey
 def test_a_skipped_step_stays_skipped() -> None:
     class Skips(TinyClassifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
+            sizes.append(len(batch[0]))
             return None if batch_idx == 1 else super().training_step(batch, batch_idx)
 
+    sizes: list[int] = []
     technique = SelectiveBackprop()
     t = trainer(technique, max_epochs=1)
     t.fit(Skips(), loader("classifier", 16))
     assert len(technique.state_dict()["losses"]) == 12
+    assert sizes[3:] == [4, 2, 4, 4, 4, 2, 4, 2], "nothing is chosen for the step that is skipped"
 
 
 # -- bad input

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
@@ -573,6 +574,7 @@ def test_a_step_that_returns_none_is_skipped_in_either_pass() -> None:
             return None if len(calls) in (3, 5) else super().training_step(batch, batch_idx)
 
     net, watch = Skipping(momentum=0.0), Watch()
+    Closure.warning_cache.clear()  # Lightning warns of this once in a process
     with pytest.warns(UserWarning, match="returned `None`"):
         trainer(SharpnessAwareMinimization(rho=1.0), watch, max_steps=4).fit(net, loader("classifier"))
     # call 3: the first pass of the second step; calls 4 and 5: both passes of the third
