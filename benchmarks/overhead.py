@@ -68,7 +68,7 @@ def steps_per_second(techniques: list[Callback], args: argparse.Namespace) -> fl
         enable_model_summary=False,
         callbacks=[*techniques, clock],
     )
-    model = GPT(dim=args.dim, num_layers=args.layers, num_heads=2, block_size=args.length)
+    model = GPT(dim=args.dim, num_layers=args.layers, num_heads=2, block_size=args.length, num_samples=0)
     trainer.fit(model, StdlibText(block_size=args.length, batch_size=args.batch_size, max_bytes=2_000_000))
     return args.steps / clock.seconds
 
