@@ -12,10 +12,12 @@ from lightning_eff.report import TrainingReport
 
 _USAGE = """\
 usage: lightning-eff {fit,validate,test,predict} --config recipe.yaml [options of LightningCLI]
+       lightning-eff bench --baseline a.yaml --recipe b.yaml --target val_loss --budget 120s --seeds 3
        lightning-eff techniques
 
   fit, validate, test, predict   a LightningModule and data named in a LightningCLI config, by their class_path;
                                  techniques go into trainer.callbacks, by class name alone. More: lightning-eff fit --help
+  bench                          does a recipe pay, by how much, and how sure is that? More: lightning-eff bench --help
   techniques                     every technique: what it saves, how, its paper, its constraints
 
 Modules are looked up from the current folder too.
@@ -59,6 +61,11 @@ def main(args: Sequence[str] | None = None) -> None:
             print(f"lightning-eff techniques: got {argv[1:]}; expected no arguments.", file=sys.stderr)
             raise SystemExit(2)
         print(techniques_table(shutil.get_terminal_size((140, 24)).columns))
+        return
+    if argv[0] == "bench":
+        from lightning_eff.bench.command import main as bench
+
+        bench(argv[1:])
         return
     try:
         import jsonargparse  # noqa: F401

@@ -1,4 +1,4 @@
-"""One case for each exported technique: how the contract's tests set it up, and what it must refuse."""
+"""One case for each exported technique and each stand-in: how the contract's tests set it up, and what it must refuse."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,6 +8,9 @@ import lightning.pytorch as pl
 
 import lightning_eff as eff
 from lightning_eff._core.technique import Technique
+from lightning_eff.data._random_subset import RandomSubset
+from lightning_eff.data.sequence_length_warmup import ShortSequences
+from lightning_eff.model._shallower import Shallower
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,14 @@ def _own_loss() -> pl.LightningModule:
     return OwnLoss()
 
 
+def _half(num_blocks: int) -> float:
+    return num_blocks / 2
+
+
+def _all(num_blocks: int) -> float:
+    return num_blocks
+
+
 CASES: dict[str, Case] = {
     "ImportanceSampling": Case(
         active=lambda: eff.ImportanceSampling(presample=2.0, threshold=0.5),
@@ -85,3 +96,20 @@ CASES: dict[str, Case] = {
         neutral=lambda: eff.SharpnessAwareMinimization(rho=0.0),
     ),
 }
+
+# Techniques that are not exported: they stand in for others in the control arms of a comparison.
+STAND_INS: dict[str, Case] = {
+    "RandomSubset": Case(active=lambda: RandomSubset(keep=0.5), neutral=lambda: RandomSubset(keep=1.0)),
+    "Shallower": Case(
+        active=lambda: Shallower(kept=_half),
+        neutral=lambda: Shallower(kept=_all),
+        lost=(_no_blocks, "classifier", "no stack of repeated blocks"),
+    ),
+    "ShortSequences": Case(
+        active=lambda: ShortSequences(start=8),
+        neutral=lambda: ShortSequences(start=32),
+        lost=(lambda: __import__("tests.models", fromlist=["x"]).TinyClassifier(), "classifier", "keys="),
+    ),
+}
+
+ALL: dict[str, Case] = {**CASES, **STAND_INS}

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_eff.optim.latest_weight_averaging import LatestWeightAveraging
 from lightning_eff.optim.sharpness_aware_minimization import SharpnessAwareMinimization
-from tests.cases import CASES
+from tests.cases import ALL
 from tests.models import Samples, flat, loader, module, trainer
 from tests.runs import MODES, NUM_STEPS, checkpoints, differences, final_state, fit
 
@@ -29,7 +29,7 @@ def _same_on_all_ranks(vector: torch.Tensor) -> bool:
 
 def resume(name: str, root: Path) -> dict[str, Any]:
     """Resume from every step under DDP; what differs, and whether the ranks end alike."""
-    case = CASES[name]
+    case = ALL[name]
     directory = root / name
 
     def build() -> list[Any]:
@@ -54,7 +54,7 @@ def resume(name: str, root: Path) -> dict[str, Any]:
 
 def modes(name: str, root: Path) -> dict[str, Any]:
     """Train under accumulation, clipping, bf16 and validation; whether ranks end alike and the weights moved."""
-    case = CASES[name]
+    case = ALL[name]
     found: dict[str, Any] = {}
     for mode, kwargs in MODES.items():
         net, t = fit(case.model, lambda: [case.active()], **{**DDP, **kwargs})

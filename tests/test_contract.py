@@ -1,4 +1,8 @@
-"""The contract of DESIGN: ten points that hold for everything exported, one case each in ``tests.cases``."""
+"""The contract of DESIGN: ten points that hold for everything exported, one case each in ``tests.cases``.
+
+What can be said of any callback holds for the stand-ins too, which are not exported and take others' places in control
+arms.
+"""
 
 import copy
 import os
@@ -17,23 +21,35 @@ from lightning.pytorch.loggers import Logger
 from torch import nn
 
 import lightning_eff
-from lightning_eff._core.technique import Technique
-from tests.cases import CASES
+from lightning_eff._core.technique import Control, Technique
+from tests.cases import ALL, CASES, STAND_INS
 from tests.ddp import launch
 from tests.models import flat, loader, module, trainer
 from tests.runs import MODES, NUM_STEPS, checkpoints, differences, final_state, fit, resume_from_every_step
 
 NAMES = sorted(CASES)
 every = pytest.mark.parametrize("name", NAMES)
+every_and_stand_ins = pytest.mark.parametrize("name", [*NAMES, *sorted(STAND_INS)])
 
 
 def test_every_export_has_a_case() -> None:
     assert set(lightning_eff.__all__) == set(CASES)
+    assert not set(CASES) & set(STAND_INS)
     for name in NAMES:
         technique = CASES[name].active()
         assert type(technique).__name__ == name
         assert isinstance(technique, Technique)
         assert not technique.neutral
+
+
+def test_every_stand_in_has_a_case() -> None:
+    """What takes a technique's place in a control arm is exported, or has a case of its own."""
+    recipes = [case.active() for case in CASES.values()]
+    arms = [arm for technique in recipes for arm in technique.control.arms(technique).values()]
+    assert {type(arm).__name__ for arm in arms} - set(CASES) == set(STAND_INS)
+    assert all(isinstance(arm, Technique) for arm in arms)
+    for name, case in STAND_INS.items():
+        assert type(case.active()).__name__ == name
 
 
 # -- 1. no change to the module; hand-written and Hugging Face alike
@@ -56,17 +72,17 @@ def test_trains_hugging_face_models(name: str, model: str) -> None:
 # -- 2. finds what it acts on, or raises; neutral settings are plain training
 
 
-@every
+@every_and_stand_ins
 def test_raises_where_it_finds_nothing(name: str) -> None:
-    lost = CASES[name].lost
+    lost = ALL[name].lost
     if lost is None:  # acts on weights or samples that every module has: there is nothing to be found
-        assert name in ("LatestWeightAveraging", "SharpnessAwareMinimization")
+        assert name in ("LatestWeightAveraging", "SharpnessAwareMinimization", "RandomSubset")
         return
     build, data, message = lost
     net = build()
     before = copy.deepcopy(net.state_dict())
     with pytest.raises((ValueError, RuntimeError), match=message):
-        trainer(CASES[name].active(), max_steps=3).fit(net, loader(data))
+        trainer(ALL[name].active(), max_steps=3).fit(net, loader(data))
     after = net.state_dict()
     assert all(torch.equal(after[key], value) for key, value in before.items()), "weights changed before the error"
 
@@ -82,13 +98,21 @@ def test_neutral_settings_are_plain_training(name: str, model: str) -> None:
     assert differences(whole, final_state(*fit(model, list))) == []
 
 
+@pytest.mark.parametrize("name", sorted(STAND_INS))
+def test_neutral_stand_ins_are_plain_training(name: str) -> None:
+    case = STAND_INS[name]
+    whole = final_state(*fit(case.model, lambda: [case.neutral()]))
+    assert differences(whole, final_state(*fit(case.model, list))) == []
+    assert differences(whole, final_state(*fit(case.model, lambda: [case.active()]))) != []
+
+
 # -- 3. resume equals uninterrupted
 
 
-@every
+@every_and_stand_ins
 @pytest.mark.parametrize("mode", sorted(MODES))
 def test_resume_equals_uninterrupted_from_every_step(name: str, mode: str, tmp_path: Path) -> None:
-    case = CASES[name]
+    case = ALL[name]
     assert resume_from_every_step(case.model, lambda: [case.active()], tmp_path, **MODES[mode]) == {}
 
 
@@ -105,10 +129,10 @@ def test_resume_without_dropout_layers_but_with_batch_norm(name: str, tmp_path: 
 
 @pytest.fixture(scope="module")
 def ddp_resumes() -> dict[str, Any]:
-    return launch("resume", *NAMES)
+    return launch("resume", *ALL)
 
 
-@every
+@every_and_stand_ins
 def test_resume_under_ddp(name: str, ddp_resumes: dict[str, Any]) -> None:
     found = ddp_resumes[name]
     assert found["checkpoints"] == found["expected"]
@@ -142,9 +166,9 @@ def test_killed_run_resumes(tmp_path: Path) -> None:
 # -- 4. and 5. checkpoints load strictly into the plain module, with weights_only=True
 
 
-@every
+@every_and_stand_ins
 def test_checkpoints_are_the_plain_modules(name: str, tmp_path: Path) -> None:
-    case = CASES[name]
+    case = ALL[name]
     fit(case.model, lambda: [case.active()], directory=tmp_path)
     saved = checkpoints(tmp_path)
     assert len(saved) == NUM_STEPS
@@ -161,31 +185,31 @@ def test_checkpoints_are_the_plain_modules(name: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ddp_modes() -> dict[str, Any]:
-    return launch("modes", *NAMES)
+    return launch("modes", *ALL)
 
 
-@every
+@every_and_stand_ins
 def test_modes_under_ddp(name: str, ddp_modes: dict[str, Any]) -> None:
     assert set(ddp_modes[name]) == set(MODES)
     for mode, found in ddp_modes[name].items():
         assert found == {"alike": True, "finite": True, "steps": NUM_STEPS}, mode
 
 
-@every
+@every_and_stand_ins
 def test_unsupported_strategies_are_refused(name: str) -> None:
     strategy = pl.strategies.ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
-    t = trainer(CASES[name].active(), max_steps=2)
+    t = trainer(ALL[name].active(), max_steps=2)
     t._accelerator_connector.strategy = strategy
     from lightning_eff._core.session import Session
 
     with pytest.raises(ValueError, match=f"{name}: got strategy ModelParallelStrategy.*ddp"):
-        Session.open(t, module(CASES[name].model), "fit")
+        Session.open(t, module(ALL[name].model), "fit")
 
 
-@every
+@every_and_stand_ins
 def test_manual_optimization_works_or_is_refused(name: str) -> None:
-    technique = CASES[name].active()
-    net = module(CASES[name].model)
+    technique = ALL[name].active()
+    net = module(ALL[name].model)
     net.automatic_optimization = False
     plain_step = net.training_step
 
@@ -200,9 +224,9 @@ def test_manual_optimization_works_or_is_refused(name: str) -> None:
     t = trainer(technique, max_steps=6)
     if technique.needs_automatic_optimization:
         with pytest.raises(ValueError, match=f"{name}: .* has automatic_optimization=False; expected True"):
-            t.fit(net, loader(CASES[name].model))
+            t.fit(net, loader(ALL[name].model))
     else:
-        t.fit(net, loader(CASES[name].model))
+        t.fit(net, loader(ALL[name].model))
         assert t.global_step == 6
         assert flat(net).isfinite().all()
 
@@ -244,15 +268,15 @@ class _Fails(nn.Module):
             raise RuntimeError("planted")
 
 
-@every
+@every_and_stand_ins
 @pytest.mark.parametrize("fails_after", [None, 0, 7])
 def test_leaves_no_trace(name: str, fails_after: int | None) -> None:
-    net, data = module(CASES[name].model), loader(CASES[name].model)
+    net, data = module(ALL[name].model), loader(ALL[name].model)
     handle = net.register_forward_pre_hook(_Fails(10**9 if fails_after is None else fails_after))
     plain = trainer(max_steps=1)
     handle.remove()
     plain.fit(net, data)  # Lightning itself leaves attributes on the module and the strategy in its first fit
-    t = trainer(CASES[name].active(), max_steps=NUM_STEPS)
+    t = trainer(ALL[name].active(), max_steps=NUM_STEPS)
     handle = net.register_forward_pre_hook(_Fails(10**9 if fails_after is None else fails_after))
     before = _traces(net, plain, data)
     if fails_after is None:
@@ -272,11 +296,11 @@ def test_leaves_no_trace(name: str, fails_after: int | None) -> None:
     assert t.global_step == 2
 
 
-@every
+@every_and_stand_ins
 def test_the_same_callback_fits_again(name: str) -> None:
-    technique = CASES[name].active()
-    first = final_state(*fit(CASES[name].model, lambda: [technique]))
-    assert differences(first, final_state(*fit(CASES[name].model, lambda: [technique]))) == []
+    technique = ALL[name].active()
+    first = final_state(*fit(ALL[name].model, lambda: [technique]))
+    assert differences(first, final_state(*fit(ALL[name].model, lambda: [technique]))) == []
 
 
 # -- 9. reports what it did
@@ -303,10 +327,10 @@ class _Memory(Logger):
             self.metrics.setdefault(key, []).append(value)
 
 
-@every
+@every_and_stand_ins
 def test_reports_to_the_logger(name: str) -> None:
-    technique, logger = CASES[name].active(), _Memory()
-    fit(CASES[name].model, lambda: [technique], logger=logger, log_every_n_steps=1)
+    technique, logger = ALL[name].active(), _Memory()
+    fit(ALL[name].model, lambda: [technique], logger=logger, log_every_n_steps=1)
     prefix = f"eff/{technique.name()}/"
     logged = {key: values for key, values in logger.metrics.items() if key.startswith("eff/")}
     assert logged
@@ -322,7 +346,12 @@ def test_reports_to_the_logger(name: str) -> None:
 @every
 def test_describes_itself(name: str) -> None:
     cls = getattr(lightning_eff, name)
-    assert cls.saves and cls.paper and cls.control
+    assert cls.saves and cls.paper
+    assert "control" in vars(cls), "says itself what it must be held against"
+    assert isinstance(cls.control, Control) and len(cls.control.text) > 20 and "\n" not in cls.control.text
+    assert cls.control.arms(CASES[name].neutral()) == {}
+    arms = cls.control.arms(CASES[name].active())
+    assert arms or "baseline" in cls.control.text, "no arm, and not said that the baseline is the control"
     assert any(year in cls.paper for year in map(str, range(1990, 2030)))
     assert "Args:" in (cls.__doc__ or "") and "Raises:" in (cls.__doc__ or "")
     assert (sys.modules[cls.__module__].__doc__ or "").strip()

@@ -5,10 +5,27 @@ from lightning import LightningDataModule
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-NUM_EVAL_IMAGES = 250  # for validation, and as many for test
+NUM_HELD_OUT = 500  # for validation and test
 SPLIT_SEED = 0  # The split is part of the data set: it stays the same whatever seed a run has.
+
+
+def shift(images: Tensor, max_shift: int) -> Tensor:
+    """Move each image by -max_shift..max_shift whole pixels down and across, as torch's global generator draws.
+
+    Args:
+        images: (B, C, H, W) in [-1, 1]; what moves in from outside is background, -1.
+        max_shift: pixels, >= 0.
+    """
+    batch, _, height, width = images.shape
+    padded = F.pad(images, [max_shift] * 4, value=-1.0)
+    down, across = torch.randint(2 * max_shift + 1, (2, batch))
+    rows = (down[:, None] + torch.arange(height))[:, :, None]  # (B, H, 1)
+    columns = (across[:, None] + torch.arange(width))[:, None, :]  # (B, 1, W)
+    moved = padded[torch.arange(batch)[:, None, None], :, rows, columns]  # (B, H, W, C)
+    return moved.permute(0, 3, 1, 2).contiguous()
 
 
 class Digits(LightningDataModule):
@@ -17,23 +34,34 @@ class Digits(LightningDataModule):
     Args:
         batch_size: B.
         num_workers: loader processes; the images are in memory, so the main process is fast enough.
+        max_shift: move each training image by up to so many pixels down and across, anew each time, in 0..7.
+        num_val_images: how many of the 500 held-out images are for validation, in 10..490; the others are for test.
     """
 
-    def __init__(self, batch_size: int = 64, num_workers: int = 0) -> None:
+    def __init__(
+        self, batch_size: int = 64, num_workers: int = 0, max_shift: int = 0, num_val_images: int = 250
+    ) -> None:
         super().__init__()
+        if not 0 <= max_shift <= 7:
+            raise ValueError(f"Digits({max_shift=}): expected 0 to 7 pixels, less than an image has.")
+        if not 10 <= num_val_images <= NUM_HELD_OUT - 10:
+            raise ValueError(
+                f"Digits({num_val_images=}): expected 10 to {NUM_HELD_OUT - 10} of the {NUM_HELD_OUT} held-out images,"
+                " so that validation and test have every digit."
+            )
         self.batch_size = batch_size
         self.num_workers = num_workers
+        self.max_shift = max_shift
+        self.num_val_images = num_val_images
 
     def setup(self, stage: str) -> None:
         pixels, digits = load_digits(return_X_y=True)  # (1797, 64) in 0..16, (1797,)
         images = torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 8 - 1
         labels = torch.from_numpy(digits).long()
         order = list(range(len(labels)))
-        train, rest = train_test_split(
-            order, test_size=2 * NUM_EVAL_IMAGES, stratify=labels.tolist(), random_state=SPLIT_SEED
-        )
+        train, rest = train_test_split(order, test_size=NUM_HELD_OUT, stratify=labels.tolist(), random_state=SPLIT_SEED)
         val, test = train_test_split(
-            rest, test_size=NUM_EVAL_IMAGES, stratify=labels[rest].tolist(), random_state=SPLIT_SEED
+            rest, test_size=NUM_HELD_OUT - self.num_val_images, stratify=labels[rest].tolist(), random_state=SPLIT_SEED
         )
         self.train_set, self.val_set, self.test_set = (
             TensorDataset(images[part], labels[part]) for part in (train, val, test)
@@ -49,4 +77,15 @@ class Digits(LightningDataModule):
         return self._loader(self.test_set, train=False)
 
     def _loader(self, images: TensorDataset, *, train: bool) -> DataLoader[tuple[Tensor, ...]]:
-        return DataLoader(images, self.batch_size, shuffle=train, drop_last=train, num_workers=self.num_workers)
+        return DataLoader(
+            images,
+            self.batch_size,
+            shuffle=train,
+            drop_last=train,
+            num_workers=self.num_workers,
+            collate_fn=self._shifted if train and self.max_shift else None,
+        )
+
+    def _shifted(self, samples: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        images, labels = default_collate(samples)
+        return [shift(images, self.max_shift), labels]

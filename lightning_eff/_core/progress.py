@@ -2,8 +2,16 @@
 
 import math
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Timer
+
+
+class Clock(Callback):
+    """A callback that measures the run's budget in a unit of its own; where a trainer has one, it alone counts."""
+
+    def share(self) -> float:
+        """The share of the budget that is used up, in [0, 1], the same on all ranks."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how much of the budget is used up.")
 
 
 class Progress:
@@ -12,7 +20,8 @@ class Progress:
     ``u`` is the largest of ``global_step / max_steps``, ``epochs / max_epochs`` (counted in batches where the loader
     has a length) and ``seconds / max_time``. It is read at the first micro-batch of an accumulation window, or of a run
     that resumes within one, and holds until the next window, so nothing that depends on it changes between
-    micro-batches whose gradients are summed. Where time takes part, rank 0's clock counts on every rank.
+    micro-batches whose gradients are summed. Where time takes part, rank 0's clock counts on every rank. A
+    :class:`Clock` among the trainer's callbacks stands in for all of these.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -23,6 +32,8 @@ class Progress:
     def limits(self) -> dict[str, float]:
         """The limits that are set, by name: ``max_steps``, ``max_epochs``, ``max_time`` (seconds)."""
         trainer = self._trainer
+        if self._clock() is not None:
+            return {"clock": 1.0}
         found: dict[str, float] = {}
         if trainer.max_steps not in (-1, None):
             found["max_steps"] = trainer.max_steps
@@ -42,6 +53,9 @@ class Progress:
 
     def _read(self, batch_idx: int) -> float:
         trainer = self._trainer
+        clock = self._clock()
+        if clock is not None:
+            return min(max(clock.share(), 0.0), 1.0)
         u = 0.0
         if trainer.max_steps not in (-1, None):
             u = max(u, trainer.global_step / max(trainer.max_steps, 1))
@@ -56,6 +70,9 @@ class Progress:
                 share = trainer.strategy.broadcast(share)
             u = max(u, share)
         return min(u, 1.0)
+
+    def _clock(self) -> Clock | None:
+        return next((c for c in self._trainer.callbacks if isinstance(c, Clock)), None)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _timer(self) -> Timer | None:
         timers = [c for c in self._trainer.callbacks if isinstance(c, Timer) and c._duration is not None]  # pyright: ignore[reportAttributeAccessIssue]

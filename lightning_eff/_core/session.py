@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_eff._core import rng
-from lightning_eff._core.blocks import BlockStack, find_stack
+from lightning_eff._core.blocks import BlockStack, PassThrough, find_stack
 from lightning_eff._core.checks import check_run
 from lightning_eff._core.loaders import ResumableLoader
 from lightning_eff._core.patches import Patches
@@ -232,6 +232,19 @@ class Session:
             self._stacks[found.path] = BlockStack(found)
             rank_zero_info(f"{who}: blocks found at {found}")
         return self._stacks[found.path]
+
+    def signature(self) -> tuple[tuple[str, int, int], ...]:
+        """Which blocks the network runs at the moment: (path, blocks that run, those of them that take gradients).
+
+        One entry for each stack that a technique has asked for, by path. Within ``training_step`` the blocks are those
+        that this very step runs, without the dropped ones; elsewhere those that are active.
+        """
+        found: list[tuple[str, int, int]] = []
+        for path, stack in sorted(self._stacks.items()):
+            there = [block for block in stack.container._modules.values() if block is not None][: stack.active]
+            run = [block for block in there if not isinstance(block, PassThrough)]
+            found.append((path, len(run), sum(any(p.requires_grad for p in block.parameters()) for block in run)))
+        return tuple(found)
 
     @property
     def optimizers(self) -> list[Optimizer]:

@@ -1,7 +1,8 @@
 """The base class of every technique that is a callback."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -11,6 +12,26 @@ from lightning_eff._core.session import Session
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def _no_arms(technique: Any) -> Mapping[str, Callback]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Control:
+    """What an honest comparison must hold a technique against, beside the baseline for as many seconds.
+
+    Attributes:
+        text: one line for people.
+        arms: given the technique as the recipe has it (an instance, attached to no run), the callbacks that take its
+            place in the recipe's ``trainer.callbacks``, by a short name of the arm; all else of the recipe stays. None
+            where its settings are neutral, and where the baseline for as many seconds is itself the control, which
+            ``text`` then says.
+    """
+
+    text: str
+    arms: Callable[[Any], Mapping[str, Callback]] = _no_arms
 
 
 class Technique(Callback):
@@ -25,7 +46,7 @@ class Technique(Callback):
         saves: what the technique saves or gains.
         paper: where it comes from.
         constraints: where it does not work.
-        control: what an honest comparison must hold it against, beside the baseline.
+        control: what an honest comparison must hold it against; required of every exported technique.
         conflicts: names of techniques that it cannot train with, and why.
         needs_automatic_optimization: refuses modules with ``automatic_optimization = False``.
         needs_budget: refuses runs without any of ``max_steps``, ``max_epochs`` and ``max_time``.
@@ -34,8 +55,8 @@ class Technique(Callback):
     kind: ClassVar[str] = "callback"
     saves: ClassVar[str]
     paper: ClassVar[str]
+    control: ClassVar[Control]
     constraints: ClassVar[str] = ""
-    control: ClassVar[str] = ""
     conflicts: ClassVar[Mapping[str, str]] = {}
     needs_automatic_optimization: ClassVar[bool] = True
     needs_budget: ClassVar[bool] = False

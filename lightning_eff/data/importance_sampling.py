@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 from typing_extensions import override
 
@@ -13,7 +13,8 @@ from lightning_eff._core.batches import num_samples, select
 from lightning_eff._core.losses import WeighLosses
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Around, Proceed, Stage, Step
-from lightning_eff._core.technique import Technique
+from lightning_eff._core.technique import Control, Technique
+from lightning_eff.data._random_subset import RandomSubset
 from lightning_eff.data._scoring import Scorer, Scores, agree, sample_losses
 
 
@@ -41,6 +42,12 @@ def draw(p: Tensor, b: int, generator: torch.Generator) -> Tensor:
 def default_threshold(size: int, b: int) -> float:
     """``tau_th = (B + 3b) / (3b)``: from there on a step pays for its scoring, a backward pass being two forwards."""
     return (size + 3 * b) / (3 * b)
+
+
+def _random_subset(technique: "ImportanceSampling") -> dict[str, Callback]:
+    """``round(B / presample)`` of each batch at random."""
+    keep = 1 / technique.presample
+    return {} if technique.neutral or keep == 1 else {f"a random {keep:.0%} of each batch": RandomSubset(keep=keep)}
 
 
 class ImportanceSampling(Technique):
@@ -84,7 +91,7 @@ class ImportanceSampling(Technique):
     saves = "backward passes: a third of each batch is trained on, chosen for the least variance"
     paper = "Katharopoulos & Fleuret 2018, arXiv:1803.00942; score='loss': 2017, arXiv:1706.00043"
     constraints = "a mean loss of torch.nn.functional, or sample_loss=; a batch of several samples"
-    control = "plain training at batch size b, at equal time"
+    control = Control("a random choice of as many samples, from the first step on, without scoring", _random_subset)
     conflicts: ClassVar[Mapping[str, str]] = {"SelectiveBackprop": "both choose the samples"}
 
     def __init__(

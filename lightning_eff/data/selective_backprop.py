@@ -4,14 +4,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core.batches import num_samples, select
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
-from lightning_eff._core.technique import Technique
+from lightning_eff._core.technique import Control, Technique
+from lightning_eff.data._random_subset import RandomSubset
 from lightning_eff.data._scoring import Scorer, agree
 
 
@@ -43,6 +44,14 @@ def choose(weights: Tensor, k: int, generator: torch.Generator) -> Tensor:
     """
     e = torch.empty(len(weights), dtype=torch.float64).exponential_(generator=generator)
     return (e / weights.double()).argsort(stable=True)[:k].sort().values
+
+
+def _random_subset(technique: "SelectiveBackprop") -> dict[str, Callback]:
+    """As many samples of each batch at random, in the steps in which it would choose."""
+    if technique.neutral:
+        return {}
+    when = {"start": technique.start, "end": technique.end, "interval": technique.interval}
+    return {f"a random {technique.keep:.0%} of each batch": RandomSubset(keep=technique.keep, **when)}
 
 
 class SelectiveBackprop(Technique):
@@ -81,7 +90,7 @@ class SelectiveBackprop(Technique):
     saves = "backward passes: a share of each batch is trained on, the hard samples"
     paper = "Jiang et al. 2019, arXiv:1910.00762"
     constraints = "a mean loss of torch.nn.functional, or sample_loss=; a batch of several samples"
-    control = "plain training for as long, and a random choice of as many samples (beta=0)"
+    control = Control("a random choice of as many samples in the same steps, without scoring", _random_subset)
     conflicts: ClassVar[Mapping[str, str]] = {"ImportanceSampling": "both choose the samples"}
 
     def __init__(

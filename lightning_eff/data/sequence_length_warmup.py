@@ -1,15 +1,17 @@
 """Sequence-length warm-up: train on short sequences first (Press et al. 2020, Shortformer; Li et al. 2021)."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
+from lightning.pytorch import Callback
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
-from lightning_eff._core.technique import Technique
+from lightning_eff._core.technique import Control, Technique
 from lightning_eff.data._sequences import Sequences, find_sequences, shorten
 
 WHO = "SequenceLengthWarmup"
@@ -24,6 +26,17 @@ def target_length(u: float, *, start: int, full: int, until: float) -> float:
 def reshape_lengths(full: int, start: int, multiple_of: int) -> tuple[int, ...]:
     """The lengths into which ``full`` tokens split evenly: multiples of ``multiple_of`` from ``start`` on."""
     return tuple(d for d in range(multiple_of, full + 1, multiple_of) if full % d == 0 and d >= start)
+
+
+def _short_throughout(technique: "SequenceLengthWarmup") -> dict[str, Callback]:
+    """The length at which it starts, for the whole run."""
+    if technique.neutral:
+        return {}
+    return {
+        f"{technique.start} token{'s' * (technique.start > 1)} throughout": ShortSequences(
+            start=technique.start, multiple_of=technique.multiple_of, mode=technique.mode, keys=technique.keys
+        )
+    }
 
 
 class SequenceLengthWarmup(Technique):
@@ -74,9 +87,7 @@ class SequenceLengthWarmup(Technique):
         "batches of sequences, found by shape or named by keys=; reshape needs a T with divisors and no per-sample"
         " tensors; every new length recompiles a compiled module"
     )
-    control: ClassVar[str] = (
-        "the full length throughout, for as many seconds and with the learning rate decayed by tokens"
-    )
+    control: ClassVar[Control] = Control("the short length throughout, validated at the full one", _short_throughout)
     needs_automatic_optimization: ClassVar[bool] = False
     needs_budget: ClassVar[bool] = True
 
@@ -118,7 +129,7 @@ class SequenceLengthWarmup(Technique):
         self.start = start
         self.until = until
         self.multiple_of = multiple_of
-        self.mode = mode
+        self.mode: Literal["reshape", "truncate"] = mode
         self.keys = None if keys is None else list(keys)
         self._reset()
 
@@ -234,3 +245,34 @@ class SequenceLengthWarmup(Technique):
         self._full, self._length = state_dict["full"], state_dict["length"]
         self._last_step = state_dict["last_step"]
         self._used = {length: list(counts) for length, counts in state_dict["used"].items()}
+
+
+class ShortSequences(SequenceLengthWarmup):
+    """Train at the length at which :class:`SequenceLengthWarmup` starts, throughout: its control, and not exported.
+
+    Validation, test and prediction see the full length.
+
+    Args:
+        start: the length, as of the warm-up.
+        multiple_of: as of the warm-up.
+        mode: as of the warm-up.
+        keys: as of the warm-up.
+
+    Raises:
+        ValueError: as the warm-up does.
+    """
+
+    saves: ClassVar[str] = "time and activation memory throughout"
+    control: ClassVar[Control] = Control("itself the control of SequenceLengthWarmup")
+    needs_budget: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        *,
+        start: int,
+        multiple_of: int = 8,
+        mode: Literal["reshape", "truncate"] = "reshape",
+        keys: list[str | int] | None = None,
+    ) -> None:
+        super().__init__(start=start, until=1.0, multiple_of=multiple_of, mode=mode, keys=keys)
+        self.until = math.inf  # never reached, also where u = 1

@@ -1,9 +1,11 @@
 """Progressive layer dropping: pass over more and more blocks, the deeper the likelier (Zhang & He 2020)."""
 
+import functools
 import math
 from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Generator, Tensor
@@ -11,7 +13,8 @@ from typing_extensions import override
 
 from lightning_eff._core.blocks import BlockStack
 from lightning_eff._core.session import Session
-from lightning_eff._core.technique import Technique
+from lightning_eff._core.technique import Control, Technique
+from lightning_eff.model._shallower import Shallower
 
 
 def theta(u: float, *, theta_min: float, gamma: float) -> float:
@@ -24,11 +27,29 @@ def keep_probabilities(theta: float, *, num_blocks: int) -> list[float]:
     return [1.0 - i / num_blocks * (1.0 - theta) for i in range(1, num_blocks + 1)]
 
 
+def mean_kept(num_blocks: int, *, theta_min: float, gamma: float) -> float:
+    """How many of ``num_blocks`` blocks a step runs, on average over the draws and over ``u`` in [0, 1].
+
+    ``sum_i p_i`` at the mean of theta, as ``p_i`` is linear in it: ``(1 - theta_min) (1 - exp(-gamma)) / gamma +
+    theta_min``.
+    """
+    mean = (1.0 - theta_min) * -math.expm1(-gamma) / gamma + theta_min
+    return sum(keep_probabilities(mean, num_blocks=num_blocks))
+
+
 def draw(keep: list[float], generator: Generator) -> frozenset[int]:
     """The blocks to drop, from 0: each independently, with probability ``1 - p_i``."""
     # one number for each block, whatever its p
     numbers = torch.rand(len(keep), generator=generator).tolist()
     return frozenset(index for index, (number, p) in enumerate(zip(numbers, keep, strict=True)) if number >= p)
+
+
+def _shallower(technique: "ProgressiveLayerDropping") -> dict[str, Callback]:
+    """As many blocks throughout as dropping runs on average, from the schedule and the number of blocks."""
+    if technique.neutral:
+        return {}
+    kept = functools.partial(mean_kept, theta_min=technique.theta_min, gamma=technique.gamma)
+    return {"mean depth throughout": Shallower(kept=kept, layers=technique.layers)}
 
 
 class ProgressiveLayerDropping(Technique):
@@ -67,7 +88,10 @@ class ProgressiveLayerDropping(Technique):
         "residual blocks, best pre-norm; DDP without static_graph, and with use_reentrant=False where blocks are"
         " checkpointed"
     )
-    control: ClassVar[str] = "a shallower model with as many FLOPs a step, and plain training for as many seconds"
+    control: ClassVar[Control] = Control(
+        "a shallower model with as many FLOPs a step: throughout the first blocks alone, as many as are kept on average",
+        _shallower,
+    )
     needs_automatic_optimization: ClassVar[bool] = False
     needs_budget: ClassVar[bool] = True
 

@@ -5,6 +5,7 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
@@ -13,7 +14,7 @@ from lightning_eff._core.blocks import BlockStack, copy_block, hidden_of, signat
 from lightning_eff._core.optimizers import copy_state, keeps_state
 from lightning_eff._core.passes import call_of, unseen
 from lightning_eff._core.session import Session
-from lightning_eff._core.technique import Technique
+from lightning_eff._core.technique import Control, Technique
 from lightning_eff.model._identity import Call, is_identity, zeros_for_identity
 
 
@@ -25,6 +26,16 @@ def source_of(block: int, *, count: int) -> int:
 def target_count(stages: Sequence[tuple[float, int]], u: float) -> int:
     """How many blocks run at ``u`` in [0, 1]: the count of the last stage whose fraction is not beyond it."""
     return next(count for fraction, count in reversed(stages) if u >= fraction - 1e-9)
+
+
+def _small_models(technique: "ProgressiveStacking") -> dict[str, Callback]:
+    """The model of each stage but the last, throughout."""
+    return {
+        f"{count} block{'s' * (count > 1)} throughout": ProgressiveStacking(
+            stages=[(0.0, count)], layers=technique.layers
+        )
+        for _, count in technique.stages[:-1]
+    }
 
 
 class ProgressiveStacking(Technique):
@@ -71,7 +82,9 @@ class ProgressiveStacking(Technique):
         "blocks of one class and shape; stacking lifts the loss at a switch; init='identity' needs pre-norm residual"
         " blocks and automatic optimization"
     )
-    control: ClassVar[str] = "the small model at every size of the stages, for the whole budget"
+    control: ClassVar[Control] = Control(
+        "the small model throughout, at every number of blocks of the stages but the last", _small_models
+    )
     needs_automatic_optimization: ClassVar[bool] = False
     needs_budget: ClassVar[bool] = True
 

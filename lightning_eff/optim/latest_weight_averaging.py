@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core.session import Session
-from lightning_eff._core.technique import Technique
+from lightning_eff._core.technique import Control, Technique
 from lightning_eff.optim._batch_norm import batch_norms, modes, recompute_statistics
 
 
@@ -75,7 +75,7 @@ class LatestWeightAveraging(Technique):
     saves = "epochs while the learning rate is high; nothing once it is fully decayed"
     paper = "Kaddour 2022, arXiv:2209.14981"
     constraints = "single device or DDP; window + 1 copies of the weights; BatchNorm needs automatic optimization"
-    control = "the same run with its learning rate decayed to zero, where the gain shrinks"
+    control = Control("the baseline for as many seconds with its learning rate decayed to zero, where the gain shrinks")
     needs_automatic_optimization = False
 
     def __init__(

@@ -15,7 +15,7 @@ from lightning_eff._core.batches import num_samples
 from lightning_eff._core.losses import loss_of
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step, silent, snapshot
-from lightning_eff._core.technique import Technique
+from lightning_eff._core.technique import Control, Technique
 
 ETA = 0.01  # keeps T_w away from zero; the value of Kwon et al.'s code
 
@@ -92,7 +92,9 @@ class SharpnessAwareMinimization(Technique):
         "automatic optimization; training_step runs twice, so what it writes or prints comes twice; memory for one more"
         " copy of the weights; activation checkpointing only with use_reentrant=False"
     )
-    control: ClassVar[str] = "plain training for as many seconds, up to twice the steps"
+    control: ClassVar[Control] = Control(
+        "the baseline for as many seconds with its learning rate decayed to zero, in up to twice the steps"
+    )
 
     def __init__(self, *, rho: float = 0.05, adaptive: bool = False, interval: int = 1) -> None:
         if not 0.0 <= rho < math.inf:

@@ -1,4 +1,4 @@
-"""A run as techniques see it: what it refuses, what it puts back, and that Lightning's tuners train plainly."""
+"""A run as techniques see it: what it refuses and puts back, which blocks run, and that tuners train plainly."""
 
 import copy
 from pathlib import Path
@@ -10,9 +10,11 @@ import torch
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from torch import Tensor
 
+from lightning_eff import LatestWeightAveraging, ProgressiveLayerDropping, ProgressiveStacking
 from lightning_eff._core import session as sessions
 from lightning_eff._core.resume import mend_loops
 from lightning_eff._core.steps import Stage
+from lightning_eff._core.technique import Technique
 from tests.core.nop import Nop, Other
 from tests.models import TinyClassifier, TinyGPT, flat, loader, trainer
 from tests.runs import checkpoints, differences, final_state, fit
@@ -170,3 +172,91 @@ def test_blocks_built_late_are_found() -> None:
         found.clear()
         trainer(Finds(), max_steps=1).fit(TinyGPT(built=built), loader("tiny_gpt"))
         assert found == [4], built
+
+
+# -- which blocks run
+
+
+def run_watched(net: Any, *callbacks: pl.Callback, **kwargs: Any) -> dict[str, list[Any]]:
+    """The signature within each ``training_step`` and ``validation_step`` and before each batch, and the blocks called."""
+    found: dict[str, list[Any]] = {"training": [], "validation": [], "called": [], "before": []}
+    technique = next(c for c in callbacks if isinstance(c, Technique))
+    called: list[int] = []
+    for i, block in enumerate(net.blocks):
+        block.register_forward_pre_hook(lambda *_, i=i: called.append(i))
+    for name in ("training", "validation"):
+        step = getattr(net, f"{name}_step")
+
+        def own(batch: Any, batch_idx: int, name: str = name, step: Any = step) -> Any:
+            called.clear()
+            found[name].append(technique.session.signature())
+            output = step(batch, batch_idx)
+            found["called"].append((name, len(called)))
+            return output
+
+        setattr(net, f"{name}_step", own)
+
+    class Before(pl.Callback):
+        def on_train_batch_start(self, *args: Any) -> None:
+            found["before"].append(technique.session.signature())
+
+    pl.seed_everything(0, verbose=False)
+    settings = {"max_steps": 12, "limit_val_batches": 1, "val_check_interval": 2, **kwargs}
+    trainer(*callbacks, Before(), **settings).fit(net, loader("tiny_gpt"), loader("tiny_gpt", 4))
+    return found
+
+
+def test_signature_without_blocks_is_empty() -> None:
+    found = run_watched(TinyGPT(), Nop())
+    assert set(found["training"]) == set(found["validation"]) == {()}
+
+
+def test_signature_tells_the_blocks_that_a_step_with_dropping_runs() -> None:
+    found = run_watched(TinyGPT(), ProgressiveLayerDropping(theta_min=0.2))
+    called = [n for name, n in found["called"] if name == "training"]
+    assert found["training"] == [(("blocks", n, n),) for n in called]
+    assert len(set(called)) > 1, "no step dropped anything"
+    assert set(found["validation"]) == set(found["before"]) == {(("blocks", 4, 4),)}
+    assert {n for name, n in found["called"] if name == "validation"} == {4}
+
+
+def test_signature_in_passes_over_training_data_is_that_of_evaluation() -> None:
+    """A mean of weights takes its BatchNorm statistics from passes that show all blocks, whatever the step dropped."""
+    net = TinyGPT()
+    net.register_module("statistics", torch.nn.BatchNorm1d(61))
+    forward = net.forward
+    net.forward = lambda ids: net.statistics(forward(ids).flatten(0, 1)).unflatten(0, ids.shape)  # type: ignore[method-assign]
+    averaging = LatestWeightAveraging(interval=2, bn_batches=1)
+    found = run_watched(net, ProgressiveLayerDropping(theta_min=0.2), averaging)
+    called = [n for name, n in found["called"] if name == "training"]
+    assert len(called) > 12, "no pass over training data"
+    assert found["training"] == [(("blocks", n, n),) for n in called]
+
+
+def test_signature_follows_growth_and_is_hashable() -> None:
+    found = run_watched(TinyGPT(), ProgressiveStacking(stages=[(0.0, 1), (0.25, 2), (0.5, 4)]))
+    expected = [(("blocks", n, n),) for n in [1] * 3 + [2] * 3 + [4] * 6]
+    assert found["training"] == found["before"] == expected
+    assert len({hash(signature) for signature in found["training"]}) == 3
+    assert [n for name, n in found["called"] if name == "training"] == [1] * 3 + [2] * 3 + [4] * 6
+    assert (("blocks", 1, 1),) in found["validation"] and found["validation"][-1] == (("blocks", 4, 4),)
+
+
+def test_signature_counts_those_that_take_gradients() -> None:
+    net: Any = TinyGPT()
+    net.blocks[0].requires_grad_(False)
+    net.blocks[1].norm1.requires_grad_(False)  # the rest of it trains
+    found = run_watched(net, ProgressiveStacking(stages=[(0.0, 3)]))
+    assert set(found["training"]) == {(("blocks", 3, 2),)}
+
+
+def test_signature_has_every_stack_by_path() -> None:
+    class TwoStacks(Nop):
+        def on_model(self, session: Any) -> None:
+            for layers in ("blocks", "after"):
+                session.stack(layers, who="TwoStacks")
+
+    net = TinyGPT()
+    net.register_module("after", torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(3)))
+    found = run_watched(net, TwoStacks(), max_steps=1)
+    assert found["training"] == [(("after", 3, 3), ("blocks", 4, 4))]

@@ -1,0 +1,240 @@
+"""The arms of a benchmark: the baseline, its recipes, their controls, and the baseline at other budgets."""
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import (
+    Checkpoint,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelSummary,
+    ProgressBar,
+    Timer,
+)
+from lightning.pytorch.loggers.logger import DummyLogger
+
+from lightning_eff._core.technique import Technique
+from lightning_eff.bench.pacer import Incomparable, Pacer
+from lightning_eff.report import TrainingReport
+
+#: What a bench leaves out of every arm: it paces, reports and saves by itself, and every arm uses up its budget.
+LEFT_OUT = (
+    Checkpoint,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelSummary,
+    ProgressBar,
+    Timer,
+    TrainingReport,
+)
+
+
+class Built(NamedTuple):
+    """One run, ready for ``trainer.fit(module, **data)``."""
+
+    trainer: Trainer
+    module: LightningModule
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One arm of the comparison.
+
+    Attributes:
+        name: unique in the bench.
+        kind: "baseline", "recipe", "control" (of a recipe) or "ladder" (the baseline at another budget).
+        of: the recipe that a control belongs to.
+        factor: of the budget.
+        description: one line for people.
+        configs: the texts of its configs, for the record.
+        source: the paths of its configs, or the function that builds it.
+        replaced: for a control, the place of a technique among the recipe's callbacks, and the name of its stand-in.
+    """
+
+    name: str
+    kind: str
+    source: tuple[str, ...] | Callable[..., Any]
+    of: str | None = None
+    factor: float = 1.0
+    description: str = ""
+    configs: tuple[str, ...] = field(default=(), repr=False)
+    replaced: tuple[int, str] | None = None
+
+    def build(self, seed: int) -> Built:
+        """A fresh trainer and module under ``seed``.
+
+        Raises:
+            Incomparable: if the function returns something else than a trainer and a module.
+        """
+        seed_everything(seed, workers=True, verbose=False)
+        built = _from_function(self.name, self.source) if callable(self.source) else _from_configs(self.source, seed)
+        callbacks: list[Any] = built.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        if self.replaced is not None:
+            at, name = self.replaced
+            callbacks[at] = stand_ins(callbacks[at])[name]
+        return built
+
+    def record(self) -> dict[str, Any]:
+        """The arm in ``results.json``."""
+        names = ("name", "kind", "of", "factor", "description")
+        return {**{name: getattr(self, name) for name in names}, "configs": list(self.configs)}
+
+
+def stand_ins(technique: Technique) -> Mapping[str, Any]:
+    """What takes a technique's place in its control arms, by name."""
+    return technique.control.arms(technique)
+
+
+def ready(built: Built, pacer: Pacer) -> None:
+    """Hand the trainer over to the bench: its own callbacks for pacing, logging and saving are left out."""
+    trainer = built.trainer
+    callbacks = [c for c in trainer.callbacks if not isinstance(c, LEFT_OUT)]  # pyright: ignore[reportAttributeAccessIssue]
+    trainer.callbacks = [pacer, *callbacks]  # pyright: ignore[reportAttributeAccessIssue]
+    trainer.loggers = [DummyLogger()]
+    trainer.num_sanity_val_steps = 0
+    trainer.val_check_interval, trainer.check_val_every_n_epoch = 1.0, 1  # the pacer says when
+    trainer.fit_loop.epoch_loop.val_loop.verbose = False
+
+
+def _from_function(name: str, function: Callable[..., Any]) -> Built:
+    built = function()
+    expected = (
+        "a new Trainer and a new LightningModule, and a LightningDataModule or fit's arguments in a dict if needed"
+    )
+    if not isinstance(built, tuple) or len(built) not in (2, 3) or not isinstance(built[0], Trainer):
+        raise Incomparable(f"{name}: its function returned {type(built).__name__}; expected a tuple of {expected}.")
+    trainer, module = built[:2]
+    if not isinstance(module, LightningModule):
+        raise Incomparable(f"{name}: its function returned a {type(module).__name__} as module; expected {expected}.")
+    if trainer.fit_loop.epoch_loop.total_batch_idx > 0 or any(isinstance(c, Pacer) for c in _callbacks(trainer)):
+        raise Incomparable(f"{name}: its function returned a Trainer that has run before; expected {expected}.")
+    data = built[2] if len(built) == 3 else {}
+    if isinstance(data, Mapping):
+        return Built(trainer, module, dict(data))
+    return Built(
+        trainer, module, {"datamodule" if isinstance(data, LightningDataModule) else "train_dataloaders": data}
+    )
+
+
+def _from_configs(paths: Sequence[str], seed: int) -> Built:
+    from lightning.pytorch.cli import LightningCLI
+
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    configs = [argument for path in paths for argument in ("--config", path)]
+    cli = LightningCLI(
+        LightningModule,
+        LightningDataModule,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        save_config_callback=None,
+        run=False,
+        args=[*configs, f"--seed_everything={seed}", "--trainer.logger=false"],
+    )
+    data = {} if cli.datamodule is None else {"datamodule": cli.datamodule}
+    return Built(cli.trainer, cli.model, data)
+
+
+def _callbacks(trainer: Trainer) -> list[Any]:
+    return list(trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def named(text: str) -> tuple[str, tuple[str, ...]]:
+    """``"a.yaml,b.yaml"`` or ``"name=a.yaml,b.yaml"`` as a name (the last file's stem) and the paths.
+
+    Raises:
+        FileNotFoundError: naming the first of them that is not there.
+    """
+    name, equals, rest = text.partition("=")
+    paths = tuple((rest if equals else text).split(","))
+    for path in paths:
+        if not Path(path).is_file():
+            raise FileNotFoundError(
+                f"Got {text!r}, and there is no file {path!r}; expected configs of LightningCLI, several for one arm"
+                " joined by commas, with a name if wanted: name=base.yaml,more.yaml."
+            )
+    return (name if equals else Path(paths[-1]).stem), paths
+
+
+def lay_out(
+    baseline: tuple[str, Any], recipes: Mapping[str, Any], *, controls: bool, ladder: Sequence[float]
+) -> list[Arm]:
+    """Every arm, the baseline first, each recipe followed by its controls, the ladder last.
+
+    Args:
+        baseline: its name, and its configs' paths or the function that builds it.
+        recipes: the same, by name.
+        controls: add the arms that each technique of a recipe names as its control.
+        ladder: factors of the budget at which the baseline runs too.
+
+    Raises:
+        ValueError: if two arms have one name.
+    """
+    arms = [_arm(baseline[0], "baseline", baseline[1], "what the recipes are held against")]
+    for name, source in recipes.items():
+        recipe = _arm(name, "recipe", source, "")
+        with quiet():
+            callbacks = _callbacks(recipe.build(0).trainer)
+        techniques = [(i, c) for i, c in enumerate(callbacks) if isinstance(c, Technique)]
+        arms.append(replace(recipe, description=", ".join(type(c).__name__ for _, c in techniques) or "no technique"))
+        for at, technique in techniques if controls else ():
+            for other in stand_ins(technique):
+                arms.append(
+                    replace(
+                        recipe,
+                        name=f"{name}: {other}",
+                        kind="control",
+                        of=name,
+                        replaced=(at, other),
+                        description=f"{other} in place of {type(technique).__name__}: {technique.control.text}",
+                    )
+                )
+    for factor in ladder:
+        name = f"{baseline[0]} × {factor:g}"
+        arms.append(replace(arms[0], name=name, kind="ladder", factor=factor, description="at another budget"))
+    names = [arm.name for arm in arms]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"Got several arms named {twice}; expected each to have its own name: name=config.yaml.")
+    return arms
+
+
+def _arm(name: str, kind: str, source: Any, description: str) -> Arm:
+    if callable(source):
+        return Arm(name, kind, source, description=description)
+    paths = (source,) if isinstance(source, str | Path) else tuple(source)
+    return Arm(
+        name,
+        kind,
+        tuple(str(path) for path in paths),
+        description=description,
+        configs=tuple(f"# {path}\n{Path(path).read_text()}" for path in paths),
+    )
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without Lightning's chatter, and in a scratch folder as far as it asks for one."""
+    import warnings
+
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

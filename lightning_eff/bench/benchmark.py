@@ -1,0 +1,398 @@
+"""The honest comparison of recipes with their baseline, after the protocol of Kaddour et al. 2023 (arXiv:2307.06440)."""
+
+import hashlib
+import inspect
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+from lightning_eff.bench import calibration as rehearsal
+from lightning_eff.bench.arms import Arm, lay_out
+from lightning_eff.bench.jobs import Job, crashed
+from lightning_eff.bench.machine import fingerprint
+from lightning_eff.bench.pacer import SCHEDULES, Incomparable, Pace
+from lightning_eff.bench.progress import PlanBar
+from lightning_eff.bench.reports.statistics import summarize
+from lightning_eff.bench.results import SCHEMA, load, save
+from lightning_eff.bench.workers import InProcess, Place, Workers
+
+_MAXIMISED = re.compile(
+    r"(^|[_/])(acc|accuracy|top\d|f1|auc|auroc|ap|map|precision|recall|bleu|rouge\w*|iou|score|psnr)"
+)
+_UNITS = {"rs": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+
+Build = Callable[[], Any]
+Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Build
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Training seconds, by wall-clock or in reference-system time."""
+
+    seconds: float
+    clock: Literal["wall", "reference"]
+
+    @classmethod
+    def parse(cls, text: "str | float | Budget") -> "Budget":
+        """``"120s"``, ``"2m"``, ``"1h"`` of wall-clock, ``"120rs"`` of reference-system time; a number is seconds.
+
+        Raises:
+            ValueError: for anything else, or less than nothing.
+        """
+        if isinstance(text, Budget):
+            return text
+        found = re.fullmatch(r"\s*([0-9.]+)\s*(rs|s|min|m|h)?\s*", str(text))
+        try:
+            seconds = float(found[1]) * _UNITS[found[2] or "s"] if found else 0.0
+        except ValueError:
+            seconds = 0.0
+        if not found or not seconds > 0:
+            raise ValueError(
+                f"Got budget {text!r}; expected training seconds above 0: '120s' (or '2m', '1h') of wall-clock, or"
+                " '120rs' of reference-system time, in which each step costs the calibrated time of its kind."
+            )
+        return cls(seconds, "reference" if found[2] == "rs" else "wall")
+
+
+class Benchmark:
+    """Does a recipe pay, by how much, and how sure is that? For any module and data.
+
+    Every arm trains for the same budget of training seconds, with the learning rate decayed wholly over it, on the same
+    data in the same order for each seed, in turns (A B C A B C). First each arm rehearses: a few steps that pass through
+    the whole schedule, in turns too, give the price of each kind of step, the ratio of speeds, and whether the arms can
+    be compared at all.
+
+    Args:
+        baseline: a function that returns a new ``(Trainer, module)`` or ``(Trainer, module, datamodule)`` each time it is
+            called, or the path(s) of LightningCLI configs, merged from left to right. The trainer's own limits, logger,
+            checkpoints, progress bar, early stopping and validation interval are replaced by the bench's.
+        recipes: the same for each recipe, by name.
+        target: the metric that ``validation_step`` logs.
+        budget: see :meth:`Budget.parse`.
+        seeds: how many (1, 2, ...), or which.
+        out: the folder for results; a bench that was interrupted there goes on where it was.
+        mode: "min" or "max"; None tells by the target's name.
+        controls: "auto" adds the arms that each technique of a recipe names as its control; None adds none.
+        ladder: factors of the budget at which the baseline runs too, so that gains can be told in baseline seconds.
+        threads: torch's threads for every arm; 0 leaves them as they are.
+        jobs: runs at once, in processes of their own; configs and reference-system time only.
+        evaluations: validations in each run, evenly over the budget, the last at its end.
+        schedule: "own" is the module's, stretched over the budget; "linear" or "cosine" to zero replace it in every arm.
+        rounds: rehearsals of each arm.
+        reference: results of another bench (a folder or file), whose prices count instead of this machine's.
+        other_training_data: allow arms that train on other data, where that is what is compared.
+        title: for the report.
+
+    Functions are run in this process, configs in processes of their own.
+    """
+
+    def __init__(
+        self,
+        baseline: Source,
+        recipes: Mapping[str, Source],
+        *,
+        target: str,
+        budget: str | float | Budget,
+        seeds: int | Sequence[int] = 3,
+        out: str | os.PathLike[str] = "lightning_logs/bench",
+        mode: Literal["min", "max"] | None = None,
+        controls: Literal["auto"] | None = None,
+        ladder: Sequence[float] = (),
+        threads: int = 0,
+        jobs: int = 1,
+        evaluations: int = 10,
+        schedule: Literal["own", "linear", "cosine"] = "own",
+        rounds: int = 8,
+        reference: str | os.PathLike[str] | None = None,
+        other_training_data: bool = False,
+        title: str | None = None,
+        baseline_name: str = "baseline",
+    ) -> None:
+        self.budget = Budget.parse(budget)
+        self.seeds = list(range(1, seeds + 1)) if isinstance(seeds, int) else list(seeds)
+        for name, value, least in (("evaluations", evaluations, 2), ("rounds", rounds, 2), ("jobs", jobs, 1)):
+            if value < least:
+                raise ValueError(f"Benchmark({name}={value}): expected at least {least}.")
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"Benchmark(seeds={seeds}): expected a number >= 1, or a list of different seeds.")
+        if schedule not in SCHEDULES or mode not in (None, "min", "max") or controls not in (None, "auto"):
+            raise ValueError(
+                f"Benchmark({schedule=}, {mode=}, {controls=}): expected a schedule of {SCHEDULES}, mode 'min', 'max' or"
+                " None, controls 'auto' or None."
+            )
+        if any(not factor > 0 or factor == 1 for factor in ladder):
+            raise ValueError(f"Benchmark(ladder={list(ladder)}): expected factors of the budget above 0, other than 1.")
+        if not recipes:
+            raise ValueError("Benchmark(recipes={}): expected at least one recipe to hold against the baseline.")
+        self.target = target
+        self.mode = mode or ("max" if _MAXIMISED.search(target.lower()) else "min")
+        self.out = Path(out)
+        self.threads = threads
+        self.evaluations = evaluations
+        self.schedule = schedule
+        self.rounds = rounds
+        self.other_training_data = other_training_data
+        self.title = title or f"{', '.join(recipes)} against {baseline_name}"
+        self.reference = None if reference is None else load(reference)
+        self.arms = lay_out((baseline_name, baseline), recipes, controls=controls == "auto", ladder=ladder)
+        in_process = any(callable(arm.source) for arm in self.arms)
+        if jobs > 1 and (in_process or self.budget.clock == "wall"):
+            why = (
+                "runs at once slow each other, and the budget is of wall-clock; give it in reference-system time: 120rs"
+            )
+            raise ValueError(
+                f"Benchmark({jobs=}): expected 1, because {'functions run in this process' if in_process else why}."
+            )
+        if self.reference is not None and self.budget.clock == "wall":
+            raise ValueError("Benchmark(reference=...): expected a budget in reference-system time, such as '120rs'.")
+        self.jobs = jobs
+        self._in_process = in_process
+        self._calibration: dict[str, Any] = {}
+        self._seconds: dict[str, float] = {}
+
+    # -- the whole
+
+    def run(self, *, progress: bool = True) -> dict[str, Any]:
+        """Do what is still to be done of the bench, write ``results.json`` and return it.
+
+        Raises:
+            ValueError: if arms cannot be compared (:class:`Incomparable`), or ``out`` holds another bench.
+            RuntimeError: if the baseline crashes or diverges in its rehearsal: then there is nothing to compare with.
+        """
+        self.out.mkdir(parents=True, exist_ok=True)
+        self._take_up()
+        workers: Place = InProcess() if self._in_process else Workers(self.jobs, self.threads, self.out / "logs")
+        runs = [(seed, arm) for seed in self.seeds for arm in self.arms]
+        total = sum(arm.factor for _, arm in runs) * self.budget.seconds
+        bar = PlanBar(total, enabled=progress)
+        try:
+            self._calibrate(workers, bar)
+            self._run_all(workers, bar, runs)
+        finally:
+            bar.close()
+            workers.close()
+        results = self._results(finished=True)
+        save(results, self.out)
+        return results
+
+    def _do(self, workers: Place, bar: PlanBar, jobs: list[Job], folder: str, stage: str) -> list[dict[str, Any]]:
+        """The records of jobs, in order: those on disk, and the others once they are done."""
+        place = self.out / folder
+        place.mkdir(exist_ok=True)
+        records: dict[str, dict[str, Any]] = {}
+        for job in jobs:
+            file = place / f"{job.name}.json"
+            if file.is_file():
+                records[job.name] = json.loads(file.read_text())
+                bar.skip(job)
+        left = [job for job in jobs if job.name not in records]
+        bar.stage(stage, left)
+        done = workers.each(left, bar.update) if folder == "runs" else workers.together(left, bar.update)
+        for job, record in done if left else ():
+            bar.done(job, record)
+            if record["status"] == "refused":
+                raise Incomparable(f"{job.arm.name}: {record['error']}")
+            _write(place / f"{job.name}.json", record)
+            records[job.name] = record
+            if folder == "runs":
+                save(self._results(finished=False), self.out)
+        return [records[job.name] for job in jobs]
+
+    # -- rehearsals
+
+    def _calibrate(self, workers: Place, bar: PlanBar) -> None:
+        baseline, *others = (arm for arm in self.arms if arm.kind != "ladder")
+        first = self._rehearse(workers, bar, [baseline], "first", sweep=8, steps=8)[0]
+        self._stop_if_failed(first)
+        step = median(first["times"][2:]) * len(first["times"]) / first["steps"]
+        rehearsal.check_length(baseline.name, self.budget.seconds, step)
+        sweep = rehearsal.sweep_steps(self.budget.seconds, step)
+        arms = [baseline, *others]
+        probes = self._rehearse(workers, bar, arms, "probe", sweep=sweep, steps=sweep, inspect=True)
+        self._stop_if_failed(probes[0])
+        lengths: dict[str, int] = {}
+        for arm, probe in zip(arms, probes, strict=True):
+            if probe["status"] != "finished":
+                self._calibration[arm.name] = {"failed": probe}
+                continue
+            rehearsal.check_same(arm.name, probes[0], probe, other_training_data=self.other_training_data)
+            priced = {price["kind"]: price["seconds"] for price in rehearsal.prices([probe])}
+            lengths[arm.name] = rehearsal.steps_in(self.budget.seconds, probe, priced)
+        blocks: dict[str, list[dict[str, Any]]] = {name: [] for name in lengths}
+        for number in range(1, self.rounds + 1):
+            able = [arm for arm in arms if arm.name in lengths]
+            first = number % len(able)
+            able = able[first:] + able[:first]  # nobody comes always after the same
+            told = self._rehearse(workers, bar, able, f"round{number}", sweep=sweep, lengths=lengths)
+            for arm, block in zip(able, told, strict=True):
+                if block["status"] != "finished":
+                    self._calibration[arm.name] = {"failed": block}
+                    del lengths[arm.name]
+                else:
+                    blocks[arm.name].append(block)
+            if baseline.name not in lengths:
+                self._stop_if_failed(self._calibration[baseline.name]["failed"])
+            if number == 1:
+                rehearsal.check_rate(baseline.name, blocks[baseline.name][0]["lr"], lengths[baseline.name])
+        for arm, probe in zip(arms, probes, strict=True):
+            if arm.name not in lengths:
+                continue
+            own = blocks[arm.name]
+            rates = rehearsal.rates(blocks[baseline.name], own)
+            prices = self._referred(arm.name, rehearsal.tied(own, blocks[baseline.name], rates))
+            steps = rehearsal.steps_in(self.budget.seconds, own[0], {p["kind"]: p["seconds"] for p in prices})
+            self._calibration[arm.name] = {
+                "steps": steps,
+                "step_seconds": self.budget.seconds / steps,
+                "same_training": arm is not baseline and rehearsal.same_training(probes[0], probe),
+                "rates": [list(pair) for pair in rates],
+                "prices": prices,
+                "lr": own[0]["lr"],
+            }
+
+    def _rehearse(
+        self,
+        workers: Place,
+        bar: PlanBar,
+        arms: list[Arm],
+        what: str,
+        *,
+        sweep: int,
+        steps: int = 0,
+        lengths: Mapping[str, int] | None = None,
+        inspect: bool = False,
+    ) -> list[dict[str, Any]]:
+        jobs = []
+        for arm in arms:
+            length = lengths[arm.name] if lengths is not None else steps
+            pace = Pace(self.target, steps=length, schedule=self.schedule, sweep=sweep, inspect=inspect)
+            jobs.append(Job(arm, self.seeds[0], pace, f"{self._slug(arm)}-{what}", self.threads))
+        return self._do(workers, bar, jobs, "rehearsals", f"rehearsal, {what}")
+
+    def _stop_if_failed(self, record: Mapping[str, Any]) -> None:
+        if record["status"] != "finished":
+            raise RuntimeError(
+                f"The baseline {record['status']} in its rehearsal, so there is nothing to compare with:"
+                f" {record['error']}\nMend it and run the bench again in a fresh folder."
+            )
+
+    def _referred(self, name: str, prices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The reference's prices where it has them; the others scaled by what the arm's known ones differ by."""
+        if self.reference is None:
+            return prices
+        known = self.reference["calibration"].get(name, {}).get("prices", [])
+        theirs = {price["kind"]: price["seconds"] for price in known}
+        ratios = [theirs[price["kind"]] / price["seconds"] for price in prices if price["kind"] in theirs]
+        if not ratios:
+            raise Incomparable(
+                f"{name}: the reference has no price for any kind of its steps ({[p['kind'] for p in prices]}); expected"
+                " a bench of the same arms. Leave --reference out to use this machine's prices."
+            )
+        scale = median(ratios)
+        return [{**price, "seconds": theirs.get(price["kind"], price["seconds"] * scale)} for price in prices]
+
+    # -- runs
+
+    def _run_all(self, workers: Place, bar: PlanBar, runs: list[tuple[int, Arm]]) -> None:
+        jobs = []
+        for seed, arm in runs:
+            calibrated = self._calibration[self.arms[0].name if arm.kind == "ladder" else arm.name]
+            failed = calibrated.get("failed")
+            pace = Pace(
+                self.target,
+                budget=self.budget.seconds * arm.factor,
+                reference=self.budget.clock == "reference",
+                prices={price["kind"]: price["seconds"] for price in calibrated.get("prices", ())},
+                steps=max(1, round(calibrated.get("steps", 1) * arm.factor)),
+                evaluations=self.evaluations,
+                schedule=self.schedule,
+            )
+            job = Job(arm, seed, pace, f"{self._slug(arm)}-seed{seed}", self.threads)
+            file = self.out / "runs" / f"{job.name}.json"
+            if failed is not None and not file.is_file():
+                record = {**crashed(job, f"in its rehearsal: {failed['error']}"), "status": failed["status"]}
+                file.parent.mkdir(exist_ok=True)
+                _write(file, record)
+            jobs.append(job)
+        self._do(workers, bar, jobs, "runs", "runs")
+
+    def _slug(self, arm: Arm) -> str:
+        return f"{self.arms.index(arm):02d}-{re.sub(r'[^A-Za-z0-9]+', '-', arm.name).strip('-')[:60]}"
+
+    # -- the record
+
+    def _plan(self) -> dict[str, Any]:
+        return {
+            "target": self.target,
+            "mode": self.mode,
+            "budget": {"seconds": self.budget.seconds, "clock": self.budget.clock},
+            "seeds": self.seeds,
+            "threads": self.threads,
+            "evaluations": self.evaluations,
+            "schedule": self.schedule,
+            "rounds": self.rounds,
+            "arms": [{**arm.record(), "configs": _configs(arm)} for arm in self.arms],
+        }
+
+    def _take_up(self) -> None:
+        """Begin in ``out``, or go on with the same bench."""
+        file = self.out / "plan.json"
+        machine = fingerprint(self.threads)
+        if not file.is_file():
+            if any((self.out / name).exists() for name in ("runs", "results.json")):
+                raise ValueError(f"{self.out} holds other results; expected an empty folder. Name another one: --out.")
+            _write(file, {"created": _now(), "machine": machine, "plan": self._plan()})
+        begun = json.loads(file.read_text())
+        differs = [key for key, value in self._plan().items() if begun["plan"].get(key) != value]
+        differs += [key for key in ("cpu", "gpu", "torch", "lightning") if begun["machine"][key] != machine[key]]
+        if differs:
+            raise ValueError(
+                f"{self.out} holds a bench that differs in {', '.join(differs)}; expected the same plan on the same"
+                " machine, to go on with it. Name another folder (--out), or delete that one."
+            )
+        self._created, self._machine = begun["created"], begun["machine"]
+
+    def _results(self, *, finished: bool) -> dict[str, Any]:
+        results: dict[str, Any] = {
+            "schema": SCHEMA,
+            "title": self.title,
+            "created": self._created,
+            "finished": _now() if finished else None,
+            "machine": self._machine,
+            "plan": self._plan(),
+            "calibration": {name: c for name, c in self._calibration.items() if "failed" not in c},
+            "runs": [],
+        }
+        for seed in self.seeds:
+            for arm in self.arms:
+                file = self.out / "runs" / f"{self._slug(arm)}-seed{seed}.json"
+                if file.is_file():
+                    results["runs"].append(json.loads(file.read_text()))
+        results["summary"] = summarize(results)
+        return results
+
+
+def _configs(arm: Arm) -> list[str]:
+    if not callable(arm.source):
+        return list(arm.configs)
+    try:
+        return [inspect.getsource(arm.source)]
+    except (OSError, TypeError):
+        return []
+
+
+def _write(file: Path, record: Mapping[str, Any]) -> None:
+    """Whole or not at all."""
+    temporary = file.with_suffix(f".{hashlib.sha1(os.urandom(8)).hexdigest()[:8]}.tmp")
+    temporary.write_text(json.dumps(record, indent=1))
+    os.replace(temporary, file)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,171 @@
+"""What rehearsals tell: the price of each kind of step, how many steps a budget holds, and whether arms compare."""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean, median
+from typing import Any
+
+from lightning_eff.bench.pacer import Incomparable
+from lightning_eff.bench.reports.intervals import paired_interval
+
+FEWEST_STEPS = 20  # in a budget
+DECAYED = 0.1  # of its peak, at most, is what is left of a decayed learning rate; cosine schedules often end there
+KEPT = 0.75  # of a kind's steps in a rehearsal: the fastest
+
+
+def sweep_steps(budget: float, step_seconds: float) -> int:
+    """How many steps a rehearsal makes: a twentieth of a run's, between 24 and 96."""
+    return round(min(max(budget / step_seconds / 20, 24), 96))
+
+
+def _by_kind(block: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Seconds of a rehearsal's steps, by kind.
+
+    The first step, which also starts the loader, is left out where its kind has others, and the first of a kind that
+    took twice the next: compilation, allocation.
+    """
+    by_kind: dict[str, list[float]] = {}
+    for kind, seconds in zip(block["kinds"], block["times"], strict=True):
+        by_kind.setdefault(kind, []).append(seconds)
+    for kind, times in by_kind.items():
+        first_of_all = kind == block["kinds"][0]
+        if len(times) > 1 and (first_of_all or times[0] > 2 * times[1]):
+            del times[0]
+    return by_kind
+
+
+def _trimmed(times: Sequence[float]) -> float:
+    """The mean of the fastest three quarters: what else the machine does lifts single steps, now more, now less."""
+    return fmean(sorted(times)[: math.ceil(KEPT * len(times))])
+
+
+def _rate(block: Mapping[str, Any], level: Callable[[Sequence[float]], float]) -> float:
+    """Samples per second of a rehearsal, with ``level`` for the seconds of each kind of step."""
+    by_kind = _by_kind(block)
+    seconds = math.fsum(level(times) * len(times) for times in by_kind.values())
+    return block["samples"] / len(block["kinds"]) * sum(map(len, by_kind.values())) / seconds
+
+
+def prices(blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each kind's price in seconds, the median over rehearsals of its trimmed mean, with its share of all steps."""
+    found: dict[str, list[list[float]]] = {}
+    for block in blocks:
+        for kind, times in _by_kind(block).items():
+            found.setdefault(kind, []).append(times)
+    total = sum(len(times) for rehearsals in found.values() for times in rehearsals) or 1
+    return [
+        {
+            "kind": kind,
+            "seconds": median(map(_trimmed, rehearsals)),
+            "share": sum(map(len, rehearsals)) / total,
+        }
+        for kind, rehearsals in found.items()
+    ]
+
+
+def rates(baseline: Sequence[Mapping[str, Any]], arm: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
+    """Samples per second of the baseline and of an arm in each round, in which they took turns.
+
+    Told from trimmed means, unless the arm has slow steps of its own: what the slowest quarter adds differs from the
+    baseline's by more than chance over the rounds. Then all steps count.
+    """
+
+    def added(block: Mapping[str, Any]) -> float:
+        return math.log(_rate(block, _trimmed) / _rate(block, fmean))
+
+    differs = paired_interval([added(b) - added(a) for a, b in zip(baseline, arm, strict=True)], level=0.99)
+    level = fmean if differs is not None and differs.excludes(0.0) else _trimmed
+    return [(_rate(a, level), _rate(b, level)) for a, b in zip(baseline, arm, strict=True)]
+
+
+def tied(
+    blocks: Sequence[Mapping[str, Any]], baseline: Sequence[Mapping[str, Any]], pairs: Sequence[tuple[float, float]]
+) -> list[dict[str, Any]]:
+    """An arm's prices, scaled as one so that they stand to the baseline's as the speeds do that were measured in pairs.
+
+    Args:
+        blocks: the arm's rehearsals.
+        baseline: the baseline's.
+        pairs: samples per second of the baseline and of the arm, in each round.
+    """
+    measured = math.exp(fmean(math.log(ours / theirs) for theirs, ours in pairs))
+    scale = _priced_rate(blocks) / (_priced_rate(baseline) * measured)
+    return [{**price, "seconds": price["seconds"] * scale} for price in prices(blocks)]
+
+
+def _priced_rate(blocks: Sequence[Mapping[str, Any]]) -> float:
+    """Samples per second at the prices of these rehearsals."""
+    samples = fmean(block["samples"] / len(block["kinds"]) for block in blocks)
+    return samples / math.fsum(price["seconds"] * price["share"] for price in prices(blocks))
+
+
+def steps_in(budget: float, block: Mapping[str, Any], priced: Mapping[str, float], windows: int = 8) -> int:
+    """How many optimizer steps fit into ``budget`` seconds, from a rehearsal that passed through the schedule.
+
+    The share ``u`` of the budget is cut into windows; each holds as many steps as its part of the budget pays for at
+    the mean price of the steps that were met there.
+    """
+    costs = [priced[kind] for kind in block["kinds"]]
+    per_step = len(costs) / max(block["steps"], 1)
+    cuts = [round(i * len(costs) / windows) for i in range(windows + 1)]
+    parts = [costs[a:b] for a, b in itertools.pairwise(cuts) if b > a]
+    return max(1, round(sum(budget / len(parts) / (fmean(part) * per_step) for part in parts)))
+
+
+def check_length(name: str, budget: float, step_seconds: float) -> None:
+    """Raise :class:`Incomparable` if the budget holds too few steps for any schedule."""
+    if budget / step_seconds < FEWEST_STEPS:
+        raise Incomparable(
+            f"{name}: got a budget of {budget:g} s, which holds {budget / step_seconds:.1f} optimizer steps of"
+            f" {step_seconds:.3g} s; expected at least {FEWEST_STEPS}. Raise --budget to"
+            f" {math.ceil(FEWEST_STEPS * step_seconds)}s or more."
+        )
+
+
+def check_rate(name: str, rate: Mapping[str, float], steps: int) -> None:
+    """Raise :class:`Incomparable` if a baseline's learning rate does not peak early and decay wholly in the budget."""
+    if rate["peak_at"] > 0.5:
+        raise Incomparable(
+            f"{name}: got a learning rate that still rises at {rate['peak_at']:.0%} of the budget, which holds {steps}"
+            " steps; expected a peak in its first half. The budget is too short for the schedule's warm-up: raise"
+            " --budget, or shorten the warm-up."
+        )
+    if rate["last"] > DECAYED * rate["peak"]:
+        raise Incomparable(
+            f"{name}: got a learning rate that ends at {rate['last'] / rate['peak']:.0%} of its peak after the {steps}"
+            f" steps that the budget holds; expected {DECAYED:.0%} at most, because a baseline that is not decayed is a"
+            " weak one (Kaddour et al. 2023). Lay the schedule out over trainer.estimated_stepping_batches with"
+            " interval 'step', or let the bench decay the rate in every arm: --schedule linear."
+        )
+
+
+def check_same(name: str, baseline: Mapping[str, Any], arm: Mapping[str, Any], *, other_training_data: bool) -> None:
+    """Raise :class:`Incomparable` if an arm was validated on other data than the baseline, or trains on other data."""
+    ours, theirs = arm["data"]["validation"], baseline["data"]["validation"]
+    if ours != theirs:
+        raise Incomparable(
+            f"{name}: got validation data of {sorted(ours)}, other than the baseline's of {sorted(theirs)}"
+            f"{' (same make, other values)' if sorted(ours) == sorted(theirs) else ''}; expected the same, because"
+            " metrics on other data do not compare. Give every arm the same data and limit_val_batches."
+        )
+    ours, theirs = arm["data"]["training"], baseline["data"]["training"]
+    if ours != theirs and not other_training_data:
+        raise Incomparable(
+            f"{name}: got a training set of {_size(ours)}, other than the baseline's of {_size(theirs)}; expected the"
+            " same. Give every arm the same data, or, if the choice of data is what you compare, say"
+            " --allow-other-training-data."
+        )
+
+
+def _size(data: Mapping[str, Any] | None) -> str:
+    return "unknown length" if data is None else f"{data['length']} items (hash {data['items'][:8]})"
+
+
+def same_training(baseline: Mapping[str, Any], arm: Mapping[str, Any]) -> bool:
+    """Whether an arm's rehearsal was the baseline's bit for bit, and no technique acts that the baseline has not.
+
+    Then the arms differ in nothing but speed.
+    """
+    names = ("losses", "metrics", "samples", "tokens", "techniques", "steps")
+    return all(baseline[name] == arm[name] for name in names) and bool(baseline["losses"])

@@ -1,0 +1,165 @@
+"""``lightning-eff bench``: run a benchmark over configs, draw its report again, or set two beside each other."""
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_DESCRIPTION = """\
+Does a recipe pay, by how much, and how sure is that? Trains a baseline and recipes in turns over the same budget of
+training seconds, with the learning rate decayed wholly over it, on the same data order for each seed.
+
+  lightning-eff bench --baseline a.yaml --recipe b.yaml --target val_loss --budget 120s --seeds 3
+  lightning-eff bench report DIR        draw the report of a bench again
+  lightning-eff bench compare A B       set two benches side by side
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of a run."""
+    options = argparse.ArgumentParser(
+        "lightning-eff bench", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = options.add_argument
+    configs = "[name=]config.yaml[,more.yaml]; several are merged from left to right, as LightningCLI merges them"
+    add("--baseline", required=True, metavar="CONFIGS", help=configs)
+    add("--recipe", required=True, action="append", metavar="CONFIGS", help="the same; repeat it for more recipes")
+    add("--target", required=True, metavar="METRIC", help="what validation_step logs, such as val_loss")
+    add("--mode", choices=("min", "max"), help="whether less or more of it is better; told by its name otherwise")
+    add(
+        "--budget",
+        required=True,
+        help="training seconds of each run: 120s, 2m or 1h of wall-clock; 120rs in reference-system time, where each"
+        " step costs the calibrated time of its kind, so that a busy machine does not matter",
+    )
+    add("--seeds", default="3", help="how many, or which: 3, or 5,6,7 (default: 3)")
+    add(
+        "--out",
+        type=Path,
+        help="folder for the results; an interrupted bench goes on there (default: lightning_logs/bench)",
+    )
+    add("--controls", choices=("auto", "none"), default="auto", help="add the control that each technique names")
+    add(
+        "--ladder",
+        default="",
+        metavar="F,F",
+        help="run the baseline also at these factors of the budget, e.g. 0.67,1.5",
+    )
+    add("--threads", type=int, default=0, help="torch's threads in every arm (default: torch's own choice)")
+    add("--jobs", type=int, default=1, help="runs at once; reference-system time only (default: 1)")
+    add("--evaluations", type=int, default=10, help="validations in each run (default: 10)")
+    add(
+        "--schedule",
+        choices=("own", "linear", "cosine"),
+        default="own",
+        help="the module's own schedule, stretched over the budget, or the bench's, decayed to zero, in its place",
+    )
+    add("--rounds", type=int, default=8, help="rehearsals of each arm, which its speed is told from (default: 8)")
+    add("--reference", type=Path, metavar="DIR", help="take the prices of steps from this bench, of another machine")
+    add("--allow-other-training-data", action="store_true", help="for recipes that choose the training data")
+    add("--title", help="of the report")
+    add("--quiet", action="store_true", help="no progress bar")
+    return options
+
+
+def main(argv: Sequence[str]) -> None:
+    """``argv`` after ``bench``.
+
+    Raises:
+        SystemExit: with status 2 where arms cannot be compared or arguments cannot be used, 130 if interrupted.
+    """
+    from lightning_eff.bench.reports.report import require_matplotlib
+
+    try:
+        require_matplotlib()
+        if argv and argv[0] == "report":
+            _report(argv[1:])
+        elif argv and argv[0] == "compare":
+            _compare(argv[1:])
+        else:
+            _run(argv)
+    except KeyboardInterrupt:
+        print(
+            "\nInterrupted; the same command goes on where it was. Nothing that was finished is lost.", file=sys.stderr
+        )
+        raise SystemExit(130) from None
+    except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
+        print(f"lightning-eff bench: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except RuntimeError as error:
+        print(f"lightning-eff bench: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def _run(argv: Sequence[str]) -> None:
+    from lightning_eff.bench.arms import named
+    from lightning_eff.bench.benchmark import Benchmark
+
+    options = parser().parse_args(argv)
+    baseline_name, baseline = named(options.baseline)
+    recipes: dict[str, Any] = {}
+    for text in options.recipe:
+        name, paths = named(text)
+        if name in recipes or name == baseline_name:
+            raise ValueError(f"Got two arms named {name!r}; expected a name for each: --recipe other={text}.")
+        recipes[name] = paths
+    out = options.out or Path("lightning_logs/bench")
+    benchmark = Benchmark(
+        baseline,
+        recipes,
+        target=options.target,
+        budget=options.budget,
+        seeds=int(options.seeds) if "," not in options.seeds else [int(seed) for seed in options.seeds.split(",")],
+        out=out,
+        mode=options.mode,
+        controls="auto" if options.controls == "auto" else None,
+        ladder=[float(factor) for factor in options.ladder.split(",") if factor],
+        threads=options.threads,
+        jobs=options.jobs,
+        evaluations=options.evaluations,
+        schedule=options.schedule,
+        rounds=options.rounds,
+        reference=options.reference,
+        other_training_data=options.allow_other_training_data,
+        title=options.title,
+        baseline_name=baseline_name,
+    )
+    results = benchmark.run(progress=not options.quiet)
+    _tell(results, out)
+
+
+def _report(argv: Sequence[str]) -> None:
+    from lightning_eff.bench.reports.statistics import summarize
+    from lightning_eff.bench.results import load, save
+
+    options = argparse.ArgumentParser("lightning-eff bench report", description="Draw a bench's report again.")
+    options.add_argument("folder", type=Path, metavar="DIR", help="the folder of a bench, or its results.json")
+    folder = options.parse_args(argv).folder
+    results = load(folder)
+    results["summary"] = summarize(results)
+    folder = folder if folder.is_dir() else folder.parent
+    save(results, folder)
+    _tell(results, folder)
+
+
+def _tell(results: dict[str, Any], folder: Path) -> None:
+    """The table on the terminal, the report and the pictures in the folder."""
+    from lightning_eff.bench.reports.report import table, write_html, write_pngs
+
+    print(table(results, shutil.get_terminal_size((120, 24)).columns))
+    write_html(results, folder / "report.html")
+    write_pngs(results, folder / "figures")
+    print(f"\nresults: {folder / 'results.json'}\nreport:  {folder / 'report.html'}\nfigures: {folder / 'figures'}")
+
+
+def _compare(argv: Sequence[str]) -> None:
+    from lightning_eff.bench.reports.compare import compare
+    from lightning_eff.bench.results import load
+
+    options = argparse.ArgumentParser("lightning-eff bench compare", description="Set two benches side by side.")
+    options.add_argument("first", type=Path, metavar="A")
+    options.add_argument("second", type=Path, metavar="B")
+    chosen = options.parse_args(argv)
+    print(compare(load(chosen.first), load(chosen.second), shutil.get_terminal_size((120, 24)).columns))

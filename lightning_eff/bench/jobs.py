@@ -1,0 +1,204 @@
+"""One job of a benchmark, done in this process or in a worker: a rehearsal of an arm, or a run of it over the budget."""
+
+import gc
+import math
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from lightning_eff._core import rng
+from lightning_eff.bench.arms import Arm, Built, quiet, ready
+from lightning_eff.bench.machine import EnergyMeter, peak_memory, reset_peak_memory
+from lightning_eff.bench.pacer import Diverged, Incomparable, Pace, Pacer
+from lightning_eff.bench.turns import Stopped, in_turns
+
+#: How a run ended; "refused" is the bench's own word, and ends the bench.
+STATUSES = ("finished", "crashed", "diverged", "refused")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be done.
+
+    Attributes:
+        arm: the arm.
+        seed: the run's seed.
+        pace: how it is paced.
+        name: unique in the bench, and a file name.
+        threads: torch's threads; 0 leaves them.
+    """
+
+    arm: Arm
+    seed: int
+    pace: Pace
+    name: str
+    threads: int = 0
+
+    def record(self) -> dict[str, Any]:
+        """As JSON; the arm must be one of configs."""
+        arm = {**asdict(self.arm), "source": list(self.arm.source), "configs": []}  # pyright: ignore[reportArgumentType]
+        return {"arm": arm, "seed": self.seed, "pace": asdict(self.pace), "name": self.name, "threads": self.threads}
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> "Job":
+        """From JSON."""
+        arm = record["arm"]
+        replaced = tuple(arm["replaced"]) if arm["replaced"] else None
+        arm = Arm(**{**arm, "source": tuple(arm["source"]), "configs": (), "replaced": replaced})
+        return cls(arm, record["seed"], Pace(**record["pace"]), record["name"], record["threads"])
+
+
+Progress = Callable[[Job, float], None]
+
+
+def work_all(jobs: Sequence[Job], progress: Progress) -> list[dict[str, Any]]:
+    """The records of jobs that are done in turns of a few steps; one that fails so is tried again by itself."""
+    if len(jobs) == 1:
+        return [work(jobs[0], lambda u: progress(jobs[0], u))]
+    with quiet():
+        records = in_turns([lambda turn, job=job: work(job, lambda u: progress(job, u), turn) for job in jobs])
+    for i, job in enumerate(jobs):
+        if records[i]["status"] != "finished":
+            gc.collect()
+            records[i] = work(job, lambda u, job=job: progress(job, u))
+    return records
+
+
+def work(
+    job: Job, progress: Callable[[float], None] | None = None, pass_on: Callable[[], float] | None = None
+) -> dict[str, Any]:
+    """Do a job and return its record, which is JSON; what goes wrong in the user's code is part of it.
+
+    Raises:
+        KeyboardInterrupt: if interrupted; nothing else.
+    """
+    pacer = Pacer(job.pace, progress, pass_on)
+    status, error, built, energy = "finished", None, None, None
+    device = torch.device("cpu")
+    start = time.perf_counter()
+    with quiet(), rng.fork(), _threads(job.threads):
+        try:
+            reset_peak_memory(device)
+            built = job.arm.build(job.seed)
+            ready(built, pacer)
+            device = built.trainer.strategy.root_device
+            if device.type == "cuda":
+                reset_peak_memory(device)
+            with EnergyMeter(device) as meter:
+                built.trainer.fit(built.module, **built.data)
+            energy = meter.joules
+        except (KeyboardInterrupt, Stopped):
+            raise
+        except Incomparable as exception:
+            status, error = "refused", str(exception)
+        except Diverged as exception:
+            status, error = "diverged", str(exception)
+        except SystemExit as exception:  # jsonargparse, on a config that it cannot read
+            if isinstance(exception.__context__, KeyboardInterrupt):  # Lightning's way of ending an interrupted fit
+                raise KeyboardInterrupt from None
+            status, error = "crashed", f"SystemExit: {exception}; its own words are in the log"
+        except BaseException as exception:
+            status, error = "crashed", _told(exception)
+            traceback.print_exc()
+    record = {"name": job.name, "arm": job.arm.name, "seed": job.seed, "status": status, "error": error}
+    if job.pace.sweep is not None:
+        return {**record, **_rehearsal(job, pacer, built, time.perf_counter() - start)}
+    return {**record, **_run(job, pacer, device, energy)}
+
+
+def _rehearsal(job: Job, pacer: Pacer, built: Built | None, total: float) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "kinds": pacer.kinds,
+        "times": pacer.times,
+        "samples": pacer.samples,
+        "tokens": pacer.tokens,
+        "steps": pacer.steps,
+        "losses": pacer.losses,
+        "lr": pacer.rate(),
+        "total_seconds": total,
+        "validation_seconds": pacer.validation,
+    }
+    if job.pace.inspect and built is not None and pacer.points:
+        record["metrics"] = pacer.metrics
+        record["data"] = pacer.data(built.trainer)
+        record["techniques"] = sorted(_acting(built))
+    return record
+
+
+def _acting(built: Built) -> list[str]:
+    """The techniques that act, with their settings, as words to compare."""
+    from lightning_eff._core.technique import Technique
+
+    callbacks: list[Any] = built.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    acting = [c for c in callbacks if isinstance(c, Technique) and not c.neutral]
+    return [f"{type(c).__name__}({ {k: v for k, v in vars(c).items() if not k.startswith('_')} })" for c in acting]
+
+
+def _run(job: Job, pacer: Pacer, device: torch.device, energy: float | None) -> dict[str, Any]:
+    peak, kind = peak_memory(device)
+    notes: list[str] = []
+    share = pacer.last_rate / pacer.rate()["peak"] if pacer.rate()["peak"] > 0 else 0.0
+    if share > 0.1:
+        notes.append(f"the learning rate ended at {share:.0%} of its peak")
+    uncalibrated = pacer.uncalibrated / pacer.charged if pacer.charged else 0.0
+    if uncalibrated > 0.05:
+        notes.append(f"{uncalibrated:.0%} of its seconds are of kinds of steps that the rehearsals did not meet")
+    return {
+        "points": pacer.points,
+        "losses": [list(point) for point in pacer.loss_curve()],
+        "memory": [list(point) for point in pacer.memory],
+        "seconds": pacer.charged,
+        "wall_seconds": pacer.wall,
+        "setup_seconds": pacer.set_up,
+        "warmup_seconds": pacer.warm_up,
+        "validation_seconds": pacer.validation,
+        "extra_seconds": pacer.extra,
+        "forward_passes": pacer.forward_passes,
+        "steps": pacer.steps,
+        "samples": pacer.samples,
+        "tokens": pacer.tokens,
+        "peak_memory_bytes": peak,
+        "memory_kind": kind,
+        "energy_joules": energy,
+        "lr_last_share": share,
+        "uncalibrated_share": uncalibrated,
+        "kinds": _by_kind(pacer),
+        "notes": notes,
+    }
+
+
+def _by_kind(pacer: Pacer) -> list[dict[str, Any]]:
+    found: dict[str, list[float]] = {}
+    for kind, seconds in zip(pacer.kinds, pacer.times, strict=True):
+        found.setdefault(kind, []).append(seconds)
+    return [{"kind": kind, "count": len(times), "wall_seconds": math.fsum(times)} for kind, times in found.items()]
+
+
+def crashed(job: Job, error: str) -> dict[str, Any]:
+    """The record of a job whose process died, or that was not begun because its rehearsal failed."""
+    record = {"name": job.name, "arm": job.arm.name, "seed": job.seed, "status": "crashed", "error": error}
+    pacer = Pacer(job.pace)
+    if job.pace.sweep is not None:
+        return {**record, **_rehearsal(job, pacer, None, 0.0)}
+    empty = _run(job, pacer, torch.device("cpu"), None)
+    return {**record, **empty, "peak_memory_bytes": 0, "notes": []}
+
+
+def _told(exception: BaseException) -> str:
+    return f"{type(exception).__name__}: {exception}"[:2000]
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if count:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

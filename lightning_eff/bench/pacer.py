@@ -1,0 +1,428 @@
+"""The clock of a benchmark run: it spends the budget, decays the rate over it, evaluates, stops, and takes the figures."""
+
+import functools
+import hashlib
+import inspect
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from typing_extensions import override
+
+from lightning_eff._core import rng
+from lightning_eff._core.batches import num_samples, num_tokens, tensors
+from lightning_eff._core.patches import Patches
+from lightning_eff._core.progress import Clock
+from lightning_eff._core.technique import Technique
+from lightning_eff.bench.machine import memory_in_use
+from lightning_eff.bench.turns import TURN
+
+SCHEDULES = ("own", "linear", "cosine")
+WARM_UP = 0.05  # of the budget, where the bench lays out the schedule itself
+
+
+class Horizon(int):
+    """A number of steps or epochs for which schedules are laid out, and at which Lightning does not stop.
+
+    Lightning stops where ``done >= limit``, which Python asks the limit first, as it is of the more special class.
+    """
+
+    def __le__(self, other: object) -> bool:
+        return False
+
+
+class Incomparable(ValueError):
+    """Two arms cannot be compared, or this one cannot be measured."""
+
+
+class Diverged(RuntimeError):
+    """The loss or the metric became nan or infinite."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How a run is to be paced.
+
+    Attributes:
+        target: the validation metric.
+        budget: training seconds, on the clock that ``reference`` names.
+        reference: charge each step the calibrated price of its kind; else its wall-clock time.
+        prices: seconds by kind of step.
+        steps: how many optimizer steps the learning-rate schedule is laid out for.
+        evaluations: how many times to validate, evenly over the budget, the last time at its end.
+        schedule: "own", the module's; "linear" or "cosine", the bench's in its place, after a warm-up of 5 %.
+        sweep: in place of the budget, so many optimizer steps that pass through the whole schedule (a rehearsal).
+        inspect: look at the data, and validate at the end of a sweep.
+    """
+
+    target: str
+    budget: float = math.inf
+    reference: bool = False
+    prices: Mapping[str, float] = field(default_factory=dict)
+    steps: int = 1
+    evaluations: int = 1
+    schedule: str = "own"
+    sweep: int | None = None
+    inspect: bool = False
+
+
+def decay(schedule: str, u: float) -> float:
+    """The bench's own schedules as a factor of the base rate, at the share ``u`` of the budget: 0 at ``u = 1``."""
+    if u < WARM_UP:
+        return max(u, 1e-3) / WARM_UP
+    v = (u - WARM_UP) / (1 - WARM_UP)
+    return 1 - v if schedule == "linear" else (1 + math.cos(math.pi * v)) / 2
+
+
+class Pacer(Clock):
+    """Runs one arm of a benchmark within its budget, whatever the trainer's own limits are.
+
+    It must be the first of the trainer's callbacks. Schedulers are stepped by the share ``u`` of the budget that is
+    used, not by counting steps: at ``u`` each stands where it would after ``u * steps`` steps of its own, so that every
+    arm decays wholly over the budget, however many steps it makes. Validation is at fixed shares too. Training seconds
+    run from one batch's end to the next one's and so hold all that a recipe does: loading, scoring, growth, hooks.
+    Validation is apart, but not the passes over training data that a technique makes there.
+
+    Args:
+        pace: what is to be kept.
+        progress: called with the share of the budget after each step.
+        pass_on: called after every few batches of a rehearsal, to let others have their turn.
+    """
+
+    def __init__(
+        self,
+        pace: Pace,
+        progress: Callable[[float], None] | None = None,
+        pass_on: Callable[[], float] | None = None,
+    ) -> None:
+        self.pace = pace
+        self._progress = progress
+        self._pass_on = pass_on
+        self._patches = Patches()
+        self._mark = self._outside = self._pending = 0.0
+        self._calls: list[str] = []
+        self._known: set[str] = set()
+        self._factors: deque[float] = deque(maxlen=50)
+        self._evaluated = 0
+        self._due = False
+        self._positions: dict[int, int] = {}
+        self._bases: list[list[float]] = []
+        self._losses: list[tuple[float, float]] = []
+        self._began = time.perf_counter()
+        # what the run's record is made of
+        self.charged = self.wall = self.set_up = self.warm_up = self.validation = self.extra = self.uncalibrated = 0.0
+        self.steps = self.samples = self.tokens = self.forward_passes = 0
+        self.kinds: list[str] = []  # of each batch, and
+        self.times: list[float] = []  # its wall-clock seconds
+        self.losses: list[float] = []  # of each batch
+        self.rates: list[tuple[float, float]] = []  # (u, learning rate) of each optimizer step
+        self.points: list[dict[str, float]] = []
+        self.memory: list[tuple[float, int]] = []
+        self.last_rate = 0.0
+        self.metrics: dict[str, float] = {}
+        self.validation_data: dict[str, Any] = {}
+
+    # -- the clock
+
+    @override
+    def share(self) -> float:
+        if self.pace.sweep is not None:
+            return min(self.steps / self.pace.sweep, 1.0)
+        return min(self.charged / self.pace.budget, 1.0)
+
+    def _charge(self, wall: float, kind: str) -> float:
+        """What a batch of this kind that took ``wall`` seconds costs on the budget's clock."""
+        price = self.pace.prices.get(kind)
+        first = kind not in self._known
+        self._known.add(kind)
+        if price is None:
+            if not self.pace.reference:
+                return wall
+            cost = wall * (median(self._factors) if self._factors else 1.0)
+            self.uncalibrated += cost
+            return cost
+        if first and wall > 1.5 * price:  # compilation, allocation, caches
+            self.warm_up += wall - price
+            wall = price
+        self._factors.append(price / max(wall, 1e-9))
+        return price if self.pace.reference else wall
+
+    def _factor(self) -> float:
+        return median(self._factors) if self.pace.reference and self._factors else 1.0
+
+    # -- Lightning's hooks
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if trainer.world_size != 1:
+            raise Incomparable(
+                f"Got a Trainer over {trainer.world_size} devices; expected one, since the bench paces one process."
+                " Set devices=1."
+            )
+        loop = trainer.fit_loop
+        epoch_loop = loop.epoch_loop
+        self._patches.set(loop, "min_epochs", 0)
+        self._patches.set(epoch_loop, "min_steps", None)
+        self._patches.set(loop, "max_epochs", Horizon(2**31))
+        self._patches.set(epoch_loop, "max_steps", Horizon(self.pace.steps))
+        self._patches.set(epoch_loop, "_should_check_val_fx", lambda fetcher: self._due)
+        self._patches.set(epoch_loop, "update_lr_schedulers", lambda interval, update_plateau_schedulers: None)
+        self._patches.set(epoch_loop.val_loop, "run", self._validating(trainer, epoch_loop.val_loop.run))
+        self._patches.set(pl_module, "training_step", self._recording(trainer, pl_module.training_step))
+        self._patches.set(pl_module, "configure_optimizers", self._laying_out(trainer, pl_module.configure_optimizers))
+
+    def _recording(self, trainer: Trainer, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            shapes = dict.fromkeys("x".join(map(str, t.shape)) for arg in args[:1] for _, t in tensors(arg))
+            call = ",".join(shapes) + ("" if torch.is_grad_enabled() else " forward")
+            session = next((t._session for t in _techniques(trainer) if t._session is not None), None)
+            for path, shown, trained in session.signature() if session is not None else ():
+                call += f" {path}:{shown}/{trained}"
+            self._calls.append(call)
+            return original(*args, **kwargs)
+
+        training_step.__wrapped__ = inspect.unwrap(original)  # Lightning looks through one wrapper only
+        return training_step
+
+    def _laying_out(self, trainer: Trainer, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def configure_optimizers() -> Any:
+            if trainer.train_dataloader is None:
+                trainer.fit_loop.setup_data()
+            batches = trainer.num_training_batches
+            epochs = 1
+            if math.isfinite(batches) and batches > 0:
+                epochs = math.ceil(self.pace.steps / math.ceil(batches / trainer.accumulate_grad_batches))
+            trainer.fit_loop.max_epochs = Horizon(max(epochs, 1))
+            return original()
+
+        configure_optimizers.__wrapped__ = inspect.unwrap(original)
+        return configure_optimizers
+
+    def _validating(self, trainer: Trainer, original: Callable[..., Any]) -> Callable[..., Any]:
+        def run() -> Any:
+            _synchronize(trainer)
+            cost = _cost(trainer)
+            before, start = cost.seconds if cost else 0.0, time.perf_counter()
+            outputs = original()
+            _synchronize(trainer)
+            seconds = time.perf_counter() - start
+            extra = (cost.seconds if cost else 0.0) - before
+            self._outside += seconds - extra  # the passes that a technique made are training
+            self.validation += seconds - extra
+            self.charged += extra * self._factor() if self.pace.reference else 0.0
+            self._take(trainer, {name for output in outputs for name in output})
+            return outputs
+
+        return run
+
+    def _take(self, trainer: Trainer, logged: set[str]) -> None:
+        self._due = False
+        self.metrics = {name: float(trainer.callback_metrics[name]) for name in logged & set(trainer.callback_metrics)}
+        target = self.pace.target
+        if target not in self.metrics:
+            elsewhere = target in trainer.callback_metrics
+            raise Incomparable(
+                f"Got target {target!r}, which validation does not log{' (training does)' if elsewhere else ''}; expected"
+                f" one of {sorted(self.metrics) or 'nothing: it logs no metric at all'}. Name one by --target, or log it"
+                " in validation_step."
+            )
+        self.points.append(
+            {
+                "seconds": self.charged,
+                "wall_seconds": self.wall,
+                "step": self.steps,
+                "samples": self.samples,
+                "tokens": self.tokens,
+                "metric": self.metrics[target],
+            }
+        )
+        self.memory.append((self.charged, memory_in_use(trainer.strategy.root_device)))
+        if not math.isfinite(self.metrics[target]):
+            raise Diverged(f"{target} is {self.metrics[target]} at step {self.steps}.")
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.enable_validation:
+            raise Incomparable(
+                "Got a run without validation; expected validation_step and validation data, in which the target is"
+                " logged. Give them, or limit_val_batches > 0."
+            )
+        self._bases = [[group["lr"] for group in o.param_groups] for o in trainer.optimizers]
+        for config in trainer.lr_scheduler_configs:
+            if config.reduce_on_plateau or isinstance(config.scheduler, ReduceLROnPlateau):
+                raise Incomparable(
+                    "Got ReduceLROnPlateau, whose rate follows the metric; expected one that decays with the run, so"
+                    " that it is decayed wholly over every budget. Use another scheduler, or --schedule linear."
+                )
+        self._follow(trainer)
+        _synchronize(trainer)
+        self._mark = time.perf_counter()
+        self.set_up = self._mark - self._began
+        self.memory.append((0.0, memory_in_use(trainer.strategy.root_device)))
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._calls.clear()
+        self.samples += num_samples(batch)
+        self.tokens += num_tokens(batch)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        stepped = not trainer.fit_loop.epoch_loop._should_accumulate()
+        if self.pace.sweep is not None:
+            _synchronize(trainer)
+        now = time.perf_counter()
+        seconds = now - self._mark - self._outside
+        self._mark, self._outside = now, 0.0
+        kind = " + ".join(self._calls) + ("" if stepped else " (accumulates)")
+        before = self.warm_up
+        charge = self._charge(seconds, kind)
+        self.charged += charge
+        self.wall += seconds - (self.warm_up - before)
+        self.kinds.append(kind)
+        self.times.append(seconds)
+        self._watch(trainer, outputs)
+        if stepped:
+            self._step(trainer, charge)
+        if self._pass_on is not None and len(self.times) % TURN == 0:
+            self._outside += self._pass_on()
+
+    def _step(self, trainer: Trainer, charge: float) -> None:
+        """An optimizer step is done: where does the run stand?"""
+        self.rates.append((self.share(), self.last_rate))
+        self.steps += 1
+        self._follow(trainer)
+        cost = _cost(trainer)
+        if cost is not None:
+            self.extra, self.forward_passes = cost.seconds, cost.forward_passes
+        u = self.share()
+        if self.pace.sweep is None:
+            left = self.pace.budget - self.charged
+            over = left <= charge / 2  # the nearest step's end to that of the budget
+            self._due = over or u * self.pace.evaluations + 1e-9 >= self._evaluated + 1
+            self._evaluated = max(self._evaluated, math.floor(u * self.pace.evaluations + 1e-9))
+        else:
+            over = self.steps >= self.pace.sweep
+            self._due = over and self.pace.inspect
+        if over:
+            trainer.should_stop = True
+        if self._progress is not None:
+            self._progress(1.0 if over else u)
+
+    def _watch(self, trainer: Trainer, outputs: Any) -> None:
+        """Keep the loss; on an accelerator that runs ahead, only now and then."""
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        waits = trainer.strategy.root_device.type != "cpu" and self.pace.sweep is None
+        if not isinstance(loss, torch.Tensor) or (waits and len(self.times) % 20):
+            return
+        value = float(loss.detach())
+        self.losses.append(value)
+        self._losses.append((self.charged, value))
+        if not math.isfinite(value):
+            raise Diverged(f"the training loss is {value} at step {self.steps}.")
+
+    def _follow(self, trainer: Trainer) -> None:
+        """Set the learning rate to where it stands at this share of the budget."""
+        u = self.share()
+        if self.pace.schedule == "own" and trainer.lightning_module.automatic_optimization:
+            for index, config in enumerate(trainer.lr_scheduler_configs):
+                length = self._length(trainer, config)
+                at = min(int(u * length + 1e-6), length - 1)
+                while self._positions.setdefault(index, 0) < at:
+                    trainer.lightning_module.lr_scheduler_step(config.scheduler, None)
+                    self._positions[index] += 1
+        elif self.pace.schedule != "own":
+            for optimizer, bases in zip(trainer.optimizers, self._bases, strict=True):
+                for group, base in zip(optimizer.param_groups, bases, strict=True):
+                    group["lr"] = base * decay(self.pace.schedule, u)
+        self.last_rate = max(float(group["lr"]) for o in trainer.optimizers for group in o.param_groups)
+
+    def _length(self, trainer: Trainer, config: LRSchedulerConfig) -> int:
+        """How many steps of its own a scheduler makes in the budget."""
+        whole = self.pace.steps if config.interval == "step" else int(trainer.max_epochs or 1)
+        return max(whole // config.frequency, 1)
+
+    @override
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if self.pace.inspect:
+            for path, tensor in tensors(batch):
+                key = f"{dataloader_idx}{path} {tensor.dtype} {tuple(tensor.shape[1:])}"
+                digest = self.validation_data.setdefault(key, hashlib.sha1())  # however it is cut into batches
+                digest.update(_bytes(tensor))
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._patches.restore()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._patches.restore()
+
+    # -- what it found
+
+    def rate(self) -> dict[str, float]:
+        """The learning rate's peak, the share of the budget at which it is there, and what is left of it at the end."""
+        peak = max((rate for _, rate in self.rates), default=0.0)
+        at = next((u for u, rate in self.rates if rate == peak), 0.0)
+        return {"peak": peak, "last": self.last_rate, "peak_at": at}
+
+    def loss_curve(self, most: int = 200) -> list[tuple[float, float]]:
+        """The training loss over the budget, as means of neighbours, at most ``most`` points."""
+        size = math.ceil(len(self._losses) / most) or 1
+        chunks = [self._losses[i : i + size] for i in range(0, len(self._losses), size)]
+        return [(chunk[-1][0], sum(loss for _, loss in chunk) / len(chunk)) for chunk in chunks]
+
+    def data(self, trainer: Trainer) -> dict[str, Any]:
+        """Fingerprints of the validation data that was used, and of the training data set."""
+        validation = {path: digest.hexdigest() for path, digest in sorted(self.validation_data.items())}
+        return {"validation": validation, "training": training_data(trainer)}
+
+
+def training_data(trainer: Trainer) -> dict[str, Any] | None:
+    """The length of a map-style training set and a hash of three of its items; None where it cannot be told."""
+    dataset = getattr(trainer.train_dataloader, "dataset", None)
+    try:
+        length = len(dataset)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        return None
+    digest = hashlib.sha1()
+    with rng.fork():
+        for index in (0, length // 2, length - 1):
+            torch.manual_seed(index)  # random augmentation draws alike
+            for _, tensor in tensors(dataset[index]):  # pyright: ignore[reportOptionalSubscript]
+                digest.update(_bytes(tensor))
+    return {"length": length, "items": digest.hexdigest()}
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous().flatten()
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def _techniques(trainer: Trainer) -> list[Technique]:
+    return [c for c in trainer.callbacks if isinstance(c, Technique)]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _cost(trainer: Trainer) -> Any:
+    session = next((t._session for t in _techniques(trainer) if t._session is not None), None)
+    return session.chain.cost if session is not None else None
+
+
+def _synchronize(trainer: Trainer) -> None:
+    device = trainer.strategy.root_device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

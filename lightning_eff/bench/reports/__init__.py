@@ -1,0 +1,1 @@
+"""From a bench's runs to intervals, verdicts, tables, figures and pages."""

@@ -1,0 +1,316 @@
+"""The report's figures: sized for a phone, safe for the colour-blind, readable without colour."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from lightning_eff.bench.reports import words
+from lightning_eff.bench.reports.drawing import (
+    COLOURS,
+    INK,
+    PAPER,
+    Drawing,
+    grid_of,
+    label,
+    one,
+    require_matplotlib,
+    style,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MARKERS = ("o", "s", "^", "D", "v", "P")
+DASHES = ((0, (4, 2)), (0, (1, 1.5)), (0, (4, 1.5, 1, 1.5)))
+TOGETHER = 6  #: arms that one diagram holds; more are drawn as small multiples
+GRID_POINTS = 120
+
+Curve = Sequence[tuple[float, float]]
+
+
+@dataclass
+class _Line:
+    """An arm in a diagram: how it is drawn, and its finished runs."""
+
+    name: str
+    colour: str
+    dash: Any
+    marker: str | None
+    runs: list[dict[str, Any]]
+
+
+def draw(results: dict[str, Any], summary: dict[str, dict[str, Any]]) -> list[Drawing]:
+    """All figures about which the results know something, in the report's order.
+
+    Args:
+        results: of the bench's schema.
+        summary: of the same results.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    with style():
+        lines = _lines(results, summary)
+        drawings = [speedups(results, summary)]
+        if any(line.runs for line in lines):
+            plan = results["plan"]
+            clock = "priced" if plan["budget"]["clock"] == "reference" else "wall-clock"
+            target, share = plan["target"], _late(plan["budget"]["seconds"])
+            drawings.append(_curves("seconds", f"training seconds ({clock})", target, lines, _points("seconds"), share))
+            drawings.append(_curves("samples", "samples seen", target, lines, _points("samples"), None))
+            drawings.append(_memory(lines))
+            drawings.append(phases(results, summary))
+        return [drawing for drawing in drawings if drawing is not None]
+
+
+def speedups(results: dict[str, Any], summary: dict[str, dict[str, Any]]) -> Drawing | None:
+    """Forest plot: each arm's speed-up with its interval, around 1."""
+    arms = [arm for arm in results["plan"]["arms"] if summary[arm["name"]]["speedup"]]
+    arms = [arm for arm in arms if arm["kind"] in ("recipe", "control")]
+    if not arms:
+        return None
+    known = [summary[arm["name"]]["speedup"] for arm in arms]
+    left = min(0.85, max(0.25, min(interval["low"] for interval in known))) / 1.06
+    right = max(1.18, min(4.0, max(interval["high"] for interval in known))) * 1.06
+    figure, axes = one(0.5 + 0.44 * len(arms))
+    axes.axvline(1, color=INK, linewidth=1)
+    for row, (arm, interval) in enumerate(zip(arms, known, strict=True)):
+        y, colour = -row, COLOURS[1] if arm["kind"] == "control" else COLOURS[0]
+        low, high = max(left, interval["low"]), min(right, interval["high"])
+        axes.plot([low, high], [y, y], color=colour, linewidth=2, solid_capstyle="butt")
+        for end, bound, marker in ((low, interval["low"], "<"), (high, interval["high"], ">")):
+            axes.plot([end], [y], marker=marker if end != bound else "|", color=colour, markersize=6, linestyle="none")
+        middle = min(max(interval["estimate"], left), right)
+        face = PAPER if arm["kind"] == "control" else colour
+        axes.plot([middle], [y], marker="o", color=colour, markerfacecolor=face, markersize=6, linestyle="none")
+        text = words.bracket(interval, words.ratios)
+        name = label(arm["name"] if arm["kind"] == "recipe" else f"{arm['name']} (control)", 36)
+        place: Any = axes.get_yaxis_transform()
+        behind = {"facecolor": PAPER, "edgecolor": "none", "pad": 1}
+        axes.text(0.0, y + 0.24, name, fontsize=9, transform=place, va="bottom", fontweight="bold", bbox=behind)
+        axes.text(1.0, y + 0.24, text, fontsize=8, transform=place, va="bottom", ha="right", bbox=behind)
+    axes.set_xscale("log")
+    axes.set_xlim(left, right)
+    axes.set_ylim(-len(arms) + 0.6, 0.75)
+    wide = math.log(right / left) > math.log(6)
+    ticks = (0.25, 0.5, 1, 2, 4) if wide else (0.25, 0.33, 0.5, 0.67, 0.8, 1, 1.25, 1.5, 2, 3, 4)
+    axes.set_xticks([tick for tick in ticks if left <= tick <= right], minor=False)
+    axes.set_xticks([], minor=True)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    axes.set_xlabel("speed-up over the baseline (log scale); right of 1 is faster")
+    told = "; ".join(f"{a['name']} {words.bracket(i, words.ratios)}" for a, i in zip(arms, known, strict=True))
+    caption = (
+        "Speed-up over the baseline with its 95 % interval. An interval that touches the line at 1 shows no difference."
+    )
+    return Drawing("speedups", caption, f"Speed-ups with 95 % intervals: {told}.", figure)
+
+
+def _curves(
+    name: str,
+    across: str,
+    target: str,
+    lines: list[_Line],
+    curve_of: Callable[[dict[str, Any]], Curve],
+    late: Callable[[float], bool] | None,
+) -> Drawing:
+    """The metric of each arm with its band over seeds, together or in small multiples."""
+    multiples = _panels(lines)
+    figure, grid = grid_of(len(multiples))
+    for axes, panel in zip(grid, multiples, strict=False):
+        _bands(axes, panel, curve_of)
+        if len(multiples) > 1:
+            axes.set_title(label(panel[1].name, 26), fontsize=8, loc="left")
+    shown = [line for panel in multiples for line in panel]
+    if late is None:
+        last = min(curve_of(run)[-1][0] for line in shown for run in line.runs)
+        late = _late(last)
+    values = [y for line in shown for run in line.runs for x, y in curve_of(run) if late(x)]
+    low, high = min(values), max(values)
+    grid[0].set_ylim(low - 0.05 * (high - low or 1), high + 0.05 * (high - low or 1))
+    _label(figure, across, target, multiples)
+    start = " The first fifth of the budget may lie outside the frame."
+    caption = f"{target} against {across}: mean and range over seeds. Controls are dashed." + start
+    ends = [(line.name, fmean(curve_of(run)[-1][1] for run in line.runs)) for line in lines if line.runs]
+    told = "; ".join(f"{who} {words.number(value)}" for who, value in ends)
+    return Drawing(name, caption, f"Curves of {target} against {across}. At the end: {told}.", figure)
+
+
+def _memory(lines: list[_Line]) -> Drawing | None:
+    """Memory over the budget's seconds."""
+    kept = [line for line in lines if any(run["memory"] for run in line.runs)]
+    if not kept:
+        return None
+    largest = max(value or 0 for line in kept for run in line.runs for _, value in run["memory"])
+    unit, name = (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
+
+    def curve(run: dict[str, Any]) -> Curve:
+        return [(seconds, value / unit) for seconds, value in run["memory"] if value is not None]
+
+    multiples = _panels(kept)
+    figure, grid = grid_of(len(multiples))
+    for axes, panel in zip(grid, multiples, strict=False):
+        _bands(axes, panel, curve)
+        if len(multiples) > 1:
+            axes.set_title(label(panel[1].name, 26), fontsize=8, loc="left")
+    _label(figure, "training seconds", f"memory ({name})", multiples)
+    kinds = sorted({run["memory_kind"] for line in kept for run in line.runs})
+    peaks = [(line.name, fmean(run["peak_memory_bytes"] for run in line.runs)) for line in kept]
+    told = "; ".join(f"{who} {words.amount(value)}" for who, value in peaks)
+    caption = f"Memory during training ({' and '.join(kinds)}): mean and range over seeds."
+    return Drawing("memory", caption, f"Memory over time. Peaks: {told}.", figure)
+
+
+def phases(results: dict[str, Any], summary: dict[str, dict[str, Any]]) -> Drawing | None:
+    """Where the wall-clock of a run went, by phase."""
+    arms = [
+        (arm["name"], words.finished_runs(results, arm["name"], summary[arm["name"]]))
+        for arm in results["plan"]["arms"]
+    ]
+    arms = [(name, runs) for name, runs in arms if runs]
+    if not arms:
+        return None
+    figure, axes = one(0.95 + 0.4 * len(arms))
+    handles = []
+    for part, (_, head, seconds_of) in enumerate(words.PHASES):
+        widths = [fmean(map(seconds_of, runs)) for _, runs in arms]
+        lefts = [sum(fmean(map(of, runs)) for _, _, of in words.PHASES[:part]) for _, runs in arms]
+        bars = axes.barh(
+            [-row for row in range(len(arms))],
+            widths,
+            left=lefts,
+            height=0.34,
+            color=(*COLOURS[:2], *COLOURS[3:])[part],
+            edgecolor=PAPER,
+            linewidth=0.8,
+        )
+        handles.append((bars[0], head))
+    for row, (name, runs) in enumerate(arms):
+        whole = sum(fmean(map(of, runs)) for _, _, of in words.PHASES)
+        axes.text(0, -row + 0.2, label(name, 40), fontsize=8, va="bottom")
+        axes.text(whole, -row + 0.2, f"{words.number(whole, 3)} s", fontsize=8, va="bottom", ha="right")
+    axes.set_yticks([])
+    axes.set_ylim(-len(arms) + 0.7, 0.7)
+    axes.set_xlabel("wall-clock seconds of a run, mean over seeds")
+    figure.legend([bar for bar, _ in handles], [head for _, head in handles], loc="outside lower center", ncols=3)
+    told = "; ".join(
+        f"{n} {words.number(sum(fmean(map(of, runs)) for _, _, of in words.PHASES), 3)} s" for n, runs in arms
+    )
+    caption = "Where the wall-clock of a run went. Set-up, compilation and validation do not count against the budget."
+    return Drawing("phases", caption, f"Wall-clock seconds of a run, all phases: {told}.", figure)
+
+
+def band(curves: Sequence[Curve]) -> tuple[list[float], list[float], list[float], list[float]]:
+    """Mean, least and greatest of several curves, linear between their points, over the stretch that all of them cover.
+
+    Args:
+        curves: each a rising sequence of (x, y), at least one point long.
+
+    Returns:
+        The abscissas (every x of any curve, thinned to about 120), then mean, least and greatest y at each.
+    """
+    start, end = max(curve[0][0] for curve in curves), min(curve[-1][0] for curve in curves)
+    xs = sorted({x for curve in curves for x, _ in curve if start <= x <= end} | {min(start, end), end})
+    stride = math.ceil(len(xs) / GRID_POINTS)
+    xs = xs[(len(xs) - 1) % stride :: stride]
+    columns = [[_at(curve, x) for curve in curves] for x in xs]
+    return xs, [fmean(column) for column in columns], [min(c) for c in columns], [max(c) for c in columns]
+
+
+def _at(curve: Curve, x: float) -> float:
+    for (x0, y0), (x1, y1) in pairwise(curve):
+        if x0 <= x <= x1:
+            return y0 + (y1 - y0) * ((x - x0) / (x1 - x0) if x1 > x0 else 1.0)
+    return curve[0][1] if x < curve[0][0] else curve[-1][1]
+
+
+def _points(field: str) -> Callable[[dict[str, Any]], Curve]:
+    """A run's (field, metric) where the metric is finite."""
+
+    def curve(run: dict[str, Any]) -> Curve:
+        good = [p for p in run["points"] if p["metric"] is not None and math.isfinite(p["metric"])]
+        return [(p[field], p["metric"]) for p in good]
+
+    return curve
+
+
+def _late(budget: float) -> Callable[[float], bool]:
+    return lambda x: x >= 0.2 * budget
+
+
+def _lines(results: dict[str, Any], summary: dict[str, dict[str, Any]]) -> list[_Line]:
+    """The baseline in ink, a colour and marker for each recipe, and its controls dashed in its colour; no ladder."""
+    made: dict[str, _Line] = {}
+    arms = [arm for arm in results["plan"]["arms"] if arm["kind"] != "ladder"]
+    recipes = [arm["name"] for arm in arms if arm["kind"] == "recipe"]
+    controls = {
+        name: [arm["name"] for arm in arms if arm["of"] == name and arm["kind"] == "control"] for name in recipes
+    }
+    for arm in arms:
+        name, runs = arm["name"], words.finished_runs(results, arm["name"], summary[arm["name"]])
+        if arm["kind"] == "baseline":
+            made[name] = _Line(name, INK, "solid", None, runs)
+        elif arm["kind"] == "recipe":
+            index = recipes.index(name) % len(COLOURS)
+            made[name] = _Line(name, COLOURS[index], "solid", MARKERS[index], runs)
+        else:
+            index = recipes.index(arm["of"]) % len(COLOURS)
+            dash = DASHES[controls[arm["of"]].index(name) % len(DASHES)]
+            made[name] = _Line(name, COLOURS[index], dash, None, runs)
+    order = [name for recipe in recipes for name in (recipe, *controls[recipe])]
+    return [made[arms[0]["name"]], *(made[name] for name in order)]
+
+
+def _panels(lines: list[_Line]) -> list[list[_Line]]:
+    """All lines in one panel, or for many arms a panel a recipe: the baseline, the recipe, its controls."""
+    kept = [line for line in lines if line.runs]
+    if len(kept) <= TOGETHER or lines[0] not in kept:
+        return [kept]
+    panels: list[list[_Line]] = []
+    for line in kept[1:]:
+        if line.dash == "solid" or not panels or panels[-1][1].colour != line.colour:
+            panels.append([kept[0]])
+        panels[-1].append(line)
+    return panels
+
+
+def _bands(axes: "Axes", lines: list[_Line], curve_of: Callable[[dict[str, Any]], Curve]) -> None:
+    for line in lines:
+        curves = [curve for curve in map(curve_of, line.runs) if curve]
+        if not curves:
+            continue
+        xs, mean, low, high = band(curves)
+        every = max(1, len(xs) // 6)
+        axes.fill_between(xs, low, high, color=line.colour, alpha=0.18, linewidth=0)
+        axes.plot(
+            xs,
+            mean,
+            color=line.colour,
+            linestyle=line.dash,
+            linewidth=1.8 if line.colour == INK else 1.4,
+            marker=line.marker,
+            markersize=4,
+            markevery=(every // 2, every),
+            label=label(line.name, 40),
+        )
+
+
+def _label(figure: "Figure", across: str, up: str, panels: list[list[_Line]]) -> None:
+    """Axis labels, and a legend: of every line, or for small multiples of what their kinds of line mean."""
+    figure.supxlabel(across, fontsize=9)
+    figure.supylabel(label(up, 40), fontsize=9)
+    if len(panels) == 1:
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper center", ncols=1 if max(map(len, labels)) > 24 else 2)
+        return
+    longest = max(panels, key=len)
+    axes = figure.axes[panels.index(longest)]
+    handles, _ = axes.get_legend_handles_labels()
+    kinds = ["baseline", "recipe", "its control", "second control", "third control"][: len(handles)]
+    figure.legend(handles[: len(kinds)], kinds, loc="outside upper center", ncols=3)

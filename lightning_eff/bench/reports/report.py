@@ -1,0 +1,117 @@
+"""The bench's report: a table for the terminal, one HTML file, and the same figures as PNG."""
+
+import os
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from lightning_eff.bench.reports import words
+from lightning_eff.bench.reports.drawing import png, require_matplotlib
+from lightning_eff.bench.reports.figures import draw
+from lightning_eff.bench.reports.report_html import page
+from lightning_eff.bench.reports.statistics import summarize
+
+__all__ = ["require_matplotlib", "table", "write_html", "write_pngs"]
+
+NARROWEST, WIDEST = 80, 160
+
+
+def table(results: dict[str, Any], width: int = 100) -> str:
+    """What the bench found, for a terminal: a row an arm, then the sentences, what failed, and where the time went.
+
+    Columns that do not fit beside each other continue in a second block, with the arms' names again.
+
+    Args:
+        results: of the bench's schema.
+        width: columns of the terminal; 80 to 160 are used.
+    """
+    width = min(max(width, NARROWEST), WIDEST)
+    summary = summarize(results)
+    unfinished = "" if results["finished"] else " (not finished: what there is so far)"
+    parts = [_wrap(results["title"] + unfinished, width), _wrap(words.plan_line(results), width), ""]
+    parts += [grid(*words.cells(results, summary), width), ""]
+    parts += [_wrap(own["sentence"], width, bullet="- ") for own in summary.values()]
+    if failed := words.failures(summary):
+        parts += ["", "Failed runs", *(_wrap(line, width, bullet="- ") for line in failed)]
+    parts += ["", "Mean seconds of a run; set-up, compilation and validation lie outside the budget"]
+    parts += [grid(*words.times(results, summary), width), "", _wrap(words.machine_line(results), width)]
+    return "\n".join(parts) + "\n"
+
+
+def grid(columns: list[words.Column], rows: list[dict[str, str]], width: int) -> str:
+    """Rows of text under their heads, in as many blocks one under the other as the width asks for.
+
+    Args:
+        columns: beside the arm's name, which begins every row.
+        rows: a text for ``arm`` and for each column's key.
+        width: in characters.
+    """
+    names = [_cut(row["arm"], max(16, width // 4)) for row in rows]
+    first = max(len(name) for name in [*names, "arm"])
+    blocks: list[list[tuple[words.Column, int]]] = [[]]
+    used = first
+    for column in columns:
+        size = max(len(column.head), *(len(row[column.key]) for row in rows))
+        if used + 2 + size > width and blocks[-1]:
+            blocks.append([])
+            used = first
+        blocks[-1].append((column, min(size, width - first - 2)))
+        used += 2 + size
+    lines: list[str] = []
+    for block in blocks:
+        lines += [""] if lines else []
+        head = "  ".join(["arm".ljust(first), *(column.head.ljust(size) for column, size in block)])
+        lines += [head.rstrip(), "  ".join("─" * size for size in [first, *(size for _, size in block)])]
+        for name, row in zip(names, rows, strict=True):
+            texts = [_cut(row[column.key], size).ljust(size) for column, size in block]
+            lines.append("  ".join([name.ljust(first), *texts]).rstrip())
+    return "\n".join(lines)
+
+
+def write_html(results: dict[str, Any], path: str | os.PathLike[str]) -> Path:
+    """Write the report as one self-contained file, which refers to nothing outside itself.
+
+    Args:
+        results: of the bench's schema.
+        path: the file to write; its folder is made.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    file = Path(path)
+    text = page(results)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8", newline="\n")
+    return file
+
+
+def write_pngs(results: dict[str, Any], folder: str | os.PathLike[str]) -> list[Path]:
+    """Write the report's figures as PNG, on white, at 200 dots per inch.
+
+    Args:
+        results: of the bench's schema.
+        folder: where to; it is made.
+
+    Returns:
+        The files that were written, such as ``speedups.png``.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    target = Path(folder)
+    drawings = draw(results, summarize(results))
+    target.mkdir(parents=True, exist_ok=True)
+    files = []
+    for drawing in drawings:
+        files.append(target / f"{drawing.name}.png")
+        files[-1].write_bytes(png(drawing))
+    return files
+
+
+def _wrap(text: str, width: int, bullet: str = "") -> str:
+    clean = " ".join(text.split())
+    return textwrap.fill(clean, width, initial_indent=bullet, subsequent_indent=" " * len(bullet))
+
+
+def _cut(text: str, size: int) -> str:
+    return text if len(text) <= size else text[: size - 1] + "…"

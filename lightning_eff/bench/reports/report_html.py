@@ -1,0 +1,208 @@
+"""The bench's report as one HTML file: no script, and no reference to anything outside it."""
+
+import json
+from html import escape
+from typing import Any
+
+from lightning_eff.bench.reports import words
+from lightning_eff.bench.reports.drawing import Drawing, svg
+from lightning_eff.bench.reports.figures import draw
+from lightning_eff.bench.reports.statistics import summarize
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1b1f24; --paper: #ffffff; --soft: #f3f5f7; --grid: #d5d9de; --dim: #555d66;
+  --c0: #0072b2; --c1: #d55e00; --c2: #009e73; --c3: #cc79a7; --c4: #e69f00; --c5: #56b4e9; }
+@media (prefers-color-scheme: dark) { @media not print { :root { --ink: #e8eaed; --paper: #15181c; --soft: #1f242a;
+  --grid: #3a4149; --dim: #a6aeb7; --c0: #4aa8e0; --c1: #ff8a3d; --c2: #2fc79a; --c3: #e09bc4; --c4: #f0b429;
+  --c5: #8fd0f5; } } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 1rem; max-width: 76rem; background: var(--paper); color: var(--ink);
+  font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
+h1 { font-size: 1.5rem; line-height: 1.25; margin: 0 0 .25rem; }
+h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; border-bottom: 1px solid var(--grid); }
+p, li { max-width: 48rem; }
+.dim, figcaption { color: var(--dim); font-size: .875rem; }
+.verdicts { list-style: none; padding: 0; margin: 1rem 0; }
+.verdicts li { margin: .6rem 0; padding: .15rem 0 .15rem .8rem; border-left: 4px solid var(--grid); }
+.verdicts .faster { border-color: var(--c0); }
+.verdicts .slower, .verdicts .failed { border-color: var(--c1); }
+.tag { display: inline-block; padding: 0 .45rem; border: 1px solid currentColor; border-radius: .6rem; font-size: .8rem;
+  margin-right: .3rem; }
+figure { margin: 0; break-inside: avoid; }
+figure svg { display: block; width: 100%; max-width: 34rem; height: auto; font-family: "DejaVu Sans", Verdana, sans-serif; }
+figure svg * { stroke-linejoin: round; stroke-linecap: butt; }
+.lead { max-width: 34rem; }
+.figures { display: grid; gap: 1.5rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 25rem), 1fr)); }
+table { border-collapse: collapse; width: 100%; font-size: .8125rem; font-variant-numeric: tabular-nums; }
+th, td { text-align: left; vertical-align: top; padding: .35rem .5rem; border-bottom: 1px solid var(--grid); }
+thead th { background: var(--soft); }
+td, th { overflow-wrap: normal; }
+tbody th { overflow-wrap: anywhere; min-width: 6.5rem; }
+pre { background: var(--soft); padding: .6rem; white-space: pre-wrap; overflow-wrap: anywhere; font-size: .8125rem; }
+summary { cursor: pointer; padding: .3rem 0; }
+@media screen and (max-width: 820px) {
+  table, tbody, tr, th, td { display: block; }
+  thead { display: none; }
+  tr { border: 1px solid var(--grid); border-radius: .4rem; margin: 0 0 .8rem; }
+  td, tbody th { display: grid; grid-template-columns: 9rem 1fr; border: 0; padding: .2rem .6rem; }
+  tbody th { display: block; background: var(--soft); font-size: .9375rem; }
+  td.none { display: none; }
+  td::before { content: attr(data-head); color: var(--dim); }
+}
+@media print {
+  @page { margin: 12mm; }
+  body { padding: 0; font-size: 9.5pt; max-width: none; }
+  table { font-size: 7.5pt; }
+  th, td { padding: 2pt 3pt; }
+  tbody th { min-width: 18mm; }
+  tr, li { break-inside: avoid; }
+  h2 { break-after: avoid; }
+  .lead { max-width: 105mm; }
+  .figures { display: block; columns: 2; column-gap: 8mm; }
+  .figures figure { margin-bottom: 6mm; }
+  details > summary { list-style: none; }
+  details::details-content { content-visibility: visible; display: block; height: auto; }
+}
+"""
+
+HOW = (
+    "Every arm trains for the same budget of training seconds, on the same seeds and the same order of data, in turns with "
+    "the others, and its learning rate has decayed fully at the end of it.",
+    "On the reference clock each executed step costs the calibrated time of its kind, so that a busy machine does not "
+    "matter; the wall-clock is shown beside it. Set-up, compilation and validation are timed apart and do not count.",
+    "Speed-up: the time the baseline took for its final metric, by the time the arm took for it; for an arm that ends worse, "
+    "the other way round. It is conservative in both directions, because at the crossing the faster curve's learning rate "
+    "has not decayed yet. Arms that train bit for bit as the baseline does are judged by their throughput instead.",
+    "Intervals: paired by seed, 95 %, percentile bootstrap expanded for few seeds. “Faster” or “slower” needs "
+    "the intervals of the speed-up and of the difference in the metric to exclude none; else no difference is shown, which is "
+    "not to say that there is none.",
+    "A recipe must beat its control too: the cheap way to the same gain, such as the small model throughout for a model that "
+    "grows. What holds here holds for this model, this data, this budget and this machine.",
+)
+
+
+def page(results: dict[str, Any]) -> str:
+    """The whole report as HTML text, the same for the same results.
+
+    Args:
+        results: of the bench's schema.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    summary = summarize(results)
+    drawings = {drawing.name: drawing for drawing in draw(results, summary)}
+    lead = _figure(drawings.pop("speedups"), "lead") if "speedups" in drawings else ""
+    title = escape(results["title"])
+    state = f"finished {escape(results['finished'])}" if results["finished"] else "not finished: what there is so far"
+    parts = [
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{title}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>",
+        f'<header>\n<h1>{title}</h1>\n<p class="dim">Begun {escape(results["created"])}, {state}.',
+        f"{escape(words.plan_line(results))}.</p>\n</header>",
+        _verdicts(results, summary),
+        lead,
+        _section("Figures of all arms", _table(*words.cells(results, summary))),
+        _section("Curves", '<div class="figures">\n' + "\n".join(map(_figure, drawings.values())) + "\n</div>")
+        if drawings
+        else "",
+        _section("Seconds of a run", _note() + _table(*words.times(results, summary))),
+        _failures(results, summary),
+        _section("How to read it", "<ol>\n" + "\n".join(f"<li>{escape(line)}</li>" for line in HOW) + "\n</ol>"),
+        _section("Plan and machine", _plan(results)),
+        "</main>\n</body>\n</html>\n",
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def _section(head: str, body: str) -> str:
+    return f"<section>\n<h2>{escape(head)}</h2>\n{body}\n</section>"
+
+
+def _note() -> str:
+    return '<p class="dim">Means over seeds. Extra passes are part of the wall-clock; the three after them come on top.</p>'
+
+
+def _verdicts(results: dict[str, Any], summary: dict[str, dict[str, Any]]) -> str:
+    """A sentence an arm, recipes first, controls after, then what they are measured against."""
+    order = ("recipe", "control", "baseline", "ladder")
+    arms = sorted(results["plan"]["arms"], key=lambda arm: order.index(arm["kind"]))
+    items = []
+    for arm in arms:
+        own = summary[arm["name"]]
+        compared = arm["kind"] in ("recipe", "control") or own["verdict"] == "failed"
+        tag = own["verdict"] if compared else arm["kind"]
+        kind = "control: " if arm["kind"] == "control" else ""
+        style = f' class="{tag}"' if compared and " " not in tag else ""
+        items.append(f'<li{style}><strong class="tag">{escape(kind + tag)}</strong> {escape(own["sentence"])}</li>')
+    return _section("Verdicts", '<ul class="verdicts">\n' + "\n".join(items) + "\n</ul>")
+
+
+def _figure(drawing: Drawing, style: str = "") -> str:
+    shown = svg(drawing)
+    end = shown.index(">") + 1
+    shown = f"{shown[:end]}<desc>{escape(drawing.alternative)}</desc>{shown[end:]}"
+    caption = f'<figcaption id="{drawing.name}-caption">{escape(drawing.caption)}</figcaption>'
+    opening = f'<figure class="{style}">' if style else "<figure>"
+    return f"{opening}\n{shown}\n{caption}\n</figure>"
+
+
+def _table(columns: list[words.Column], rows: list[dict[str, str]]) -> str:
+    """A table that narrow screens show as a card a row, each cell under its own head."""
+    heads = "".join(f'<th scope="col">{escape(column.head)}</th>' for column in columns)
+    lines = [f'<table>\n<thead><tr><th scope="col">arm</th>{heads}</tr></thead>\n<tbody>']
+    for row in rows:
+        cells = "".join(_cell(column.head, row[column.key]) for column in columns)
+        lines.append(f'<tr><th scope="row">{escape(row["arm"])}</th>{cells}</tr>')
+    return "\n".join([*lines, "</tbody>\n</table>"])
+
+
+def _cell(head: str, text: str) -> str:
+    """A cell that breaks before a bracket rather than within one; the cards leave out what is not known."""
+    kept = escape(text).replace(" ± ", "\u00a0±\u00a0").replace(", ", ",\u00a0")
+    style = ' class="none"' if text == "–" else ""
+    return f'<td{style} data-head="{escape(head)}">{kept}</td>'
+
+
+def _failures(results: dict[str, Any], summary: dict[str, dict[str, Any]]) -> str:
+    lines = words.failures(summary)
+    notes = [f"{run['arm']}, seed {run['seed']}: {note}" for run in results["runs"] for note in run["notes"]]
+    parts = []
+    if lines:
+        parts.append(_section("Failed runs", "<ul>\n" + "\n".join(f"<li>{escape(x)}</li>" for x in lines) + "\n</ul>"))
+    if notes:
+        parts.append(_section("Notes", "<ul>\n" + "\n".join(f"<li>{escape(x)}</li>" for x in notes) + "\n</ul>"))
+    return "\n".join(parts)
+
+
+def _plan(results: dict[str, Any]) -> str:
+    """The machine in a line, the arms with their configs, and the rest as it is in the file."""
+    parts = [f"<p>{escape(words.machine_line(results))}.</p>"]
+    for arm in results["plan"]["arms"]:
+        of = f" of {arm['of']}" if arm["of"] else ""
+        factor = f", {arm['factor']:g} × the budget" if arm["factor"] != 1 else ""
+        head = f"{arm['name']} ({arm['kind']}{of}{factor})"
+        configs = "\n".join(arm["configs"]) or "built in Python"
+        parts.append(
+            f"<details>\n<summary>{escape(head)}</summary>\n<p>{escape(arm['description'])}</p>\n"
+            f"<pre>{escape(configs)}</pre>\n{_calibration(results['calibration'].get(arm['name']))}</details>"
+        )
+    plan = {key: value for key, value in results["plan"].items() if key != "arms"}
+    for head, value in (("Plan", plan), ("Machine", results["machine"])):
+        text = escape(json.dumps(value, ensure_ascii=False, indent=1))
+        parts.append(f"<details>\n<summary>{head}, as in the file</summary>\n<pre>{text}</pre>\n</details>")
+    return "\n".join(parts)
+
+
+def _calibration(calibration: dict[str, Any] | None) -> str:
+    """The prices of an arm's kinds of steps."""
+    if not calibration or not calibration["prices"]:
+        return ""
+    items = [
+        f"<li>{escape(price['kind'])}: {words.number(1000 * price['seconds'], 3)} ms, "
+        f"{100 * price['share']:.0f} % of steps</li>"
+        for price in calibration["prices"]
+    ]
+    same = "bit for bit the baseline's training" if calibration["same_training"] else "a training of its own"
+    return f"<p>Laid out for {calibration['steps']} steps; {same}. Prices:</p>\n<ul>\n" + "\n".join(items) + "\n</ul>\n"

@@ -1,0 +1,346 @@
+"""From a bench's runs to figures and verdicts, after the protocol of Kaddour et al. 2023 (arXiv:2307.06440).
+
+Everything is paired by seed, and a verdict is given only where the intervals exclude no gain and no loss.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from statistics import fmean, median, stdev
+from typing import Any
+
+from lightning_eff.bench.reports import words
+from lightning_eff.bench.reports.intervals import (
+    Interval,
+    paired_interval,
+    paired_ratio,
+    percentile_bounds,
+    ratio_interval,
+)
+
+__all__ = [
+    "Interval",
+    "equivalent_seconds",
+    "paired_interval",
+    "paired_ratio",
+    "percentile_bounds",
+    "price_gap",
+    "ratio_interval",
+    "speed_up",
+    "summarize",
+    "time_to",
+]
+
+
+def time_to(points: Sequence[dict[str, Any]], target: float, mode: str) -> float | None:
+    """Seconds at which a curve first reaches ``target``; None if it never does.
+
+    The raw curve is used, not its best so far: the two cross a target for the first time at the same place. Between
+    two evaluations the metric is taken as linear in seconds. A curve that has reached the target by its first
+    evaluation is given that evaluation's time, which is an upper bound.
+
+    Args:
+        points: evaluations with ``seconds`` and ``metric``, in order; those whose metric is no finite number are skipped.
+        target: value of the metric.
+        mode: "min" if lower is better, "max" if higher is.
+    """
+    sign = _sign(mode)
+    before: tuple[float, float] | None = None
+    for seconds, metric in _curve(points):
+        gap = sign * (metric - target)  # >= 0 once the target is reached
+        if gap >= 0:
+            if before is None:
+                return seconds
+            return before[0] + (seconds - before[0]) * -before[1] / (gap - before[1])
+        before = (seconds, gap)
+    return None
+
+
+def speed_up(baseline: Sequence[dict[str, Any]], arm: Sequence[dict[str, Any]], mode: str) -> float:
+    """How many times as fast as the baseline an arm is, from the two curves of one seed; below 1 if it is slower.
+
+    An arm that ends better: the seconds that the baseline took for its final metric, by those that the arm took for it.
+    An arm that ends worse: the seconds that the baseline took for the arm's final metric, by those that the arm took
+    (an upper bound if the baseline's first evaluation is better already). Equal ends: 1. It is symmetric (swapped
+    curves give the reciprocal) and conservative in both directions: where a curve crosses the other's final metric its
+    learning rate has not decayed yet, and a run whose budget was that short would have been better at that point.
+
+    Args:
+        baseline: evaluations of the baseline's run; those at second 0 and those without a finite metric are skipped.
+        arm: those of the arm's run on the same seed.
+        mode: "min" if lower is better, "max" if higher is.
+    """
+    sign = _sign(mode)
+    own, other = _curve(arm), _curve(baseline)
+    if not own or not other:
+        raise ValueError(
+            "speed_up: expected at least one evaluation after second 0 with a finite metric in both curves."
+        )
+    gain = sign * (own[-1][1] - other[-1][1])
+    if gain == 0:
+        return 1.0
+    reached = time_to(arm, other[-1][1], mode) if gain > 0 else time_to(baseline, own[-1][1], mode)
+    assert reached is not None  # the better curve passes the worse one's end, at its own end at the latest
+    return other[-1][0] / reached if gain > 0 else reached / own[-1][0]
+
+
+def equivalent_seconds(
+    ladder: Iterable[tuple[float, float]], final: float, mode: str
+) -> tuple[float | None, str | None]:
+    """The fully decayed baseline budget that ends at ``final``, interpolated in log(seconds).
+
+    Args:
+        ladder: (budget in seconds, mean final metric) of the baseline at two budgets or more.
+        final: the arm's mean final metric.
+        mode: "min" if lower is better, "max" if higher is.
+
+    Returns:
+        The seconds and None; or None and the reason, since nothing is extrapolated: "beyond 120 s", "below 15 s".
+    """
+    sign = _sign(mode)
+    rungs = sorted((seconds, sign * (metric - final)) for seconds, metric in ladder)
+    if len(rungs) < 2:
+        return None, None
+    if rungs[0][1] > 0:
+        return None, f"below {rungs[0][0]:.4g} s"
+    for (x0, y0), (x1, y1) in pairwise(rungs):
+        if y0 <= 0 <= y1:
+            share = -y0 / (y1 - y0) if y1 > y0 else 0.0
+            return math.exp(math.log(x0) + share * (math.log(x1) - math.log(x0))), None
+    return None, f"beyond {rungs[-1][0]:.4g} s"
+
+
+def price_gap(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> float | None:
+    """Median, over seeds, of an arm's wall-clock per budget second by the baseline's own; 1 where the prices hold.
+
+    Args:
+        pairs: (baseline's run, arm's run) of a seed.
+    """
+    whole = [(b, a) for b, a in pairs if min(b["seconds"], b["wall_seconds"], a["seconds"], a["wall_seconds"]) > 0]
+    gaps = [a["wall_seconds"] / a["seconds"] * b["seconds"] / b["wall_seconds"] for b, a in whole]
+    return median(gaps) if gaps else None
+
+
+def summarize(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What the bench found of each arm, in plain JSON values; intervals are at 95 %.
+
+    A "faster" or "slower" needs two intervals that exclude none: that of the speed-up, and that of the difference in the
+    final metric. Arms that train bit for bit as the baseline does differ in speed alone, and the interval of the
+    calibration's interleaved throughput ratios decides, unless the runs contradict it: then the metric does. A ladder
+    arm has another budget and gets no verdict. In reference-system time an error in the prices is the same in all
+    seeds, which they therefore do not show: the intervals are widened by that of the prices' own.
+
+    Args:
+        results: of the bench's schema; its ``summary`` is not read.
+
+    Returns:
+        For each arm its ``runs``, ``failed``, ``final``, ``difference``, ``time_to_target``, ``speedup``,
+        ``speedup_from``, ``throughput``, ``memory``, ``energy``, ``equivalent_seconds`` (with ``equivalent_bound`` where
+        it lies off the ladder), ``price_gap``, ``samples_per_second``, ``tokens_per_second``, ``extra_share``,
+        ``verdict``, ``better_than_control`` and ``sentence``.
+    """
+    arms = results["plan"]["arms"]
+    finished = {arm["name"]: _finished(results, arm["name"]) for arm in arms}
+    summary = {arm["name"]: _summary(results, arm, finished) for arm in arms}
+    sign = _sign(results["plan"]["mode"])
+    for arm in arms:
+        if arm["kind"] == "recipe":
+            own = summary[arm["name"]]["better_than_control"]
+            for control in (
+                other["name"] for other in arms if other["kind"] == "control" and other["of"] == arm["name"]
+            ):
+                mine, theirs = finished[arm["name"]], finished[control]
+                own[control] = _plain(
+                    paired_interval([_final(mine[s]) - _final(theirs[s]) for s in mine if s in theirs])
+                )
+    for arm in arms:
+        summary[arm["name"]]["sentence"] = words.sentence(results["plan"], arm, summary, sign)
+    return summary
+
+
+def _summary(results: dict[str, Any], arm: dict[str, Any], finished: dict[str, dict[int, Any]]) -> dict[str, Any]:
+    plan, name = results["plan"], arm["name"]
+    first, mode, seeds = plan["arms"][0]["name"], plan["mode"], plan["seeds"]
+    calibration = results["calibration"].get(name, {})
+    runs = [run for run in results["runs"] if run["arm"] == name]
+    own, baseline = finished[name], finished[first]
+    finals = {seed: _final(run) for seed, run in own.items()}
+    compared = arm["kind"] in ("recipe", "control")
+    pairs = (
+        {seed: (baseline[seed], own[seed]) for seed in seeds if seed in own and seed in baseline} if compared else {}
+    )
+
+    same = bool(calibration.get("same_training")) and compared
+    throughput = _throughput(calibration.get("rates", []), list(pairs.values())) if compared else None
+    gains = [speed_up(b["points"], a["points"], mode) for b, a in pairs.values()]
+    reached = [_reached(baseline.get(seed), own.get(seed), mode, name == first) for seed in seeds]
+    difference = paired_interval([_final(a) - _final(b) for b, a in pairs.values()])
+    speedup = ratio_interval(gains)
+    if plan["budget"]["clock"] == "reference" and throughput is not None and calibration.get("rates"):
+        slope = _slope([b for b, _ in pairs.values()])
+        below, above = math.log(throughput.estimate / throughput.low), math.log(throughput.high / throughput.estimate)
+        speedup = _widened(speedup, below, above, ratio=True)
+        difference = _widened(difference, slope * max(below, above), slope * max(below, above))
+    same = same and not _contradicted(throughput, difference, _sign(mode))
+    speedup = throughput if same else speedup
+    equivalent, bound = _equivalent(plan, finished, own) if compared else (None, None)
+    gap = price_gap(list(pairs.values())) if plan["budget"]["clock"] == "reference" else None
+    return {
+        "runs": len(runs),
+        "failed": [_failure(run) for run in runs if run["seed"] not in own],
+        "final": {
+            "mean": fmean(finals.values()) if finals else None,
+            "std": stdev(finals.values()) if len(finals) > 1 else None,
+            "values": {str(seed): value for seed, value in finals.items()},
+        },
+        "difference": _plain(difference),
+        "time_to_target": {"seconds": reached, "reached": sum(seconds is not None for seconds in reached)},
+        "speedup": _plain(speedup),
+        "speedup_from": "throughput" if same else "metric",
+        "throughput": _plain(throughput),
+        "memory": _plain(_ratio(pairs.values(), "peak_memory_bytes")),
+        "energy": _plain(_ratio(pairs.values(), "energy_joules")),
+        "equivalent_seconds": equivalent,
+        "equivalent_bound": bound,
+        "price_gap": gap,
+        "samples_per_second": _rate(own.values(), "samples"),
+        "tokens_per_second": _rate(own.values(), "tokens"),
+        "extra_share": _share(own.values()),
+        "verdict": _verdict(runs, own, compared, same, speedup, difference, _sign(mode)),
+        "better_than_control": {},
+        "sentence": "",
+    }
+
+
+def _slope(baseline: Sequence[dict[str, Any]]) -> float:
+    """How much the baseline's metric changes for each unit of log(seconds) over the last third of its budget."""
+    slopes = [0.0]
+    for run in baseline:
+        curve = _curve(run["points"])
+        early = [point for point in curve if point[0] <= 0.7 * curve[-1][0]]
+        if early:
+            slopes.append(abs(curve[-1][1] - early[-1][1]) / math.log(curve[-1][0] / early[-1][0]))
+    return max(fmean(slopes[1:] or slopes), 0.0)
+
+
+def _widened(interval: Interval | None, below: float, above: float, *, ratio: bool = False) -> Interval | None:
+    """An interval with the half-widths of an independent error added in quadrature; of logarithms for a ratio."""
+    if interval is None:
+        return None
+    form, back = (math.log, math.exp) if ratio else (float, float)
+    middle = form(interval.estimate)
+    low = middle - math.hypot(middle - form(interval.low), below)
+    high = middle + math.hypot(form(interval.high) - middle, above)
+    return Interval(interval.estimate, back(low), back(high), interval.n)
+
+
+def _contradicted(throughput: Interval | None, difference: Interval | None, sign: int) -> bool:
+    """Whether an arm's metric is shown to differ though its speed is not, or differs the other way."""
+    if throughput is None or difference is None or not difference.excludes(0):
+        return False
+    return not throughput.excludes(1) or (throughput.estimate > 1) != (sign * difference.estimate > 0)
+
+
+def _verdict(
+    runs: list[dict[str, Any]],
+    own: dict[int, Any],
+    compared: bool,
+    same: bool,
+    speedup: Interval | None,
+    difference: Interval | None,
+    sign: int,
+) -> str:
+    if runs and not own:
+        return "failed"
+    if not compared or speedup is None or (difference is None and not same):
+        return "no verdict"
+    better = same or (difference is not None and difference.excludes(0) and sign * difference.estimate > 0)
+    worse = same or (difference is not None and difference.excludes(0) and sign * difference.estimate < 0)
+    if speedup.low > 1 and better:
+        return "faster"
+    if speedup.high < 1 and worse:
+        return "slower"
+    return "no difference shown"
+
+
+def _finished(results: dict[str, Any], name: str) -> dict[int, dict[str, Any]]:
+    """An arm's runs that ended with a finite metric, by seed in the plan's order."""
+    runs = {run["seed"]: run for run in results["runs"] if run["arm"] == name and run["status"] == "finished"}
+    good = {seed: run for seed, run in runs.items() if run["points"] and _is_number(run["points"][-1]["metric"])}
+    return {seed: good[seed] for seed in results["plan"]["seeds"] if seed in good and _curve(good[seed]["points"])}
+
+
+def _failure(run: dict[str, Any]) -> dict[str, Any]:
+    if run["status"] != "finished":
+        return {"seed": run["seed"], "status": run["status"], "error": run["error"]}
+    return {"seed": run["seed"], "status": "diverged", "error": "its final metric is not a finite number"}
+
+
+def _reached(baseline: dict[str, Any] | None, own: dict[str, Any] | None, mode: str, itself: bool) -> float | None:
+    """Seconds to the baseline's final metric of the same seed; the baseline itself is there at its end."""
+    if baseline is None or own is None:
+        return None
+    return own["points"][-1]["seconds"] if itself else time_to(own["points"], _final(baseline), mode)
+
+
+def _equivalent(
+    plan: dict[str, Any], finished: dict[str, dict[int, Any]], own: dict[int, Any]
+) -> tuple[float | None, str | None]:
+    """:func:`equivalent_seconds` over the seeds that the arm and every rung have finished."""
+    rungs = [arm for arm in plan["arms"] if arm["kind"] in ("baseline", "ladder")]
+    common = [seed for seed in own if all(seed in finished[rung["name"]] for rung in rungs)]
+    if len(rungs) < 2 or not common:
+        return None, None
+    seconds = plan["budget"]["seconds"]
+    means = [(r["factor"] * seconds, fmean(_final(finished[r["name"]][s]) for s in common)) for r in rungs]
+    return equivalent_seconds(means, fmean(_final(own[seed]) for seed in common), plan["mode"])
+
+
+def _throughput(rates: list[Any], pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> Interval | None:
+    """Samples per second by the baseline's own: from the calibration's blocks, or else on the wall-clock of the runs."""
+    if rates:
+        return paired_ratio([(baseline, arm) for baseline, arm in rates])
+    whole = [(b, a) for b, a in pairs if min(b["samples"], b["wall_seconds"], a["samples"], a["wall_seconds"]) > 0]
+    return paired_ratio([(b["samples"] / b["wall_seconds"], a["samples"] / a["wall_seconds"]) for b, a in whole])
+
+
+def _ratio(pairs: Iterable[tuple[dict[str, Any], dict[str, Any]]], field: str) -> Interval | None:
+    """Interval of a field's ratio, arm by baseline, over the seeds for which both know it in the same kind of figure."""
+    known = [(b, a) for b, a in pairs if b[field] and a[field] and b["memory_kind"] == a["memory_kind"]]
+    return paired_ratio([(b[field], a[field]) for b, a in known])
+
+
+def _rate(runs: Iterable[dict[str, Any]], field: str) -> float | None:
+    """Mean of a count per second of the budget's clock; None where nothing was counted."""
+    rates = [run[field] / run["seconds"] for run in runs if run["seconds"] > 0 and run[field] > 0]
+    return fmean(rates) if rates else None
+
+
+def _share(runs: Iterable[dict[str, Any]]) -> float:
+    """Mean share of the wall-clock that extra passes took."""
+    shares = [run["extra_seconds"] / run["wall_seconds"] for run in runs if run["wall_seconds"] > 0]
+    return fmean(shares) if shares else 0.0
+
+
+def _curve(points: Sequence[dict[str, Any]]) -> list[tuple[float, float]]:
+    """(seconds, metric) of the evaluations after second 0 that gave a finite metric."""
+    return [(p["seconds"], p["metric"]) for p in points if p["seconds"] > 0 and _is_number(p["metric"])]
+
+
+def _final(run: dict[str, Any]) -> float:
+    return run["points"][-1]["metric"]
+
+
+def _is_number(value: Any) -> bool:
+    return value is not None and math.isfinite(value)
+
+
+def _plain(interval: Interval | None) -> dict[str, Any] | None:
+    return None if interval is None else asdict(interval)
+
+
+def _sign(mode: str) -> int:
+    if mode not in ("min", "max"):
+        raise ValueError(f"{mode=}: expected 'min' (lower is better) or 'max'.")
+    return -1 if mode == "min" else 1

@@ -1,0 +1,1 @@
+"""What the efficiency monitor looks at a run with."""

@@ -1,0 +1,171 @@
+"""Where a bench's jobs are done: in this process, or in worker processes that may die without harm to the others."""
+
+import gc
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from lightning_eff.bench.jobs import Job, Progress, crashed, work, work_all
+from lightning_eff.bench.worker import MARK
+
+Done = Iterator[tuple[Job, dict[str, Any]]]
+
+
+class Place(Protocol):
+    """Where jobs are done."""
+
+    def together(self, jobs: Sequence[Job], progress: Progress) -> Done:
+        """Every job with its record; all in one process, in turns of a few steps."""
+        ...
+
+    def each(self, jobs: Sequence[Job], progress: Progress) -> Done:
+        """Every job with its record, as they end; each by itself."""
+        ...
+
+    def close(self) -> None:
+        """End what is still there."""
+        ...
+
+
+class InProcess:
+    """Does jobs in this process."""
+
+    def together(self, jobs: Sequence[Job], progress: Progress) -> Done:
+        yield from zip(jobs, work_all(jobs, progress), strict=True)
+        gc.collect()
+
+    def each(self, jobs: Sequence[Job], progress: Progress) -> Done:
+        for job in jobs:
+            yield job, work(job, lambda u, job=job: progress(job, u))
+            gc.collect()
+
+    def close(self) -> None:
+        pass
+
+
+class Workers:
+    """Does jobs in processes: rehearsals in one that stays, runs in a fresh one each.
+
+    Args:
+        count: how many runs at once.
+        threads: torch's in each; 0 leaves them.
+        logs: the folder for what they print.
+    """
+
+    def __init__(self, count: int, threads: int, logs: Path) -> None:
+        self._count = count
+        self._threads = threads
+        self._logs = logs
+        self._all: list[_Worker] = []
+        self._rehearsing: _Worker | None = None
+        logs.mkdir(parents=True, exist_ok=True)
+
+    def together(self, jobs: Sequence[Job], progress: Progress) -> Done:
+        worker = self._standing()
+        records = worker.do(jobs, progress)
+        if not worker.alive and len(jobs) > 1:  # which of them was it?
+            records = [record for job in jobs for record in self._standing().do([job], progress)]
+        yield from zip(jobs, records, strict=True)
+
+    def each(self, jobs: Sequence[Job], progress: Progress) -> Done:
+        waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        ended: queue.SimpleQueue[tuple[Job, dict[str, Any]] | BaseException] = queue.SimpleQueue()
+        for job in jobs:
+            waiting.put(job)
+
+        def drive() -> None:
+            try:
+                while True:
+                    job = waiting.get_nowait()
+                    worker = self._start()
+                    (record,) = worker.do([job], progress)
+                    worker.end()
+                    ended.put((job, record))
+            except queue.Empty:
+                return
+            except BaseException as exception:
+                ended.put(exception)
+
+        if self._rehearsing is not None:
+            self._rehearsing.end()
+        for _ in range(min(self._count, len(jobs))):
+            threading.Thread(target=drive, daemon=True).start()
+        for _ in jobs:
+            item = ended.get()
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+
+    def _standing(self) -> "_Worker":
+        if self._rehearsing is None or not self._rehearsing.alive:
+            self._rehearsing = self._start()
+        return self._rehearsing
+
+    def _start(self) -> "_Worker":
+        worker = _Worker(self._logs / f"worker-{os.getpid()}-{len(self._all) + 1}.log", self._threads)
+        self._all.append(worker)
+        return worker
+
+    def close(self) -> None:
+        for worker in self._all:
+            worker.kill()
+
+
+class _Worker:
+    def __init__(self, log: Path, threads: int) -> None:
+        limits = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")} if threads else {}
+        self.log = log
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", "from lightning_eff.bench.worker import main; main()", str(log)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **limits},
+        )
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def do(self, jobs: Sequence[Job], progress: Progress) -> list[dict[str, Any]]:
+        """The jobs' records; if the process dies, each is a crash."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        names = {job.name: job for job in jobs}
+        try:
+            self._process.stdin.write(json.dumps([job.record() for job in jobs]) + "\n")
+            self._process.stdin.flush()
+            for line in self._process.stdout:
+                if not line.startswith(MARK):
+                    continue
+                message = json.loads(line[len(MARK) :])
+                if "done" in message:
+                    return message["done"]
+                progress(names[message["job"]], message["u"])
+        except BrokenPipeError:
+            pass
+        status = self._process.wait()
+        log = self.log.read_text(errors="replace").strip().splitlines() if self.log.is_file() else []
+        cause = f"signal {-status}" if status < 0 else f"exit status {status}"
+        last = " / ".join(log[-3:]) or "none"
+        return [crashed(job, f"its process ended with {cause}; last words: {last}; log: {self.log}") for job in jobs]
+
+    def end(self) -> None:
+        """No more jobs: let it finish by itself."""
+        assert self._process.stdin is not None
+        if not self._process.stdin.closed:
+            self._process.stdin.close()
+        self._process.wait()
+
+    def kill(self) -> None:
+        if self.alive:
+            self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()

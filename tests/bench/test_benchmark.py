@@ -1,0 +1,260 @@
+"""The bench as a whole, over functions: verdicts, refusals, failures, controls, and taking up where it was."""
+
+import json
+from pathlib import Path
+
+import pytest
+from lightning.pytorch import Trainer
+
+from lightning_eff import ProgressiveStacking, SelectiveBackprop
+from lightning_eff.bench.arms import lay_out, named
+from lightning_eff.bench.benchmark import Benchmark, Budget
+from lightning_eff.bench.pacer import Incomparable
+from tests.bench.tasks import Constant, Delay, Fail, Small, arm, dataset
+from tests.models import TinyGPT, loader, module
+
+DEFAULTS = {"target": "val_loss", "budget": "0.4rs", "seeds": 2, "rounds": 2, "evaluations": 3}
+
+
+def bench(recipes: dict, folder: Path, baseline=None, **more) -> Benchmark:
+    return Benchmark(baseline or arm(), recipes, out=folder, **{**DEFAULTS, **more})
+
+
+def test_two_copies_train_alike(tmp_path: Path) -> None:
+    results = bench({"copy": arm()}, tmp_path).run(progress=False)
+    assert results["calibration"]["copy"]["same_training"]
+    assert results["summary"]["copy"]["speedup_from"] == "throughput"
+    runs = {(run["arm"], run["seed"]): run for run in results["runs"]}
+    assert len(runs) == 4 and all(run["status"] == "finished" for run in runs.values())
+    for run in runs.values():
+        assert run["seconds"] == pytest.approx(0.4, rel=0.1) and len(run["points"]) == 3
+        assert run["lr_last_share"] < 0.1 and run["samples"] == 8 * run["steps"] and run["peak_memory_bytes"] > 1e6
+    assert runs["baseline", 1]["losses"][0] != runs["baseline", 2]["losses"][0], "seeds draw alike"
+    assert runs["baseline", 1]["losses"][0][1] == runs["copy", 1]["losses"][0][1], "arms of one seed do not"
+    assert json.loads((tmp_path / "results.json").read_text())["summary"] == results["summary"]
+
+
+def test_a_slower_arm_makes_fewer_steps_in_the_same_budget(tmp_path: Path) -> None:
+    """A delay of ten times a step is found on any machine."""
+    results = bench({"slow": arm(callbacks=lambda: [Delay(0.02)])}, tmp_path).run(progress=False)
+    steps = {name: found["steps"] for name, found in results["calibration"].items()}
+    assert steps["slow"] * 3 < steps["baseline"]
+    assert results["calibration"]["slow"]["same_training"]
+    assert results["summary"]["slow"]["speedup"]["estimate"] < 1 / 3
+
+
+def test_another_rate_is_not_the_same_training(tmp_path: Path) -> None:
+    results = bench({"faster": arm(lambda: Small(lr=0.2))}, tmp_path).run(progress=False)
+    assert not results["calibration"]["faster"]["same_training"]
+
+
+@pytest.mark.parametrize(
+    ("baseline", "recipe", "more", "message"),
+    [
+        (arm(), arm(val=lambda: dataset(32, 2)), {}, "validation data"),
+        (arm(), arm(limit_val_batches=1), {}, "validation data"),
+        (arm(), arm(train=lambda: dataset(65)), {}, "training set of 65 items"),
+        (arm(), arm(), {"target": "val_f1"}, r"\['val_acc', 'val_loss'\]"),
+        (arm(), arm(), {"budget": "0.001rs"}, "Raise --budget"),
+        (arm(Constant), arm(), {}, "ends at 100% of its peak"),
+        (arm(lambda: Small(length=10**6)), arm(), {}, "--schedule linear"),
+        (arm(lambda: Small(warm_up=10**6)), arm(), {}, "too short for the schedule's warm-up"),
+        (arm(lambda: Small(interval="epoch", length=10**6)), arm(), {}, "of its peak"),
+    ],
+)
+def test_refuses_what_cannot_be_compared(tmp_path: Path, baseline, recipe, more: dict, message: str) -> None:
+    with pytest.raises(Incomparable, match=message):
+        bench({"recipe": recipe}, tmp_path, baseline, **more).run(progress=False)
+    assert not list(tmp_path.glob("runs/*")), "refused after runs had begun"
+
+
+def test_another_training_set_can_be_what_is_compared(tmp_path: Path) -> None:
+    recipes = {"more": arm(train=lambda: dataset(65))}
+    assert bench(recipes, tmp_path, other_training_data=True).run(progress=False)["summary"]["more"]["runs"] == 2
+
+
+def test_the_bench_can_decay_the_rate_itself(tmp_path: Path) -> None:
+    results = bench({"copy": arm(Constant)}, tmp_path, arm(Constant), schedule="linear").run(progress=False)
+    assert all(run["lr_last_share"] < 0.1 for run in results["runs"])
+
+
+def test_what_crashes_or_diverges_is_told_and_the_others_finish(tmp_path: Path) -> None:
+    class Explode(Small):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * (1e30 if self.trainer.global_step > 3 else 1.0) ** 9
+
+    recipes = {
+        "at once": arm(callbacks=lambda: [Fail(1, RuntimeError("no such luck"))]),
+        "late": arm(callbacks=lambda: [Fail(45, RuntimeError("late bad luck"))]),
+        "explodes": arm(Explode),
+        "good": arm(),
+    }
+    results = bench(recipes, tmp_path, budget="0.5rs").run(progress=False)
+    status = {run["arm"]: run["status"] for run in results["runs"]}
+    errors = {run["arm"]: run["error"] for run in results["runs"]}
+    assert status == {
+        "baseline": "finished",
+        "at once": "crashed",
+        "late": "crashed",
+        "explodes": "diverged",
+        "good": "finished",
+    }
+    assert "no such luck" in errors["at once"] and "late bad luck" in errors["late"]
+    assert results["summary"]["late"]["verdict"] == "failed" and results["summary"]["good"]["runs"] == 2
+
+
+def test_a_baseline_that_crashes_ends_the_bench(tmp_path: Path) -> None:
+    broken = arm(callbacks=lambda: [Fail(1, RuntimeError("no such luck"))])
+    with pytest.raises(RuntimeError, match=r"nothing to compare with: RuntimeError: no such luck"):
+        bench({"good": arm()}, tmp_path, broken).run(progress=False)
+
+
+def test_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
+    """Interrupted in the third run: what was done stays as it was, and the rest is done."""
+    built = [0]
+
+    def recipe():
+        built[0] += 1
+        trainer, module, data = arm(callbacks=lambda: [Fail(3, KeyboardInterrupt())] if built[0] == 6 else [])()
+        return trainer, module, data
+
+    with pytest.raises(KeyboardInterrupt):
+        bench({"recipe": recipe}, tmp_path).run(progress=False)
+    done = {file: file.stat().st_mtime_ns for file in tmp_path.glob("*/*.json")}
+    assert {file.stem for file in tmp_path.glob("runs/*")} == {
+        "00-baseline-seed1",
+        "01-recipe-seed1",
+        "00-baseline-seed2",
+    }
+    results = bench({"recipe": recipe}, tmp_path).run(progress=False)
+    assert len(results["runs"]) == 4 and all(run["status"] == "finished" for run in results["runs"])
+    assert {file: file.stat().st_mtime_ns for file in done} == done
+    again = bench({"recipe": recipe}, tmp_path).run(progress=False)
+    assert again["runs"] == results["runs"] and again["calibration"] == results["calibration"]
+
+
+def test_another_plan_does_not_go_on_in_the_same_folder(tmp_path: Path) -> None:
+    bench({"copy": arm()}, tmp_path).run(progress=False)
+    with pytest.raises(ValueError, match="differs in seeds"):
+        bench({"copy": arm()}, tmp_path, seeds=3).run(progress=False)
+    (tmp_path / "plan.json").unlink()
+    with pytest.raises(ValueError, match="other results"):
+        bench({"copy": arm()}, tmp_path).run(progress=False)
+
+
+def test_prices_of_another_machine_count(tmp_path: Path) -> None:
+    """At ten times the price a budget holds a tenth of the steps."""
+    first = bench({"copy": arm()}, tmp_path / "a").run(progress=False)
+    for calibration in first["calibration"].values():
+        for price in calibration["prices"]:
+            price["seconds"] *= 10
+    (tmp_path / "b.json").write_text(json.dumps(first))
+    second = bench({"copy": arm()}, tmp_path / "c", budget="4rs", reference=tmp_path / "b.json").run(progress=False)
+    steps = [{run["arm"]: run["steps"] for run in results["runs"]} for results in (first, second)]
+    assert steps[0] == steps[1]
+
+
+def test_controls_stand_in_for_their_techniques(tmp_path: Path) -> None:
+    def gpt(*techniques):
+        return lambda: (
+            Trainer(accelerator="cpu", devices=1, max_steps=9, callbacks=[t() for t in techniques], logger=False),
+            TinyGPT(),
+        )
+
+    recipe = gpt(
+        lambda: ProgressiveStacking(stages=[(0.0, 1), (0.3, 2), (0.6, 4)]), lambda: SelectiveBackprop(keep=0.5)
+    )
+    arms = lay_out(("baseline", gpt()), {"both": recipe}, controls=True, ladder=[0.5])
+    assert [(a.name, a.kind, a.of, a.factor) for a in arms] == [
+        ("baseline", "baseline", None, 1.0),
+        ("both", "recipe", None, 1.0),
+        ("both: 1 block throughout", "control", "both", 1.0),
+        ("both: 2 blocks throughout", "control", "both", 1.0),
+        ("both: a random 50% of each batch", "control", "both", 1.0),
+        ("baseline × 0.5", "ladder", None, 0.5),
+    ]
+    small = arms[2].build(1).trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    assert [type(c).__name__ for c in small[:2]] == ["ProgressiveStacking", "SelectiveBackprop"]
+    assert small[0].stages == ((0.0, 1),) or list(small[0].stages) == [(0.0, 1)]
+    assert [type(c).__name__ for c in arms[4].build(1).trainer.callbacks[:2]] == ["ProgressiveStacking", "RandomSubset"]
+    assert len(lay_out(("baseline", gpt()), {"both": recipe}, controls=False, ladder=[])) == 2
+
+
+def test_a_ladder_gives_the_baseline_other_budgets(tmp_path: Path) -> None:
+    results = bench({"copy": arm()}, tmp_path, ladder=[0.5, 2.0]).run(progress=False)
+    steps = {run["arm"]: run["steps"] for run in results["runs"] if run["seed"] == 1}
+    assert steps["baseline × 0.5"] == pytest.approx(steps["baseline"] / 2, abs=1)
+    assert steps["baseline × 2"] == pytest.approx(steps["baseline"] * 2, abs=1)
+    assert all(run["lr_last_share"] < 0.15 for run in results["runs"])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "vit"])
+def test_compares_recipes_on_hugging_face_models(tmp_path: Path, name: str) -> None:
+    def hf(*techniques):
+        def build():
+            callbacks = [technique() for technique in techniques]
+            trainer = Trainer(accelerator="cpu", devices=1, max_steps=9, callbacks=callbacks, logger=False)
+            data = {"train_dataloaders": loader(name), "val_dataloaders": loader(name, shuffle=False)}
+            return trainer, module(name), data
+
+        return build
+
+    grown = hf(lambda: ProgressiveStacking(stages=[(0.0, 2), (0.5, 4)]))
+    more = {"budget": "1rs", "schedule": "linear", "seeds": 1, "controls": "auto"}
+    results = bench({"grown": grown}, tmp_path, hf(), **more).run(progress=False)
+    kinds = {price["kind"].split()[-1] for price in results["calibration"]["grown"]["prices"]}
+    assert {kind.split(":")[1] for kind in kinds} == {"2/2", "4/4"}
+    assert [run["status"] for run in results["runs"]] == ["finished"] * 3
+    assert results["summary"]["grown"]["verdict"] == "no verdict", "one seed tells nothing"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds", "clock"),
+    [("120s", 120, "wall"), ("2m", 120, "wall"), ("1.5h", 5400, "wall"), ("30rs", 30, "reference"), (7, 7, "wall")],
+)
+def test_budgets(text, seconds: float, clock: str) -> None:
+    assert Budget.parse(text) == Budget(seconds, clock)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["", "fast", "0s", "-3s", "3 weeks", "1.2.3s"])
+def test_budgets_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError, match="expected training seconds"):
+        Budget.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"seeds": [1, 1]}, "different seeds"),
+        ({"evaluations": 1}, "at least 2"),
+        ({"schedule": "step"}, "own"),
+        ({"ladder": [1.0]}, "other than 1"),
+        ({"jobs": 2}, "functions run in this process"),
+    ],
+)
+def test_refuses_bad_arguments(tmp_path: Path, more: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        bench({"copy": arm()}, tmp_path, **more)
+    with pytest.raises(ValueError, match="at least one recipe"):
+        bench({}, tmp_path)
+
+
+def test_what_a_function_must_return(tmp_path: Path) -> None:
+    with pytest.raises(Incomparable, match="a new Trainer"):
+        bench({"copy": lambda: 3}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("target", "mode"), [("val_loss", "min"), ("val_acc", "max"), ("val/f1", "max"), ("ppl", "min")]
+)
+def test_tells_whether_more_is_better(tmp_path: Path, target: str, mode: str) -> None:
+    assert bench({"copy": arm()}, tmp_path, target=target).mode == mode
+
+
+def test_names_of_configs(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").touch()
+    (tmp_path / "b.yaml").touch()
+    assert named(f"{tmp_path}/a.yaml,{tmp_path}/b.yaml")[0] == "b"
+    assert named(f"x={tmp_path}/a.yaml") == ("x", (f"{tmp_path}/a.yaml",))
+    with pytest.raises(FileNotFoundError, match=r"there is no file .*c\.yaml"):
+        named(f"{tmp_path}/a.yaml,{tmp_path}/c.yaml")

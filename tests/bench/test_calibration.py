@@ -1,0 +1,123 @@
+"""From rehearsals to prices and verdicts on speed, on synthetic machines whose noise is known."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from lightning_eff.bench import calibration
+from lightning_eff.bench.pacer import Incomparable
+from lightning_eff.bench.reports.intervals import paired_ratio
+
+
+def block(times: list[float], kinds: list[str] | None = None, **more) -> dict:
+    kinds = kinds or ["a"] * len(times)
+    return {"kinds": kinds, "times": times, "samples": 8 * len(times), "steps": len(times), **more}
+
+
+def machine(seed: int, count: int = 2, rounds: int = 8, steps: int = 32) -> Callable[[list[float]], list[list[dict]]]:
+    """Rehearsals of arms in turns of 4 steps on a busy machine, from the arms' true seconds a step.
+
+    Its speed drifts by a random walk, which all arms of a round see alike; single steps are lifted by a tenth of them
+    by up to three times.
+    """
+    rng = random.Random(seed)
+
+    def measure(true: list[float]) -> list[list[dict]]:
+        told: list[list[dict]] = [[] for _ in true]
+        speed = 1.0
+        for _ in range(rounds):
+            times: list[list[float]] = [[] for _ in true]
+            for _ in range(steps // 4):
+                for own, seconds in zip(times, true, strict=True):
+                    speed = min(max(speed * rng.gauss(1, 0.03), 0.5), 2.0)
+                    for _ in range(4):
+                        spike = rng.uniform(1, 3) if rng.random() < 0.1 else 1.0
+                        own.append(seconds * speed * rng.gauss(1, 0.03) * spike)
+            for arm, own in zip(told, times, strict=True):
+                arm.append(block(own))
+        return told
+
+    return measure
+
+
+def ratio(seed: int, slower: float):
+    base, arm = machine(seed)([0.01, 0.01 * slower])
+    return paired_ratio(calibration.rates(base, arm))
+
+
+def test_two_copies_show_no_difference() -> None:
+    """Over 20 repetitions the interval covers 1.0 in at least 17."""
+    assert sum(not ratio(seed, 1.0).excludes(1.0) for seed in range(20)) >= 17
+
+
+def test_finds_a_slow_down_of_a_fifth_and_a_speed_up_of_a_tenth() -> None:
+    assert sum(ratio(seed, 1.2).high < 1 for seed in range(20)) >= 19
+    assert sum(ratio(seed, 1 / 1.1).low > 1 for seed in range(20)) >= 17
+    assert ratio(0, 1.2).estimate == pytest.approx(1 / 1.2, rel=0.05)
+
+
+def test_the_estimate_is_right_on_average() -> None:
+    estimates = [ratio(seed, 1.25).estimate for seed in range(40)]
+    assert sum(estimates) / 40 == pytest.approx(0.8, rel=0.01)
+
+
+def test_slow_steps_that_come_back_count_and_the_machines_own_do_not() -> None:
+    """A delay in every eighth step is the arm's own: 0.01 + 0.04 * 4 / 31. One in a single rehearsal is not."""
+    plain = [block([0.01] * 32) for _ in range(5)]
+    recurring = [block([0.05 if i % 8 == 3 else 0.01 for i in range(1, 33)]) for _ in range(5)]
+    once = [*plain[:4], block([0.01] * 20 + [0.5] * 5 + [0.01] * 7)]
+    for arm, seconds in ((recurring, 0.01 + 0.04 * 4 / 31), (once, 0.01)):
+        pairs = calibration.rates(plain, arm)
+        assert paired_ratio(pairs).estimate == pytest.approx(0.01 / seconds, rel=1e-6)
+        assert calibration.tied(arm, plain, pairs)[0]["seconds"] == pytest.approx(seconds, rel=1e-6)
+
+
+def test_first_steps_are_left_out_where_there_are_others() -> None:
+    """The first of all starts the loader; the first of a kind that is far slower than the next compiles."""
+    kinds = ["a", "a", "b", "b", "c", "c"]
+    told = calibration.prices([block([1.0, 0.1, 5.0, 0.2, 0.3, 0.3], kinds)])
+    assert {price["kind"]: price["seconds"] for price in told} == pytest.approx({"a": 0.1, "b": 0.2, "c": 0.3})
+
+
+def test_prices_stand_to_the_baselines_as_the_paired_speeds_do() -> None:
+    base = [block([0.01 * speed] * 9) for speed in (1, 2, 4)]
+    arm = [block([0.02 * speed] * 9) for speed in (1, 2, 5)]
+    pairs = calibration.rates(base, arm)
+    (price,) = calibration.tied(arm, base, pairs)
+    (unit,) = calibration.prices(base)
+    assert price["seconds"] / unit["seconds"] == pytest.approx(paired_ratio([(b, a) for a, b in pairs]).estimate)
+    assert calibration.tied(base, base, [(x, x) for x, _ in pairs])[0]["seconds"] == pytest.approx(unit["seconds"])
+
+
+def test_how_many_steps_a_budget_holds() -> None:
+    """Half of the budget at 0.1 s a step and half at 0.3 s: 10 / 2 / 0.1 + 10 / 2 / 0.3 steps."""
+    prices = {"a": 0.1, "b": 0.3}
+    sweep = block([0.1] * 16 + [0.3] * 16, ["a"] * 16 + ["b"] * 16)
+    assert calibration.steps_in(10.0, sweep, prices) == round(50 + 5 / 0.3)
+    accumulates = {**sweep, "steps": 16}
+    assert calibration.steps_in(10.0, accumulates, prices) == round((50 + 5 / 0.3) / 2)
+
+
+def test_a_rehearsal_is_a_twentieth_of_a_run_within_bounds() -> None:
+    assert calibration.sweep_steps(60, 0.05) == 60
+    assert calibration.sweep_steps(1, 0.05) == 24 and calibration.sweep_steps(1000, 0.01) == 96
+
+
+def test_refuses_budgets_and_rates() -> None:
+    with pytest.raises(Incomparable, match=r"10.0 optimizer steps.*Raise --budget to 2s"):
+        calibration.check_length("x", 1.0, 0.1)
+    calibration.check_length("x", 2.0, 0.1)
+    with pytest.raises(Incomparable, match="still rises at 60%"):
+        calibration.check_rate("x", {"peak": 1.0, "last": 0.0, "peak_at": 0.6}, 100)
+    with pytest.raises(Incomparable, match="ends at 11% of its peak after the 100"):
+        calibration.check_rate("x", {"peak": 1.0, "last": 0.11, "peak_at": 0.1}, 100)
+    calibration.check_rate("x", {"peak": 1.0, "last": 0.1, "peak_at": 0.1}, 100)
+
+
+def test_what_makes_two_rehearsals_the_same_training() -> None:
+    one = {"losses": [1.0], "metrics": {"v": 2.0}, "samples": 3, "tokens": 0, "techniques": [], "steps": 1}
+    assert calibration.same_training(one, dict(one))
+    for name, other in (("losses", [1.0 + 1e-12]), ("metrics", {"v": 2.1}), ("samples", 4), ("techniques", ["T()"])):
+        assert not calibration.same_training(one, {**one, name: other}), name
+    assert not calibration.same_training({**one, "losses": []}, {**one, "losses": []})

@@ -1,0 +1,124 @@
+"""``lightning-eff bench`` as a user runs it: over configs, killed, taken up, drawn again and compared."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_eff.bench import command
+from lightning_eff.cli import main
+
+ROOT = Path(__file__).parent.parent.parent
+CONFIG = """
+trainer: {accelerator: cpu, devices: 1, max_epochs: 2, val_check_interval: 3, callbacks: [CALLBACKS]}
+model: {class_path: tests.bench.tasks.Small, init_args: {lr: 0.1}}
+data: {class_path: tests.bench.tasks.Data}
+"""
+
+
+@pytest.fixture
+def configs(tmp_path: Path) -> dict[str, str]:
+    """A baseline, a recipe with everything that a bench leaves out, and one that kills its process."""
+    crowd = ", ".join(
+        f"{{class_path: lightning.pytorch.callbacks.{name}}}" for name in ("ModelCheckpoint", "LearningRateMonitor")
+    )
+    stop = "{class_path: lightning.pytorch.callbacks.EarlyStopping, init_args: {monitor: val_loss, patience: 0}}"
+    texts = {
+        "base": CONFIG.replace("CALLBACKS", ""),
+        "copy": CONFIG.replace("CALLBACKS", f"{crowd}, {stop}"),
+        "deadly": "trainer: {callbacks: [{class_path: tests.bench.tasks.Die, init_args: {at: 20}}]}",
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    return {name: str(tmp_path / f"{name}.yaml") for name in texts}
+
+
+def options(configs: dict[str, str], out: Path, *more: str) -> list[str]:
+    asked = ["--baseline", configs["base"], "--recipe", configs["copy"], "--target", "val_loss", "--budget", "1rs"]
+    return ["bench", *asked, "--seeds", "2", "--rounds", "2", "--threads", "1", "--out", str(out), "--quiet", *more]
+
+
+def test_killed_and_taken_up(configs: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Killed with no warning after its first run, it goes on; a recipe whose process dies is told and the rest ends."""
+    out = tmp_path / "out"
+    deadly = ["--recipe", f"dies={configs['base']},{configs['deadly']}"]
+    argv = [sys.executable, "-m", "lightning_eff.cli", *options(configs, out, *deadly)]
+    bench = subprocess.Popen(
+        argv, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    end = time.monotonic() + 200
+    while not list(out.glob("runs/*.json")) and time.monotonic() < end and bench.poll() is None:
+        time.sleep(0.05)
+    os.killpg(bench.pid, signal.SIGKILL)
+    bench.wait()
+    done = {
+        file: file.stat().st_mtime_ns for folder in ("rehearsals", "runs") for file in (out / folder).glob("*.json")
+    }
+    assert list(out.glob("runs/*.json"))
+    here = os.getcwd()
+    os.chdir(ROOT)
+    try:
+        main(options(configs, out, *deadly))
+    finally:
+        os.chdir(here)
+    assert {file: file.stat().st_mtime_ns for file in done} == done
+    results = json.loads((out / "results.json").read_text())
+    assert {(run["arm"], run["status"]) for run in results["runs"]} == {
+        ("base", "finished"),
+        ("copy", "finished"),
+        ("dies", "crashed"),
+    }
+    assert "signal 9" in next(run["error"] for run in results["runs"] if run["arm"] == "dies")
+    assert results["plan"]["arms"][0]["configs"][0].endswith(CONFIG.replace("CALLBACKS", ""))
+    printed = capsys.readouterr().out
+    assert "copy" in printed and "report.html" in printed
+    assert (out / "report.html").stat().st_size > 10_000 and list((out / "figures").glob("*.png"))
+
+    (out / "report.html").unlink()
+    main(["bench", "report", str(out)])
+    assert (out / "report.html").is_file()
+    capsys.readouterr()
+    main(["bench", "compare", str(out), str(out)])
+    assert "copy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["report", "nowhere"], "no such file"),
+        (
+            ["--baseline", "a.yaml", "--recipe", "b.yaml", "--target", "x", "--budget", "1s"],
+            "there is no file 'a.yaml'",
+        ),
+    ],
+)
+def test_says_what_it_cannot_use(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", *argv])
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_refusals_end_with_status_2(
+    configs: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from lightning_eff.bench.pacer import Incomparable
+
+    class Refusing:
+        def __init__(self, *args, **kwargs):
+            raise Incomparable("apples and pears")
+
+    monkeypatch.setattr("lightning_eff.bench.benchmark.Benchmark", Refusing)
+    with pytest.raises(SystemExit) as stop:
+        command.main(options(configs, tmp_path / "out")[1:])
+    assert stop.value.code == 2 and "apples and pears" in capsys.readouterr().err
+
+
+def test_names_must_differ(configs: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*options(configs, tmp_path), "--recipe", configs["copy"]])
+    assert "two arms named 'copy'" in capsys.readouterr().err

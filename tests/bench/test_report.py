@@ -1,0 +1,214 @@
+"""The report: it fits the terminal, the page refers to nothing outside itself, and the same results give the same bytes."""
+
+import ast
+import inspect
+import re
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+from lightning_eff.bench import results
+from lightning_eff.bench.reports import compare, drawing, figures, intervals, report, report_html, statistics, words
+from lightning_eff.bench.reports.figures import band, draw
+from lightning_eff.bench.reports.statistics import summarize
+from tests.bench import synthetic
+
+VOID = {"meta", "link", "br", "hr", "img", "input", "source"}
+
+
+class Page(HTMLParser):
+    """Collects what a page refers to, its ids and its text; an end tag that does not fit is an error."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.references, self.ids, self.tags, self.words = [], [], [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.handle_startendtag(tag, attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        for name, value in attrs:
+            if name.split(":")[-1] in ("src", "href", "srcset", "data", "action", "poster"):
+                self.references.append(value)
+            if name == "id":
+                self.ids.append(value)
+            self.references += re.findall(r"url\(([^)]*)\)", value or "")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "style":
+            assert "@import" not in data
+            self.references += re.findall(r"url\(([^)]*)\)", data)
+        else:
+            self.words.append(data)
+
+
+@pytest.fixture(scope="module")
+def made():
+    return synthetic.everything()
+
+
+@pytest.fixture(scope="module")
+def text(made, tmp_path_factory):
+    return report.write_html(made, tmp_path_factory.mktemp("report") / "deep" / "report.html").read_text(
+        encoding="utf-8"
+    )
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 160])
+def test_the_table_fits(made, width):
+    assert max(map(len, report.table(made, width).splitlines())) <= width
+
+
+def test_the_table_says_it_all(made):
+    shown = report.table(made, 160)
+    row = next(line for line in shown.splitlines() if line.startswith("stacking"))
+    assert re.split(r"\s{2,}", row)[:5] == [
+        "stacking",
+        "faster",
+        "1.508 ± 0.015",
+        "−0.127 [−0.148, −0.089]",
+        "1.41 [1.24, 1.52]",
+    ]
+    for own in summarize(made).values():
+        assert " ".join(own["sentence"].split()) in " ".join(shown.split())
+    assert "- crashes once, seed 2: crashed: RuntimeError: out of memory" in shown
+    assert "Imaginary CPU 9000" in shown
+    assert "energy" not in shown  # not known to any run
+
+
+def test_energy_is_shown_where_known():
+    made = synthetic.results({"baseline": 1.0, "a": 1.2})
+    for run in made["runs"]:
+        run["energy_joules"] = 1500.0 if run["arm"] == "baseline" else 1200.0
+    assert summarize(made)["a"]["energy"]["estimate"] == pytest.approx(0.8)
+    assert "1.5 kJ" in report.table(made, 160)
+
+
+def test_the_page_refers_to_nothing_outside_itself(text):
+    page = Page(text)
+    assert page.references
+    assert [reference for reference in page.references if not reference.startswith("#")] == []
+    assert {reference[1:] for reference in page.references} <= set(page.ids)
+    assert "http" not in text
+    assert not {tag for tag, _ in page.tags} & {"script", "link", "iframe", "img", "object"}
+
+
+def test_the_page_is_well_formed(text):
+    page = Page(text)
+    assert len(page.ids) == len(set(page.ids))
+    assert ("html", {"lang": "en"}) in page.tags
+    assert ("meta", {"charset": "utf-8"}) in page.tags
+    assert any(attrs.get("name") == "viewport" for _, attrs in page.tags)
+    drawn = [attrs for tag, attrs in page.tags if tag == "svg"]
+    assert len(drawn) == 5 == text.count("<figcaption") == text.count("<desc>")
+    assert all(attrs["role"] == "img" and attrs["aria-labelledby"] in page.ids for attrs in drawn)
+
+
+def test_every_sentence_and_failure_is_on_the_page(made, text):
+    said = " ".join(" ".join(Page(text).words).split())
+    for own in summarize(made).values():
+        assert own["sentence"] in said
+    assert "RuntimeError: out of memory <at step 700>" in said
+    assert "<at step" not in text  # it is escaped
+
+
+def test_the_page_takes_the_readers_colours_and_prints(text):
+    for needed in ("prefers-color-scheme: dark", "@media print", "screen and (max-width: 820px)"):
+        assert needed in text
+    assert len(re.findall("#0072b2", text)) == 1  # figures name colours by the style's variables
+
+
+def test_the_same_results_give_the_same_bytes(made, text, tmp_path):
+    assert report.write_html(made, tmp_path / "again.html").read_text(encoding="utf-8") == text
+    first = [file.read_bytes() for file in report.write_pngs(made, tmp_path / "a")]
+    assert first == [file.read_bytes() for file in report.write_pngs(made, tmp_path / "b")]
+
+
+def test_the_figures_are_written_as_pngs(made, tmp_path):
+    files = report.write_pngs(made, tmp_path / "new")
+    assert [file.name for file in files] == ["speedups.png", "seconds.png", "samples.png", "memory.png", "phases.png"]
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
+
+
+def test_many_arms_get_a_panel_each():
+    few, many = ({"baseline": 1.0} | {f"recipe {k}": 1 + k / 10 for k in range(count)} for count in (5, 7))
+    for gains, panels in ((few, 1), (many, 7)):
+        made = synthetic.results(gains)
+        curves = next(drawing for drawing in draw(made, summarize(made)) if drawing.name == "seconds")
+        assert sum(axes.get_visible() for axes in curves.figure.axes) == panels
+
+
+def test_a_forest_is_drawn_as_summarized(made):
+    summary = summarize(made)
+    forest = draw(made, summary)[0].figure.axes[0]
+    drawn = [
+        tuple(line.get_xdata()) for line in forest.lines if len(line.get_xdata()) == 2 and line.get_linewidth() == 2
+    ]
+    shown = [own["speedup"] for own in summary.values() if own["speedup"]]
+    assert drawn == [pytest.approx((interval["low"], interval["high"])) for interval in shown]
+
+
+def test_strange_names_are_text():
+    gains = {"baseline": 1.0, "_$x_1$ <b>&": 1.3, "a" * 90: 1.0}
+    made = synthetic.results(gains)
+    text = report.page(made)
+    assert "_$x_1$ <b>&" in " ".join(Page(text).words)
+    assert "_$x_1$ &lt;b&gt;&amp;</text>" in text  # in the figures: no formula, and not hidden
+    assert max(map(len, report.table(made, 80).splitlines())) <= 80
+
+
+@pytest.mark.parametrize("left", ["nothing", "one run", "a failed baseline"])
+def test_what_is_unfinished_is_reported_too(left, tmp_path):
+    made = synthetic.everything() | {"finished": None}
+    made["runs"] = [] if left == "nothing" else made["runs"][:1] if left == "one run" else made["runs"]
+    if left == "a failed baseline":
+        for seed in synthetic.SEEDS:
+            synthetic.fail(made, "baseline", seed, "crashed", "gone")
+    assert "not finished" in report.table(made, 80)
+    Page(report.write_html(made, tmp_path / "report.html").read_text(encoding="utf-8"))
+    report.write_pngs(made, tmp_path)
+
+
+def test_band_is_the_mean_and_range_of_lines():
+    xs, mean, low, high = band([[(0, 0.0), (10, 10.0)], [(0, 4.0), (5, 4.0), (12, 4.0)]])
+    assert xs == [0, 5, 10]
+    assert (mean, low, high) == ([2, 4.5, 7], [0, 4, 4], [4, 5, 10])
+
+
+def test_matplotlibs_settings_are_the_users_again(made):
+    from matplotlib import rc_context, rcParams
+
+    with rc_context({"font.size": 33.0, "svg.fonttype": "path"}):
+        first = report.page(made)
+        assert (rcParams["font.size"], rcParams["svg.fonttype"]) == (33.0, "path")
+    assert first == report.page(made)
+
+
+def test_without_matplotlib_it_is_told_at_once(made, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for call in (report.require_matplotlib, lambda: report.write_html(made, tmp_path / "report.html")):
+        with pytest.raises(ModuleNotFoundError, match=r'pip install "lightning-eff\[bench\]"'):
+            call()
+    assert not list(tmp_path.iterdir())
+    assert report.table(made, 80)  # which draws nothing
+
+
+@pytest.mark.parametrize(
+    "module", [compare, drawing, figures, intervals, report, report_html, results, statistics, words]
+)
+def test_importing_it_imports_neither_matplotlib_nor_numpy(module):
+    for node in ast.parse(inspect.getsource(module)).body:
+        names = (
+            [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in getattr(node, "names", [])]
+        )
+        assert not {name.split(".")[0] for name in names} & {"matplotlib", "numpy"}

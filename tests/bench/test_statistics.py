@@ -1,0 +1,280 @@
+"""The bench's statistics: coverage by simulation, figures against hand-made ones, and no verdict beyond its interval."""
+
+import itertools
+import json
+import math
+from random import Random
+
+import pytest
+
+from lightning_eff.bench.reports.intervals import percentile_bounds, t_quantile
+from lightning_eff.bench.reports.statistics import (
+    Interval,
+    equivalent_seconds,
+    paired_interval,
+    paired_ratio,
+    speed_up,
+    summarize,
+    time_to,
+)
+from tests.bench import synthetic
+
+
+def points(*pairs):
+    return [{"seconds": seconds, "metric": metric} for seconds, metric in pairs]
+
+
+@pytest.mark.parametrize(
+    ("probability", "degrees", "expected"),
+    [  # a printed table of Student's t
+        (0.975, 1, 12.7062),
+        (0.975, 2, 4.30265),
+        (0.975, 3, 3.18245),
+        (0.975, 4, 2.77645),
+        (0.975, 9, 2.26216),
+        (0.95, 10, 1.81246),
+        (0.995, 30, 2.75000),
+        (0.025, 2, -4.30265),
+    ],
+)
+def test_t_quantile_is_the_tables(probability, degrees, expected):
+    assert t_quantile(probability, degrees) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("n", [3, 5, 10])
+def test_interval_covers_the_mean_of_normal_data(n):
+    random, covered, rounds = Random(n), 0, 1000
+    for _ in range(rounds):
+        interval = paired_interval([random.gauss(0.3, 1) for _ in range(n)], resamples=400 if n > 5 else 10_000)
+        covered += not interval.excludes(0.3)
+    assert covered / rounds >= 0.92
+
+
+def test_plain_percentile_interval_is_too_narrow_at_three():
+    random, covered, rounds = Random(3), 0, 1000
+    for _ in range(rounds):
+        low, high = percentile_bounds([random.gauss(0.3, 1) for _ in range(3)])
+        covered += low <= 0.3 <= high
+    assert 0.70 < covered / rounds < 0.80  # 1 - 2 / 2^3: the interval is from the least to the greatest
+
+
+def test_interval_at_three_is_the_stretched_range():
+    stretch = 4.302653 / 1.959964 * math.sqrt(3 / 2)
+    interval = paired_interval([1.0, 2.0, 6.0])
+    assert interval.estimate == 3
+    assert interval.low == pytest.approx(3 - 2 * stretch, rel=1e-6)
+    assert interval.high == pytest.approx(3 + 3 * stretch, rel=1e-6)
+    assert interval.n == 3
+
+
+def test_counted_resamples_are_all_of_them():
+    values = [0.11, -0.43, 0.97, 0.31]
+    means = sorted(sum(drawn) / 4 for drawn in itertools.product(values, repeat=4))  # 256
+    low, high = percentile_bounds(values, level=0.9)
+    assert (low, high) == (pytest.approx(means[12]), pytest.approx(means[-13]))  # 0.05 · 256 = 12.8
+
+
+def test_drawn_resamples_agree_with_counted_ones():
+    values = [0.113, -0.427, 0.931, 0.318, 0.649, -0.205, 0.277]
+    counted, drawn = percentile_bounds(values), percentile_bounds(values, resamples=1700)
+    assert drawn == pytest.approx(counted, abs=0.05)
+    assert drawn != counted
+    assert drawn == percentile_bounds(values, resamples=1700)
+
+
+def test_fewer_than_two_give_no_interval():
+    assert paired_interval([]) is None
+    assert paired_interval([1.0]) is None
+    assert paired_ratio([(1.0, 2.0)]) is None
+
+
+def test_ratio_is_the_geometric_mean_and_swaps_to_its_reciprocal():
+    pairs = [(1.0, 2.0), (1.0, 8.0), (3.0, 3.0)]
+    there, back = paired_ratio(pairs), paired_ratio([(b, a) for a, b in pairs])
+    assert there.estimate == pytest.approx(16 ** (1 / 3))
+    assert (back.low, back.high) == (pytest.approx(1 / there.high), pytest.approx(1 / there.low))
+
+
+def test_what_is_no_number_is_refused():
+    with pytest.raises(ValueError, match="got nan"):
+        paired_interval([1.0, math.nan])
+    with pytest.raises(ValueError, match=r"got the pair \(0.0, 1.0\)"):
+        paired_ratio([(0.0, 1.0), (1.0, 1.0)])
+
+
+def test_time_to_is_the_first_crossing():
+    curve = points((10, 4.0), (20, 2.0), (30, 3.0), (40, 1.0))
+    assert time_to(curve, 3.0, "min") == 15
+    assert time_to(curve, 2.0, "min") == 20
+    assert time_to(curve, 1.5, "min") == 37.5
+    assert time_to(curve, 5.0, "min") == 10  # an upper bound
+    assert time_to(curve, 0.5, "min") is None
+    assert time_to(points((10, 0.2), (20, None), (30, 0.6)), 0.5, "max") == 25
+    with pytest.raises(ValueError, match="mode='lowest'"):
+        time_to(curve, 1.0, "lowest")
+
+
+def test_speed_up_is_symmetric_and_defined_for_losers():
+    slow, fast = points((10, 4.0), (20, 3.0), (30, 2.0)), points((10, 2.5), (20, 1.5), (30, 1.0))
+    assert speed_up(slow, fast, "min") == 30 / 15
+    assert speed_up(fast, slow, "min") == 15 / 30
+    assert speed_up(fast, points((10, 9.0), (30, 5.0)), "min") == 10 / 30  # the first evaluation beats the end
+    assert speed_up(slow, slow, "min") == 1
+
+
+def test_equal_ends_are_no_speed_up_whatever_the_way_there():
+    bumpy = points((10, 1.0), (20, 3.0), (30, 2.0))
+    assert speed_up(bumpy, points((10, 4.0), (20, 3.0), (30, 2.0)), "min") == 1
+
+
+def test_ladder_is_interpolated_in_the_logarithm_and_not_beyond():
+    ladder = [(60.0, 1.6), (15.0, 2.0), (30.0, 1.8)]
+    seconds, bound = equivalent_seconds(ladder, 1.7, "min")
+    assert seconds == pytest.approx(math.sqrt(30 * 60))
+    assert bound is None
+    assert equivalent_seconds(ladder, 1.5, "min") == (None, "beyond 60 s")
+    assert equivalent_seconds(ladder, 2.1, "min") == (None, "below 15 s")
+    assert equivalent_seconds([(15.0, 2.0)], 2.0, "min") == (None, None)
+
+
+def test_verdicts_of_one_of_each():
+    summary = summarize(synthetic.everything())
+    verdicts = {name: own["verdict"] for name, own in summary.items()}
+    assert verdicts == {
+        "baseline": "no verdict",
+        "stacking": "faster",
+        "two layers throughout": "faster",
+        "sharpness": "slower",
+        "cosine": "no difference shown",
+        "crashes once": "no difference shown",
+        "diverges": "failed",
+        "baseline × 2": "no verdict",
+    }
+    assert summary["stacking"]["speedup"]["estimate"] == pytest.approx(1.4, rel=0.05)  # as planted
+    assert summary["sharpness"]["speedup"]["estimate"] == pytest.approx(0.6, rel=0.05)
+    assert summary["stacking"]["speedup_from"] == "metric"
+    assert summary["stacking"]["memory"]["estimate"] == pytest.approx(652 / 620)
+    assert summary["stacking"]["equivalent_seconds"] == pytest.approx(1.4 * 60, rel=0.1)
+    assert summary["sharpness"]["equivalent_bound"] == "below 60 s"
+    assert summary["sharpness"]["time_to_target"] == {"seconds": [None, None, None], "reached": 0}
+    assert summary["sharpness"]["extra_share"] == pytest.approx(5 / 66, rel=0.02)
+    assert summary["stacking"]["tokens_per_second"] == pytest.approx(240 * 1.4 * 128)
+    assert "But its control, two layers throughout, gains as much" in summary["stacking"]["sentence"]
+
+
+def test_summary_is_plain_json():
+    summary = summarize(synthetic.everything())
+    assert json.loads(json.dumps(summary, allow_nan=False)) == summary
+
+
+def test_failures_are_told_and_left_out():
+    summary = summarize(synthetic.everything())
+    once = summary["crashes once"]
+    assert once["failed"] == [{"seed": 2, "status": "crashed", "error": "RuntimeError: out of memory <at step 700>"}]
+    assert sorted(once["final"]["values"]) == ["1", "3"]
+    assert "Failed and left out: 1 of its 3 runs (seed 2 crashed)." in once["sentence"]
+    assert "diverges failed on every seed" in summary["diverges"]["sentence"]
+
+
+def test_a_run_that_ends_at_no_number_counts_as_diverged():
+    made = synthetic.results({"baseline": 1.0, "a": 1.2})
+    made["runs"][1]["points"][-1]["metric"] = math.nan
+    own = summarize(made)["a"]
+    assert own["failed"] == [{"seed": 1, "status": "diverged", "error": "its final metric is not a finite number"}]
+    assert own["difference"]["n"] == 2
+
+
+def test_one_common_seed_gives_no_verdict():
+    made = synthetic.results({"baseline": 1.0, "a": 2.0})
+    synthetic.fail(made, "baseline", 1, "crashed", "gone")
+    synthetic.fail(made, "a", 2, "crashed", "gone")
+    own = summarize(made)["a"]
+    assert (own["verdict"], own["speedup"], own["difference"]) == ("no verdict", None, None)
+    assert "no verdict" in own["sentence"]
+
+
+def test_same_training_is_judged_by_throughput_alone():
+    made = synthetic.results({"baseline": 1.0, "a": 1.0}, noise=0.3)
+    made["calibration"]["a"] = synthetic.calibration(1.1, same_training=True)
+    own = summarize(made)["a"]
+    assert (own["verdict"], own["speedup_from"]) == ("faster", "throughput")
+    assert own["speedup"] == own["throughput"]
+    assert own["speedup"]["estimate"] == pytest.approx(1.1, rel=0.02)
+    assert own["speedup"]["n"] == 6
+    made["calibration"]["a"] = synthetic.calibration(1.0, same_training=True)
+    assert summarize(made)["a"]["verdict"] == "no difference shown"
+
+
+def test_higher_can_be_better():
+    summary = summarize(synthetic.results({"baseline": 1.0, "up": 1.4, "down": 0.6}, mode="max"))
+    assert (summary["up"]["verdict"], summary["down"]["verdict"]) == ("faster", "slower")
+    assert summary["up"]["difference"]["estimate"] > 0
+
+
+def test_prices_that_miss_costs_are_told():
+    made = synthetic.results({"baseline": 1.0, "a": 1.4})
+    assert "Beware" not in summarize(made)["a"]["sentence"]
+    for run in made["runs"]:
+        if run["arm"] == "a":
+            run["wall_seconds"] *= 1.25
+    own = summarize(made)["a"]
+    assert own["price_gap"] == pytest.approx(1.25, rel=0.03)
+    assert "prices miss costs" in own["sentence"]
+    made["plan"]["budget"]["clock"] = "wall"
+    assert "Beware" not in summarize(made)["a"]["sentence"]
+
+
+def test_a_recipe_that_beats_its_control_is_told_so():
+    arms = [synthetic.arm("baseline", "baseline"), synthetic.arm("a"), synthetic.arm("c", "control", of="a")]
+    own = summarize(synthetic.results({"baseline": 1.0, "a": 1.8, "c": 1.1}, arms=arms))["a"]
+    assert own["better_than_control"]["c"]["high"] < 0
+    assert "It beats its control, c" in own["sentence"]
+
+
+def test_nothing_is_called_faster_whose_interval_includes_no_gain():
+    random, verdicts = Random(7), []
+    for draw in range(60):
+        gain, noise = math.exp(random.gauss(0, 0.15)), random.choice([0.005, 0.02, 0.06])
+        made = synthetic.results(
+            {f"baseline {draw}": 1.0, f"a {draw}": gain}, noise=noise, seeds=[1, 2, 3, 4][: 2 + draw % 3]
+        )
+        own = summarize(made)[f"a {draw}"]
+        speedup, gap = own["speedup"], own["difference"]
+        verdicts.append(own["verdict"])
+        if own["verdict"] == "faster":
+            assert speedup["low"] > 1
+            assert gap["high"] < 0
+        elif own["verdict"] == "slower":
+            assert speedup["high"] < 1
+            assert gap["low"] > 0
+        else:
+            assert speedup["low"] <= 1 <= speedup["high"] or gap["low"] <= 0 <= gap["high"]
+    assert {"faster", "slower", "no difference shown"} == set(verdicts)  # the draws try all three
+
+
+@pytest.mark.parametrize(
+    ("speedup", "gap", "expected"),
+    [  # the loss's difference: negative is a gain
+        ((1.2, 1.1, 1.3), (-0.2, -0.3, -0.1), "faster"),
+        ((1.2, 1.0, 1.4), (-0.2, -0.3, -0.1), "no difference shown"),
+        ((1.2, 1.1, 1.3), (-0.2, -0.4, 0.0), "no difference shown"),
+        ((1.2, 1.1, 1.3), (0.2, 0.1, 0.3), "no difference shown"),
+        ((0.8, 0.7, 0.9), (0.2, 0.1, 0.3), "slower"),
+        ((0.8, 0.7, 1.1), (0.2, 0.1, 0.3), "no difference shown"),
+        ((0.8, 0.7, 0.9), (0.2, -0.1, 0.5), "no difference shown"),
+        ((0.8, 0.7, 0.9), (-0.2, -0.3, -0.1), "no difference shown"),
+    ],
+)
+def test_a_verdict_needs_both_intervals(monkeypatch, speedup, gap, expected):
+    monkeypatch.setattr("lightning_eff.bench.reports.statistics.ratio_interval", lambda ratios: Interval(*speedup, 3))
+    monkeypatch.setattr("lightning_eff.bench.reports.statistics.paired_interval", lambda differences: Interval(*gap, 3))
+    assert summarize(synthetic.results({"baseline": 1.0, "a": 1.0}))["a"]["verdict"] == expected
+
+
+def test_two_equal_recipes_are_rarely_told_apart():
+    covered = 0
+    for draw in range(60):
+        made = synthetic.results({f"baseline {draw}": 1.0, f"a {draw}": 1.0}, noise=0.03)
+        own = summarize(made)[f"a {draw}"]
+        covered += own["speedup"]["low"] <= 1 <= own["speedup"]["high"]
+    assert covered >= 51  # as 17 of 20

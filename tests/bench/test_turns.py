@@ -1,0 +1,70 @@
+"""Runs that take turns: one at a time, in order, each with random numbers of its own."""
+
+import threading
+
+import pytest
+import torch
+
+from lightning_eff.bench.turns import in_turns
+
+
+def test_one_at_a_time_and_in_order() -> None:
+    seen: list[str] = []
+    running: list[int] = []
+
+    def task(name: str, count: int):
+        def run(pass_on):
+            for i in range(count):
+                running.append(1)
+                assert len(running) == 1
+                seen.append(f"{name}{i}")
+                running.pop()
+                assert pass_on() >= 0
+            return name
+
+        return run
+
+    assert in_turns([task("a", 3), task("b", 1), task("c", 2)]) == ["a", "b", "c"]
+    assert seen == ["a0", "b0", "c0", "a1", "c1", "a2"]
+
+
+def test_each_draws_as_if_it_were_alone() -> None:
+    def task(pass_on):
+        torch.manual_seed(7)
+        drawn = []
+        for _ in range(4):
+            drawn.append(torch.rand(1).item())
+            pass_on()
+        return drawn
+
+    torch.manual_seed(1)
+    alone = in_turns([task])[0]
+    before = torch.get_rng_state()
+    together = in_turns([task, task, task])
+    assert together == [alone] * 3 and len(set(alone)) == 4
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_interruption_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+
+    def first(pass_on):
+        threads.append(threading.current_thread())
+        while True:
+            pass_on()
+
+    joins = [0]
+    join = threading.Thread.join
+
+    def interrupted(self, timeout=None):
+        joins[0] += 1
+        if joins[0] == 2:
+            raise KeyboardInterrupt
+        join(self, 0.05)
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        in_turns([first, first])
+    for thread in threads:
+        join(thread, 5)
+        assert not thread.is_alive()

@@ -1,0 +1,243 @@
+"""The reference tasks: every recipe trains, masks have BERT's statistics, validation is fixed, the tuning resumes."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.cli import LightningCLI
+
+import lightning_eff
+from benchmarks import tune
+from benchmarks.bert.data import MASK, MaskedStdlibText, mask_bytes
+from benchmarks.bert.module import IGNORED, ByteBert
+from benchmarks.gpt2.module import ByteGPT2
+from examples.vit.data import Digits, shift
+from lightning_eff._core.technique import Technique
+
+ROOT = Path(__file__).parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+TASKS = ("gpt", "vit", "bert", "gpt2")
+SEQUENCES = ("gpt", "bert", "gpt2")
+RECIPES = {
+    "stacking": "ProgressiveStacking",
+    "layer_dropping": "ProgressiveLayerDropping",
+    "averaging": "LatestWeightAveraging",
+    "importance_sampling": "ImportanceSampling",
+    "selective_backprop": "SelectiveBackprop",
+    "sharpness": "SharpnessAwareMinimization",
+    "length_warmup": "SequenceLengthWarmup",
+}
+PAIRS = [(task, recipe) for task in TASKS for recipe in RECIPES if recipe != "length_warmup" or task in SEQUENCES]
+
+# Widths and texts as small as they go; depths and lengths stay those of the task, because recipes are fitted to them.
+TINY: dict[str, list[str]] = {
+    "gpt": ["--model.dim=16", "--model.num_heads=2", "--data.max_bytes=2000000", "--data.num_eval_windows=2"],
+    "vit": ["--model.dim=16", "--model.num_heads=2", "--data.batch_size=8", "--trainer.limit_train_batches=2"],
+    "bert": ["--model.dim=16", "--model.num_heads=2", "--data.max_bytes=2000000", "--data.num_eval_windows=2"],
+    "gpt2": [
+        *("--model.n_embd=16", "--model.n_head=2", "--model.vocab_size=256", "--data.max_bytes=2000000"),
+        *("--data.batch_size=3", "--data.num_eval_windows=2", "--trainer.accelerator=cpu"),
+    ],
+}
+SHORT = [
+    *(
+        "--seed_everything=0",
+        "--trainer.max_steps=2",
+        "--trainer.limit_val_batches=1",
+        "--trainer.val_check_interval=2",
+    ),
+    *("--trainer.logger=false", "--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false"),
+    *("--trainer.enable_model_summary=false", "--trainer.num_sanity_val_steps=0"),
+]
+
+
+def parsed(task: str, recipe: str | None, tmp_path: Path) -> LightningCLI:
+    """What ``lightning-eff fit --config baseline.yaml --config recipes/recipe.yaml`` would run, made tiny."""
+    overlays = [] if recipe is None else ["--config", str(BENCHMARKS / task / "recipes" / f"{recipe}.yaml")]
+    return LightningCLI(
+        LightningModule,
+        LightningDataModule,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        save_config_callback=None,
+        run=False,
+        args=[
+            *("--config", str(BENCHMARKS / task / "baseline.yaml"), *overlays, *TINY[task], *SHORT),
+            f"--trainer.default_root_dir={tmp_path}",
+        ],
+    )
+
+
+def test_every_task_has_every_recipe_that_applies() -> None:
+    found = {(path.parent.parent.name, path.stem) for path in BENCHMARKS.glob("*/recipes/*.yaml")}
+    assert found == set(PAIRS)
+    techniques = {name for name in lightning_eff.__all__ if issubclass(getattr(lightning_eff, name), Technique)}
+    assert techniques == set(RECIPES.values())
+
+
+@pytest.mark.parametrize(("task", "recipe"), [*((task, None) for task in TASKS), *PAIRS])
+def test_trains(task: str, recipe: str | None, tmp_path: Path) -> None:
+    cli = parsed(task, recipe, tmp_path)
+    cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    assert cli.trainer.global_step == 2
+    assert math.isfinite(cli.trainer.callback_metrics["val_loss"].item())
+    techniques = [type(callback).__name__ for callback in cli.trainer.callbacks if isinstance(callback, Technique)]
+    assert techniques == ([] if recipe is None else [RECIPES[recipe]])
+
+
+@pytest.mark.parametrize(("task", "recipe"), PAIRS)
+def test_a_recipe_changes_the_callbacks_alone(task: str, recipe: str) -> None:
+    path = BENCHMARKS / task / "recipes" / f"{recipe}.yaml"
+    config = yaml.safe_load(path.read_text())
+    assert config.keys() == {"trainer"} and config["trainer"].keys() == {"callbacks"}
+    assert path.read_text().startswith("# ")
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_stacking_ends_at_the_full_depth(task: str, tmp_path: Path) -> None:
+    cli = parsed(task, "stacking", tmp_path)
+    depth = cli.model.hparams["n_layer" if task == "gpt2" else "num_layers"]
+    (stacking,) = (c for c in cli.trainer.callbacks if isinstance(c, lightning_eff.ProgressiveStacking))
+    assert depth >= 4 and depth % 2 == 0
+    assert stacking.stages[-1][1] == depth and stacking.stages[-1][0] == 0.3
+
+
+def test_masking_has_berts_statistics() -> None:
+    text = torch.randint(0, 256, (1000, 1000))
+    batch = mask_bytes(text)
+    ids, labels = batch["input_ids"], batch["labels"]
+    chosen = labels != IGNORED
+    total = int(chosen.sum())
+    assert torch.equal(labels[chosen], text[chosen]) and torch.equal(ids[~chosen], text[~chosen])
+    # Six standard deviations of a share of n draws.
+    near = [(chosen.float().mean(), 0.15, 1_000_000)]
+    hidden, same = ids[chosen] == MASK, ids[chosen] == text[chosen]
+    near += [(hidden.float().mean(), 0.8, total), (same.float().mean(), 0.1 + 0.1 / 256, total)]
+    for share, expected, n in near:
+        assert abs(float(share) - expected) < 6 * math.sqrt(expected * (1 - expected) / n), (share, expected)
+    others = ids[chosen][~hidden & ~same]
+    assert int(others.min()) == 0 and int(others.max()) == 255  # any byte, never the mask
+    everything = mask_bytes(text[:2], probability=1.0)["labels"]
+    assert torch.equal(everything, text[:2])
+
+
+def test_training_masks_are_drawn_from_the_global_generator_and_validations_are_fixed() -> None:
+    def loaders(seed: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
+        torch.manual_seed(seed)
+        data = MaskedStdlibText(block_size=32, batch_size=4, max_bytes=100_000, num_eval_windows=6)
+        data.setup("fit")
+        before = torch.get_rng_state()
+        val = next(iter(data.val_dataloader()))
+        torch.set_rng_state(before)
+        return next(iter(data.train_dataloader())), val, data._mask([data.text.train_set[0]])["labels"]
+
+    (train, val, drawn), (again, val_again, _), (other, val_other, drawn_other) = loaders(1), loaders(1), loaders(2)
+    assert all(torch.equal(train[name], again[name]) for name in train)
+    assert not torch.equal(train["input_ids"], other["input_ids"]) and not torch.equal(drawn, drawn_other)
+    for name in val:
+        assert torch.equal(val[name], val_again[name]) and torch.equal(val[name], val_other[name])
+    assert int((val["labels"] != IGNORED).sum()) > 0
+
+
+def test_bert_loss_is_the_mean_over_the_masked_bytes() -> None:
+    model = ByteBert(dim=16, num_layers=2, block_size=16).eval()
+    batch = mask_bytes(torch.randint(0, 256, (3, 16)), probability=0.3)
+    log_p = model(batch["input_ids"]).log_softmax(-1)
+    wanted = [
+        -log_p[b, t, label]
+        for b, row in enumerate(batch["labels"].tolist())
+        for t, label in enumerate(row)
+        if label >= 0
+    ]
+    torch.testing.assert_close(model._loss(batch), torch.stack(wanted).mean())
+
+
+def test_validation_loss_weighs_windows_by_their_masked_bytes(tmp_path: Path) -> None:
+    cli = parsed("bert", None, tmp_path)
+    cli.datamodule.batch_size = 1  # so that windows, with unequal numbers of masked bytes, are averaged
+    cli.trainer.limit_val_batches = 1.0
+    (result,) = cli.trainer.validate(cli.model, datamodule=cli.datamodule, verbose=False)
+    whole = cli.datamodule.val_set.batch
+    assert len({int((row != IGNORED).sum()) for row in whole["labels"]}) > 1
+    assert result["val_loss"] == pytest.approx(cli.model._loss(whole).item(), rel=1e-5)
+
+
+def test_gpt2_has_124_million_parameters() -> None:
+    with torch.device("meta"):
+        model = ByteGPT2()
+    # GPT-2's 124,439,808 with 47 more rows of the tied embedding.
+    assert sum(p.numel() for p in model.parameters()) == 124_439_808 + (50304 - 50257) * 768
+
+
+def test_shifted_digits() -> None:
+    images = torch.rand(4000, 1, 8, 8)
+    moved = shift(images, 1)
+    counts: dict[tuple[int, int], int] = {}
+    framed = torch.nn.functional.pad(images, [1] * 4, value=-1.0)
+    for before, after in zip(framed, moved, strict=True):
+        places = [(i, j) for i in range(3) for j in range(3) if torch.equal(before[:, i : i + 8, j : j + 8], after)]
+        assert len(places) == 1
+        counts[places[0]] = counts.get(places[0], 0) + 1
+    spread = 6 * math.sqrt(4000 * (1 / 9) * (8 / 9))
+    assert len(counts) == 9 and all(abs(n - 4000 / 9) < spread for n in counts.values()), counts
+
+
+def test_digits_by_default_are_as_they_were() -> None:
+    plain, shared = Digits(), Digits(max_shift=1, num_val_images=450)
+    plain.setup("fit")
+    shared.setup("fit")
+    assert [len(s) for s in (plain.train_set, plain.val_set, plain.test_set)] == [1297, 250, 250]
+    assert [len(s) for s in (shared.train_set, shared.val_set, shared.test_set)] == [1297, 450, 50]
+    assert torch.equal(plain.train_set.tensors[0], shared.train_set.tensors[0])
+    torch.manual_seed(3)
+    images, _ = next(iter(plain.train_dataloader()))
+    known = {tuple(image.flatten().tolist()) for image in plain.train_set.tensors[0]}
+    assert all(tuple(image.flatten().tolist()) in known for image in images)
+    with pytest.raises(ValueError, match="max_shift=8"):
+        Digits(max_shift=8)
+    with pytest.raises(ValueError, match="num_val_images=500"):
+        Digits(num_val_images=500)
+
+
+@pytest.mark.parametrize("task", tune.TASKS)
+def test_the_baseline_is_the_best_point_of_its_grid(task: str) -> None:
+    results = json.loads((BENCHMARKS / "results" / f"tuning_{task}.json").read_text())
+    assert results["seed"] == 0 and results["budget_seconds"] == 60.0
+    best = min(results["results"], key=lambda result: result["metrics"]["val_loss"])
+    baseline = yaml.safe_load((BENCHMARKS / task / "baseline.yaml").read_text())
+    assert {key: baseline[key] for key in ("trainer", "model", "data")} == best["settings"]
+    assert all(result["validation_seconds"] < 1.5 for result in results["results"])
+
+
+def test_a_grid_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "benchmarks" / "gpt").mkdir(parents=True)
+    (tmp_path / "benchmarks" / "gpt" / "baseline.yaml").write_bytes((BENCHMARKS / "gpt" / "baseline.yaml").read_bytes())
+    grid_file = tmp_path / "benchmarks" / "gpt" / "grid.yaml"
+    points: list[dict[str, Any]] = [{"model": {"lr": 1e-3}}, {"model": {"lr": 2e-3}}]
+    grid_file.write_text(yaml.safe_dump({"points": points}))
+    monkeypatch.setattr(tune, "ROOT", tmp_path)
+    out = tmp_path / "out.json"
+    tune.Grid("gpt", 0, 60.0, out, None).add(0, {"metrics": {"val_loss": 1.0}})
+    assert tune.Grid("gpt", 0, 60.0, out, None).left() == [1]
+    assert tune.Grid("gpt", 0, 30.0, out, None).left() == [0, 1]  # another budget
+    assert tune.Grid("gpt", 5, 60.0, out, None).left() == [0, 1]  # another seed
+    points[0]["data"] = {"batch_size": 2}
+    grid_file.write_text(yaml.safe_dump({"points": points}))
+    assert tune.Grid("gpt", 0, 60.0, out, None).left() == [0, 1]  # another setting
+    with pytest.raises(ValueError, match="rate"):
+        tune.settings("gpt", {"rate": 1})
+
+
+def test_a_point_is_trained_for_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    small = {"dim": 16, "num_layers": 2, "num_heads": 2, "block_size": 16}
+    data = {"block_size": 16, "batch_size": 2, "max_bytes": 100_000, "num_eval_windows": 2}
+    config = tune.settings("gpt", {"model": small, "data": data})
+    result = tune.run_point(config, seed=0, budget=0.3)
+    assert result["steps"] == int(0.3 / result["step_seconds"])
+    assert math.isfinite(result["metrics"]["val_loss"]) and math.isfinite(result["train_loss"])
