@@ -1,5 +1,7 @@
 """Efficient-training techniques for PyTorch Lightning, stacked onto an unchanged LightningModule."""
 
+from typing import TYPE_CHECKING, Any
+
 from lightning_eff.data.importance_sampling import ImportanceSampling
 from lightning_eff.data.selective_backprop import SelectiveBackprop
 from lightning_eff.data.sequence_length_warmup import SequenceLengthWarmup
@@ -8,7 +10,12 @@ from lightning_eff.model.progressive_stacking import ProgressiveStacking
 from lightning_eff.optim.latest_weight_averaging import LatestWeightAveraging
 from lightning_eff.optim.sharpness_aware_minimization import SharpnessAwareMinimization
 
+if TYPE_CHECKING:
+    from lightning_eff.bench import Benchmark, EfficiencyMonitor
+
 __all__ = [
+    "Benchmark",
+    "EfficiencyMonitor",
     "ImportanceSampling",
     "LatestWeightAveraging",
     "ProgressiveLayerDropping",
@@ -17,3 +24,12 @@ __all__ = [
     "SequenceLengthWarmup",
     "SharpnessAwareMinimization",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The bench is imported when it is asked for: a training run needs none of it."""
+    if name in ("Benchmark", "EfficiencyMonitor"):
+        from lightning_eff import bench
+
+        return getattr(bench, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

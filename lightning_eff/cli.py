@@ -77,6 +77,8 @@ def main(args: Sequence[str] | None = None) -> None:
         ) from error
     from lightning.pytorch import LightningDataModule, LightningModule
 
+    import lightning_eff.bench.monitor  # noqa: F401 - configs may name it by class name alone
+
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     LightningCLI(

@@ -1,4 +1,7 @@
 """The honest comparison of a recipe with its baseline, and a monitor of what a run uses."""
 
-from lightning_eff.bench.benchmark import Benchmark as Benchmark
-from lightning_eff.bench.benchmark import Budget as Budget
+from lightning_eff.bench.benchmark import Benchmark, Budget
+from lightning_eff.bench.monitor import EfficiencyMonitor
+from lightning_eff.bench.pace import Incomparable
+
+__all__ = ["Benchmark", "Budget", "EfficiencyMonitor", "Incomparable"]

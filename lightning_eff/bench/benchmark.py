@@ -16,7 +16,7 @@ from lightning_eff.bench import calibration as rehearsal
 from lightning_eff.bench.arms import Arm, lay_out
 from lightning_eff.bench.jobs import Job, crashed
 from lightning_eff.bench.machine import fingerprint
-from lightning_eff.bench.pacer import SCHEDULES, Incomparable, Pace
+from lightning_eff.bench.pace import SCHEDULES, Incomparable, Pace
 from lightning_eff.bench.progress import PlanBar
 from lightning_eff.bench.reports.statistics import summarize
 from lightning_eff.bench.results import SCHEMA, load, save

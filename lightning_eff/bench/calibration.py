@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
-from lightning_eff.bench.pacer import Incomparable
+from lightning_eff.bench.pace import Incomparable
 from lightning_eff.bench.reports.intervals import paired_interval
 
 FEWEST_STEPS = 20  # in a budget

@@ -14,7 +14,8 @@ import torch
 from lightning_eff._core import rng
 from lightning_eff.bench.arms import Arm, Built, quiet, ready
 from lightning_eff.bench.machine import EnergyMeter, peak_memory, reset_peak_memory
-from lightning_eff.bench.pacer import Diverged, Incomparable, Pace, Pacer
+from lightning_eff.bench.pace import Diverged, Incomparable, Pace
+from lightning_eff.bench.pacer import Pacer
 from lightning_eff.bench.turns import Stopped, in_turns
 
 #: How a run ended; "refused" is the bench's own word, and ends the bench.

@@ -7,7 +7,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -23,63 +22,8 @@ from lightning_eff._core.patches import Patches
 from lightning_eff._core.progress import Clock
 from lightning_eff._core.technique import Technique
 from lightning_eff.bench.machine import memory_in_use
+from lightning_eff.bench.pace import Diverged, Horizon, Incomparable, Pace, decay
 from lightning_eff.bench.turns import TURN
-
-SCHEDULES = ("own", "linear", "cosine")
-WARM_UP = 0.05  # of the budget, where the bench lays out the schedule itself
-
-
-class Horizon(int):
-    """A number of steps or epochs for which schedules are laid out, and at which Lightning does not stop.
-
-    Lightning stops where ``done >= limit``, which Python asks the limit first, as it is of the more special class.
-    """
-
-    def __le__(self, other: object) -> bool:
-        return False
-
-
-class Incomparable(ValueError):
-    """Two arms cannot be compared, or this one cannot be measured."""
-
-
-class Diverged(RuntimeError):
-    """The loss or the metric became nan or infinite."""
-
-
-@dataclass(frozen=True)
-class Pace:
-    """How a run is to be paced.
-
-    Attributes:
-        target: the validation metric.
-        budget: training seconds, on the clock that ``reference`` names.
-        reference: charge each step the calibrated price of its kind; else its wall-clock time.
-        prices: seconds by kind of step.
-        steps: how many optimizer steps the learning-rate schedule is laid out for.
-        evaluations: how many times to validate, evenly over the budget, the last time at its end.
-        schedule: "own", the module's; "linear" or "cosine", the bench's in its place, after a warm-up of 5 %.
-        sweep: in place of the budget, so many optimizer steps that pass through the whole schedule (a rehearsal).
-        inspect: look at the data, and validate at the end of a sweep.
-    """
-
-    target: str
-    budget: float = math.inf
-    reference: bool = False
-    prices: Mapping[str, float] = field(default_factory=dict)
-    steps: int = 1
-    evaluations: int = 1
-    schedule: str = "own"
-    sweep: int | None = None
-    inspect: bool = False
-
-
-def decay(schedule: str, u: float) -> float:
-    """The bench's own schedules as a factor of the base rate, at the share ``u`` of the budget: 0 at ``u = 1``."""
-    if u < WARM_UP:
-        return max(u, 1e-3) / WARM_UP
-    v = (u - WARM_UP) / (1 - WARM_UP)
-    return 1 - v if schedule == "linear" else (1 + math.cos(math.pi * v)) / 2
 
 
 class Pacer(Clock):

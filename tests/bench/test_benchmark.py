@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 from lightning_eff import ProgressiveStacking, SelectiveBackprop
 from lightning_eff.bench.arms import lay_out, named
 from lightning_eff.bench.benchmark import Benchmark, Budget
-from lightning_eff.bench.pacer import Incomparable
+from lightning_eff.bench.pace import Incomparable
 from tests.bench.tasks import Constant, Delay, Fail, Small, arm, dataset
 from tests.models import TinyGPT, loader, module
 

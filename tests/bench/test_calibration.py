@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from lightning_eff.bench import calibration
-from lightning_eff.bench.pacer import Incomparable
+from lightning_eff.bench.pace import Incomparable
 from lightning_eff.bench.reports.intervals import paired_ratio
 
 

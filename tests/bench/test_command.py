@@ -106,7 +106,7 @@ def test_says_what_it_cannot_use(argv: list[str], message: str, capsys: pytest.C
 def test_refusals_end_with_status_2(
     configs: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from lightning_eff.bench.pacer import Incomparable
+    from lightning_eff.bench.pace import Incomparable
 
     class Refusing:
         def __init__(self, *args, **kwargs):

@@ -9,7 +9,8 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning_eff import LatestWeightAveraging, SequenceLengthWarmup, SharpnessAwareMinimization
 from lightning_eff.bench import pacer as pacer_module
 from lightning_eff.bench.arms import ready
-from lightning_eff.bench.pacer import Diverged, Horizon, Incomparable, Pace, Pacer, decay
+from lightning_eff.bench.pace import Diverged, Horizon, Incomparable, Pace, decay
+from lightning_eff.bench.pacer import Pacer
 from tests.bench.tasks import Constant, Delay, Small, arm, built, dataset
 from tests.models import TinyGPT
 
