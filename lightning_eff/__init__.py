@@ -1,6 +1,6 @@
 """Efficient-training techniques for PyTorch Lightning, stacked onto an unchanged LightningModule."""
 
-from typing import TYPE_CHECKING, Any
+import typing as _typing
 
 from lightning_eff.data.importance_sampling import ImportanceSampling
 from lightning_eff.data.selective_backprop import SelectiveBackprop
@@ -10,7 +10,7 @@ from lightning_eff.model.progressive_stacking import ProgressiveStacking
 from lightning_eff.optim.latest_weight_averaging import LatestWeightAveraging
 from lightning_eff.optim.sharpness_aware_minimization import SharpnessAwareMinimization
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from lightning_eff.bench import Benchmark, EfficiencyMonitor
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _typing.Any:
     """The bench is imported when it is asked for: a training run needs none of it."""
     if name in ("Benchmark", "EfficiencyMonitor"):
         from lightning_eff import bench

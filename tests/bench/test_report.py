@@ -77,7 +77,7 @@ def test_the_table_says_it_all(made):
         "faster",
         "1.508 ± 0.015",
         "−0.127 [−0.148, −0.089]",
-        "1.41 [1.24, 1.52]",
+        "1.41 [1.24, 1.53]",
     ]
     for own in summarize(made).values():
         assert " ".join(own["sentence"].split()) in " ".join(shown.split())

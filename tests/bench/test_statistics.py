@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+from lightning_eff.bench.reports import intervals, statistics
 from lightning_eff.bench.reports.intervals import percentile_bounds, t_quantile
 from lightning_eff.bench.reports.statistics import (
     Interval,
@@ -278,3 +279,49 @@ def test_two_equal_recipes_are_rarely_told_apart():
         own = summarize(made)[f"a {draw}"]
         covered += own["speedup"]["low"] <= 1 <= own["speedup"]["high"]
     assert covered >= 51  # as 17 of 20
+
+
+def test_signed_ranks_cover_and_shrug_off_a_wild_value() -> None:
+    """Exact for n = 8: P(W <= 3) = 5/256 on either side, so the 4th of the 36 Walsh averages; 96 % coverage."""
+    rng = Random(3)
+    for n, least, most in ((6, 0.95, 0.985), (8, 0.94, 0.98), (12, 0.935, 0.97)):
+        hits = 0
+        for _ in range(2000):
+            interval = intervals.signed_rank_interval([rng.gauss(0, 1) for _ in range(n)])
+            assert interval is not None
+            hits += interval.low <= 0 <= interval.high
+        assert least <= hits / 2000 <= most, n
+    values = [0.9, 1.0, 1.1, 1.05, 0.95, 1.02, 0.98, 1.0]
+    calm = intervals.signed_rank_interval(values)
+    wild = intervals.signed_rank_interval([*values[:-1], 9.0])
+    mean = paired_interval([*values[:-1], 9.0])
+    assert calm is not None and wild is not None and mean is not None
+    walsh = sorted((a + b) / 2 for i, a in enumerate(values) for b in values[i:])
+    assert (calm.low, calm.high) == (walsh[3], walsh[-4]) and calm.estimate == pytest.approx(1.0, abs=0.02)
+    assert wild.estimate == pytest.approx(1.0, abs=0.05) and wild.low > 0.9 > mean.low
+    assert intervals.signed_rank_interval(values[:5]) == paired_interval(values[:5])
+
+
+def in_reference_time(*, rates: list[list[float]], gain: float = 1.1, same: bool = False) -> dict:
+    """A bench of one recipe with these rates in its rehearsals, whose seeds agree closely."""
+    made = synthetic.results({"baseline": 1.0, "recipe": gain}, noise=1e-4, spread=0.01)
+    made["calibration"]["recipe"] |= {"rates": rates, "same_training": same}
+    return made
+
+
+def test_uncertain_prices_widen_what_seeds_agree_on() -> None:
+    """The seeds agree, but the arm's price is known to within a fifth only: then so is what its budget bought."""
+    sure = statistics.summarize(in_reference_time(rates=[[100.0, 100.0 + i / 10] for i in range(8)]))["recipe"]
+    vague = statistics.summarize(in_reference_time(rates=[[100.0, 80.0 + 5 * i] for i in range(8)]))["recipe"]
+    for name in ("speedup", "difference"):
+        assert vague[name]["high"] - vague[name]["low"] > 2 * (sure[name]["high"] - sure[name]["low"])
+        assert vague[name]["estimate"] == sure[name]["estimate"]
+    assert sure["verdict"] == "faster" and vague["verdict"] == "no difference shown"
+
+
+def test_same_steps_with_another_end_are_not_the_same_training() -> None:
+    """Equal speed and equal rehearsals, yet every seed ends better: something acted later, and the metric decides."""
+    rates = [[100.0, 100.0 + (-1) ** i / 100] for i in range(8)]
+    for gain, source in ((1.5, "metric"), (1.0, "throughput")):
+        found = statistics.summarize(in_reference_time(rates=rates, gain=gain, same=True))["recipe"]
+        assert found["speedup_from"] == source

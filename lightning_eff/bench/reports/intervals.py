@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
 from random import Random
-from statistics import NormalDist
+from statistics import NormalDist, median
 
 
 @dataclass(frozen=True)
@@ -149,3 +149,38 @@ def paired_ratio(
     if bad:
         raise ValueError(f"paired_ratio: got the pair {tuple(bad[0])}; expected (baseline, arm), both > 0.")
     return ratio_interval([arm / baseline for baseline, arm in pairs], level=level, resamples=resamples)
+
+
+def signed_rank_interval(values: Sequence[float], *, level: float = 0.95) -> Interval | None:
+    """Interval of the centre of symmetric values by Wilcoxon's signed ranks, with Hodges and Lehmann's estimate.
+
+    The estimate is the median of the Walsh averages ``(v_i + v_j) / 2``, ``i <= j``; the interval runs from the k-th
+    smallest of them to the k-th largest, with the largest k whose exact coverage is at least ``level``. A single wild
+    value moves neither far, as it would a mean. Fewer than 6 values have no such interval at 95 %: for them this is
+    :func:`paired_interval`.
+
+    Args:
+        values: differences, one for each round; independent, symmetric about their centre.
+        level: coverage, in (0, 1).
+    """
+    n = len(values)
+    counts = [1] + [0] * (n * (n + 1) // 2)  # how many sets of ranks 1..n sum to each rank sum
+    for rank in range(1, n + 1):
+        for total in range(len(counts) - 1, rank - 1, -1):
+            counts[total] += counts[total - rank]
+    below, k = 0, 0
+    while k < len(counts) and 2 * (below + counts[k]) <= (1 - level) * 2**n:
+        below += counts[k]
+        k += 1
+    if k == 0:
+        return paired_interval(values, level=level)
+    walsh = sorted((values[i] + values[j]) / 2 for i in range(n) for j in range(i, n))
+    return Interval(median(walsh), walsh[k - 1], walsh[-k], n)
+
+
+def speed_ratio(pairs: Sequence[tuple[float, float]]) -> Interval | None:
+    """The ratio of speeds, arm by baseline, from pairs ``(baseline, arm)`` measured side by side on a busy machine."""
+    interval = signed_rank_interval([math.log(arm / baseline) for baseline, arm in pairs])
+    if interval is None:
+        return None
+    return Interval(math.exp(interval.estimate), math.exp(interval.low), math.exp(interval.high), interval.n)

@@ -17,6 +17,7 @@ from lightning_eff.bench.reports.intervals import (
     paired_ratio,
     percentile_bounds,
     ratio_interval,
+    speed_ratio,
 )
 
 __all__ = [
@@ -300,7 +301,7 @@ def _equivalent(
 def _throughput(rates: list[Any], pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> Interval | None:
     """Samples per second by the baseline's own: from the calibration's blocks, or else on the wall-clock of the runs."""
     if rates:
-        return paired_ratio([(baseline, arm) for baseline, arm in rates])
+        return speed_ratio([(baseline, arm) for baseline, arm in rates])
     whole = [(b, a) for b, a in pairs if min(b["samples"], b["wall_seconds"], a["samples"], a["wall_seconds"]) > 0]
     return paired_ratio([(b["samples"] / b["wall_seconds"], a["samples"] / a["wall_seconds"]) for b, a in whole])
 

@@ -1,0 +1,162 @@
+"""What every technique gains on the reference tasks: run the benches, and write ``docs/evidence.md`` from their results.
+
+    python benchmarks/evidence.py run {gpt,vit,bert,gpt2} [--budget 60rs] [--jobs 2] [--rounds 5]
+    python benchmarks/evidence.py page
+
+``run`` holds every recipe of a task, with the controls that its techniques name, against the task's baseline, and copies
+the results to ``benchmarks/results/bench_<task>.json``; interrupted, it goes on where it was. ``page`` makes no runs.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS, OUT, PAGE = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "out", ROOT / "docs" / "evidence.md"
+TASKS = {
+    "gpt": "GPT on source text",
+    "vit": "ViT on digits",
+    "bert": "masked language model on source text",
+    "gpt2": "GPT-2 124M on source text, one GPU",
+}
+
+# Recipe, technique, and what its paper claimed: of their models and budgets, not of these.
+CLAIMS = {
+    "stacking": (
+        "ProgressiveStacking",
+        "about 25 % less time for BERT (Gong et al. 2019); 54.6 % fewer tokens to the same loss at 7B (Du et al. 2024)",
+    ),
+    "length_warmup": (
+        "SequenceLengthWarmup",
+        "1.65 times as fast (Press et al. 2020); GPT-2 3.3 times, at 8 times the batch (Li et al. 2021)",
+    ),
+    "averaging": (
+        "LatestWeightAveraging",
+        "68 GPU-hours of ResNet-50 and 30 of RoBERTa saved, before the rate is decayed (Kaddour 2022)",
+    ),
+    "sharpness": (
+        "SharpnessAwareMinimization",
+        "+0.4 to +1.9 points of ImageNet accuracy at twice the time of a step (Foret et al. 2020)",
+    ),
+    "importance_sampling": (
+        "ImportanceSampling",
+        "lower training loss at equal time, up to an order of magnitude (Katharopoulos & Fleuret 2018)",
+    ),
+    "selective_backprop": ("SelectiveBackprop", "up to 3.5 times as fast to a target (Jiang et al. 2019)"),
+    "layer_dropping": ("ProgressiveLayerDropping", "24 % less time at equal samples (Zhang & He 2020)"),
+}
+
+
+def run(task: str, options: argparse.Namespace) -> None:
+    """Every recipe of the task with its controls."""
+    folder = ROOT / "benchmarks" / task
+    base = folder / "baseline.yaml"
+    recipes = [recipe for recipe in CLAIMS if (folder / "recipes" / f"{recipe}.yaml").is_file()]
+    arguments = [f"--recipe={name}={base},{folder / 'recipes' / name}.yaml" for name in recipes]
+    arguments += [f"--baseline=baseline={base}", "--target=val_loss", f"--budget={options.budget}", "--seeds=3"]
+    arguments += ["--threads=1", f"--jobs={options.jobs}", f"--rounds={options.rounds}", f"--out={OUT / task}"]
+    arguments += [f"--title={TASKS[task]}", f"--ladder={options.ladder}"]
+    from lightning_eff.bench.command import main as bench
+
+    bench(arguments)
+    keep(task, OUT / task)
+
+
+def keep(task: str, folder: Path) -> None:
+    """Copy results, without their longest lists and with paths below the repository, to where they are committed."""
+    results = json.loads((folder / "results.json").read_text().replace(f"{ROOT}/", ""))
+    for one in results["runs"]:
+        one["losses"] = one["losses"][:: max(1, len(one["losses"]) // 20)]
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"bench_{task}.json").write_text(json.dumps(results, indent=0) + "\n")
+    shutil.copy(folder / "figures" / "speedups.png", ROOT / "docs" / f"evidence_{task}.png")
+
+
+def cell(found: dict[str, Any] | None) -> str:
+    """A technique's speed-up and verdict on one task."""
+    if found is None:
+        return "–"
+    speed = found["speedup"]
+    if speed is None:
+        return found["verdict"]
+    return f"{speed['estimate']:.2f} [{speed['low']:.2f}, {speed['high']:.2f}] {found['verdict']}"
+
+
+def controls(results: dict[str, Any], name: str) -> list[tuple[str, dict[str, Any]]]:
+    """A recipe's control arms and what was found of them."""
+    arms = [arm["name"] for arm in results["plan"]["arms"] if arm["kind"] == "control" and arm["of"] == name]
+    return [(arm.removeprefix(f"{name}: "), results["summary"][arm]) for arm in arms]
+
+
+def page(found: dict[str, dict[str, Any]]) -> str:
+    """The page, from each task's results."""
+    lines = (ROOT / "benchmarks" / "evidence_head.md").read_text().rstrip().splitlines()
+    tasks = [task for task in TASKS if task in found]
+    lines += ["", "## One line per technique", ""]
+    lines += ["| technique | " + " | ".join(TASKS[task] for task in tasks) + " | what the paper claims |"]
+    lines += ["|---|" + "---|" * len(tasks) + "---|"]
+    for recipe, (technique, claim) in CLAIMS.items():
+        cells = [cell(found[task]["summary"].get(recipe)) for task in tasks]
+        lines.append(f"| `{technique}` | " + " | ".join(cells) + f" | {claim} |")
+        for control in sorted({name for task in tasks for name, _ in controls(found[task], recipe)}):
+            cells = [cell(dict(controls(found[task], recipe)).get(control)) for task in tasks]
+            lines.append(f"| – its control: {control} | " + " | ".join(cells) + " | |")
+    for task in tasks:
+        lines += [
+            "",
+            f"## {TASKS[task].capitalize() if task != 'gpt' else TASKS[task]}",
+            "",
+            *section(task, found[task]),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def section(task: str, results: dict[str, Any]) -> list[str]:
+    """One task: figures of every arm, and what there is to say of each."""
+    from lightning_eff.bench.reports import words
+
+    machine, plan = results["machine"], results["plan"]
+    gpu = f", {machine['gpu']}" if machine["gpu"] else ""
+    versions = f"torch {machine['torch']}, Lightning {machine['lightning']}, Python {machine['python']}"
+    lines = [f"{words.plan_line(results)}. {machine['cpu']}, {machine['cores']} cores{gpu}; {versions}.", ""]
+    columns, rows = words.cells(results, results["summary"])
+    skip = ("throughput", "memory")
+    columns = [column for column in columns if column.key not in skip]
+    lines += ["| arm | " + " | ".join(column.head for column in columns) + " |", "|---|" + "---|" * len(columns)]
+    for row in rows:
+        lines.append("| " + " | ".join([row["arm"], *(row[column.key] for column in columns)]) + " |")
+    lines += ["", f"![Speed-ups with their intervals]({f'evidence_{task}.png'})", ""]
+    return lines + [f"- {results['summary'][arm['name']]['sentence']}" for arm in plan["arms"]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    runner = commands.add_parser("run", help="make a task's runs")
+    runner.add_argument("task", choices=TASKS)
+    runner.add_argument("--budget", default="60rs")
+    runner.add_argument("--jobs", type=int, default=2)
+    runner.add_argument("--rounds", type=int, default=5)
+    runner.add_argument("--ladder", default="0.67,1.5")
+    commands.add_parser("page", help="write docs/evidence.md")
+    options = parser.parse_args()
+    if options.command == "run":
+        run(options.task, options)
+        return
+    from lightning_eff.bench.reports.statistics import summarize
+    from lightning_eff.bench.results import load
+
+    found = {task: load(file) for task in TASKS if (file := RESULTS / f"bench_{task}.json").is_file()}
+    if not found:
+        sys.exit(f"no results in {RESULTS}; expected bench_<task>.json there. Make them with the command run.")
+    for results in found.values():
+        results["summary"] = summarize(results)
+    PAGE.write_text(page(found))
+    print(f"written: {PAGE}")
+
+
+if __name__ == "__main__":
+    main()
