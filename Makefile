@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test lint format wheel wheel-check clean
+.PHONY: help venv demo bench evidence test lint format wheel wheel-check clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 16
@@ -26,6 +26,17 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 
 demo: $(STAMP)  ## train the GPT example with a stack of techniques, and report
 	$(BIN)/lightning-eff fit --config examples/gpt/efficient.yaml
+
+QUICK := benchmarks/gpt/baseline.yaml,benchmarks/gpt/quick.yaml
+bench: $(STAMP)  ## the honest comparison in about two minutes: three recipes, their controls, three seeds
+	$(BIN)/lightning-eff bench --baseline baseline=$(QUICK) \
+		--recipe length_warmup=$(QUICK),benchmarks/gpt/recipes/length_warmup.yaml \
+		--recipe sharpness=$(QUICK),benchmarks/gpt/recipes/sharpness.yaml \
+		--target val_loss --budget 5rs --seeds 3 --threads 1 --jobs $(JOBS) --rounds 6 --evaluations 5 --out lightning_logs/bench
+
+evidence: $(STAMP)  ## every technique on the reference tasks, hours; and docs/evidence.md from what it found
+	for task in gpt vit bert; do $(BIN)/python benchmarks/evidence.py run $$task --jobs $(JOBS) || exit; done
+	$(BIN)/python benchmarks/evidence.py page
 
 # One torch thread per worker: tests are small, and more threads than cores slow all of them down.
 test: $(STAMP)  ## run the whole suite; PYTEST_ARGS="-k name" for a part of it, JOBS=0 without workers

@@ -98,7 +98,7 @@ def main() -> None:
                 evaluations=2,
                 out=folder,
                 threads=1,
-            ).run(progress=False)
+            ).run(progress=False, report=False)
         for name in recipes:
             found = results["summary"][name]
             told[name].append({"speedup": found["speedup"], "verdict": found["verdict"]})

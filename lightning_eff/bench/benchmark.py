@@ -6,7 +6,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -16,8 +15,9 @@ from lightning_eff.bench import calibration as rehearsal
 from lightning_eff.bench.arms import Arm, lay_out
 from lightning_eff.bench.jobs import Job, crashed
 from lightning_eff.bench.machine import fingerprint
-from lightning_eff.bench.pace import SCHEDULES, Incomparable, Pace
+from lightning_eff.bench.pace import SCHEDULES, Budget, Incomparable, Pace
 from lightning_eff.bench.progress import PlanBar
+from lightning_eff.bench.reports.report import require_matplotlib, write_html, write_pngs
 from lightning_eff.bench.reports.statistics import summarize
 from lightning_eff.bench.results import SCHEMA, load, save
 from lightning_eff.bench.workers import InProcess, Place, Workers
@@ -25,39 +25,9 @@ from lightning_eff.bench.workers import InProcess, Place, Workers
 _MAXIMISED = re.compile(
     r"(^|[_/])(acc|accuracy|top\d|f1|auc|auroc|ap|map|precision|recall|bleu|rouge\w*|iou|score|psnr)"
 )
-_UNITS = {"rs": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 Build = Callable[[], Any]
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Build
-
-
-@dataclass(frozen=True)
-class Budget:
-    """Training seconds, by wall-clock or in reference-system time."""
-
-    seconds: float
-    clock: Literal["wall", "reference"]
-
-    @classmethod
-    def parse(cls, text: "str | float | Budget") -> "Budget":
-        """``"120s"``, ``"2m"``, ``"1h"`` of wall-clock, ``"120rs"`` of reference-system time; a number is seconds.
-
-        Raises:
-            ValueError: for anything else, or less than nothing.
-        """
-        if isinstance(text, Budget):
-            return text
-        found = re.fullmatch(r"\s*([0-9.]+)\s*(rs|s|min|m|h)?\s*", str(text))
-        try:
-            seconds = float(found[1]) * _UNITS[found[2] or "s"] if found else 0.0
-        except ValueError:
-            seconds = 0.0
-        if not found or not seconds > 0:
-            raise ValueError(
-                f"Got budget {text!r}; expected training seconds above 0: '120s' (or '2m', '1h') of wall-clock, or"
-                " '120rs' of reference-system time, in which each step costs the calibrated time of its kind."
-            )
-        return cls(seconds, "reference" if found[2] == "rs" else "wall")
 
 
 class Benchmark:
@@ -158,19 +128,27 @@ class Benchmark:
 
     # -- the whole
 
-    def run(self, *, progress: bool = True) -> dict[str, Any]:
-        """Do what is still to be done of the bench, write ``results.json`` and return it.
+    def run(self, *, progress: bool = True, report: bool = True) -> dict[str, Any]:
+        """Do what is still to be done of the bench, write ``results.json`` into ``out`` and return it.
+
+        Args:
+            progress: show a bar with the time left.
+            report: write ``report.html`` and the figures, too; needs matplotlib (the extra ``bench``).
 
         Raises:
+            ModuleNotFoundError: if matplotlib is wanted and missing; before anything is run.
             ValueError: if arms cannot be compared (:class:`Incomparable`), or ``out`` holds another bench.
             RuntimeError: if the baseline crashes or diverges in its rehearsal: then there is nothing to compare with.
         """
+        if report:
+            require_matplotlib()
         self.out.mkdir(parents=True, exist_ok=True)
         self._take_up()
         workers: Place = InProcess() if self._in_process else Workers(self.jobs, self.threads, self.out / "logs")
         runs = [(seed, arm) for seed in self.seeds for arm in self.arms]
         total = sum(arm.factor for _, arm in runs) * self.budget.seconds
-        bar = PlanBar(total, enabled=progress)
+        rehearsed = [arm for arm in self.arms if arm.kind != "ladder"]
+        bar = PlanBar(total, self.budget.seconds, 1 + len(rehearsed) * (1 + self.rounds), enabled=progress)
         try:
             self._calibrate(workers, bar)
             self._run_all(workers, bar, runs)
@@ -179,6 +157,9 @@ class Benchmark:
             workers.close()
         results = self._results(finished=True)
         save(results, self.out)
+        if report:
+            write_html(results, self.out / "report.html")
+            write_pngs(results, self.out / "figures")
         return results
 
     def _do(self, workers: Place, bar: PlanBar, jobs: list[Job], folder: str, stage: str) -> list[dict[str, Any]]:

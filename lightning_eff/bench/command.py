@@ -126,11 +126,11 @@ def _run(argv: Sequence[str]) -> None:
         title=options.title,
         baseline_name=baseline_name,
     )
-    results = benchmark.run(progress=not options.quiet)
-    _tell(results, out)
+    _tell(benchmark.run(progress=not options.quiet), out)
 
 
 def _report(argv: Sequence[str]) -> None:
+    from lightning_eff.bench.reports.report import write_html, write_pngs
     from lightning_eff.bench.reports.statistics import summarize
     from lightning_eff.bench.results import load, save
 
@@ -141,16 +141,16 @@ def _report(argv: Sequence[str]) -> None:
     results["summary"] = summarize(results)
     folder = folder if folder.is_dir() else folder.parent
     save(results, folder)
+    write_html(results, folder / "report.html")
+    write_pngs(results, folder / "figures")
     _tell(results, folder)
 
 
 def _tell(results: dict[str, Any], folder: Path) -> None:
-    """The table on the terminal, the report and the pictures in the folder."""
-    from lightning_eff.bench.reports.report import table, write_html, write_pngs
+    """The table, and where the rest is."""
+    from lightning_eff.bench.reports.report import table
 
     print(table(results, shutil.get_terminal_size((120, 24)).columns))
-    write_html(results, folder / "report.html")
-    write_pngs(results, folder / "figures")
     print(f"\nresults: {folder / 'results.json'}\nreport:  {folder / 'report.html'}\nfigures: {folder / 'figures'}")
 
 

@@ -1,10 +1,13 @@
 """How a run of a benchmark is to be paced, and what can end it."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 SCHEDULES = ("own", "linear", "cosine")
+_UNITS = {"rs": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 WARM_UP = 0.05  # of the budget, where the bench lays out the schedule itself
 
 
@@ -59,3 +62,32 @@ def decay(schedule: str, u: float) -> float:
         return max(u, 1e-3) / WARM_UP
     v = (u - WARM_UP) / (1 - WARM_UP)
     return 1 - v if schedule == "linear" else (1 + math.cos(math.pi * v)) / 2
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Training seconds, by wall-clock or in reference-system time."""
+
+    seconds: float
+    clock: Literal["wall", "reference"]
+
+    @classmethod
+    def parse(cls, text: "str | float | Budget") -> "Budget":
+        """``"120s"``, ``"2m"``, ``"1h"`` of wall-clock, ``"120rs"`` of reference-system time; a number is seconds.
+
+        Raises:
+            ValueError: for anything else, or less than nothing.
+        """
+        if isinstance(text, Budget):
+            return text
+        found = re.fullmatch(r"\s*([0-9.]+)\s*(rs|s|min|m|h)?\s*", str(text))
+        try:
+            seconds = float(found[1]) * _UNITS[found[2] or "s"] if found else 0.0
+        except ValueError:
+            seconds = 0.0
+        if not found or not seconds > 0:
+            raise ValueError(
+                f"Got budget {text!r}; expected training seconds above 0: '120s' (or '2m', '1h') of wall-clock, or"
+                " '120rs' of reference-system time, in which each step costs the calibrated time of its kind."
+            )
+        return cls(seconds, "reference" if found[2] == "rs" else "wall")

@@ -10,21 +10,25 @@ from lightning_eff.bench.jobs import Job
 
 
 class PlanBar:
-    """Counts budget seconds: those of the runs that are planned, and those that rehearsals take.
+    """Counts budget seconds: those of the runs, and a rehearsal as a twentieth of the budget.
 
     Args:
         total: the runs' seconds.
+        budget: seconds of one run.
+        rehearsals: how many there will be.
         enabled: show it.
     """
 
-    def __init__(self, total: float, *, enabled: bool) -> None:
+    def __init__(self, total: float, budget: float, rehearsals: int, *, enabled: bool) -> None:
         self._lock = threading.Lock()
         self._shares: dict[str, float] = {}
+        self._rehearsal = budget / 20
         self._bar: Any = tqdm(
-            total=total,
+            total=total + rehearsals * self._rehearsal,
             disable=not enabled,
             bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}",
             dynamic_ncols=True,
+            mininterval=0.5,
         )
 
     def stage(self, name: str, jobs: Sequence[Job]) -> None:
@@ -37,18 +41,14 @@ class PlanBar:
             before = self._shares.get(job.name, 0.0)
             self._shares[job.name] = share
             self._bar.set_postfix_str(f", {job.arm.name}, seed {job.seed}", refresh=False)
-            if job.pace.sweep is None:
-                self._bar.update((share - before) * job.pace.budget)
-            elif share >= 1.0:
-                self._bar.refresh()
+            self._bar.update((share - before) * self._seconds(job))
 
     def skip(self, job: Job) -> None:
         """A job was done before: its seconds are not counted as speed."""
-        if job.pace.sweep is None:
-            with self._lock:
-                self._shares[job.name] = 1.0
-                self._bar.total = max(self._bar.total - job.pace.budget, 1e-9)
-                self._bar.refresh()
+        with self._lock:
+            self._shares[job.name] = 1.0
+            self._bar.total = max(self._bar.total - self._seconds(job), 1e-9)
+            self._bar.refresh()
 
     def done(self, job: Job, record: Mapping[str, Any]) -> None:
         """A job ended, well or not."""
@@ -57,5 +57,8 @@ class PlanBar:
             self._bar.write(f"{job.arm.name}, seed {job.seed}: {record['status']}: {record['error']}")
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Leave the bar as it is."""
         self._bar.close()
+
+    def _seconds(self, job: Job) -> float:
+        return job.pace.budget if job.pace.sweep is None else self._rehearsal

@@ -8,8 +8,8 @@ from lightning.pytorch import Trainer
 
 from lightning_eff import ProgressiveStacking, SelectiveBackprop
 from lightning_eff.bench.arms import lay_out, named
-from lightning_eff.bench.benchmark import Benchmark, Budget
-from lightning_eff.bench.pace import Incomparable
+from lightning_eff.bench.benchmark import Benchmark
+from lightning_eff.bench.pace import Budget, Incomparable
 from tests.bench.tasks import Constant, Delay, Fail, Small, arm, dataset
 from tests.models import TinyGPT, loader, module
 
@@ -21,7 +21,7 @@ def bench(recipes: dict, folder: Path, baseline=None, **more) -> Benchmark:
 
 
 def test_two_copies_train_alike(tmp_path: Path) -> None:
-    results = bench({"copy": arm()}, tmp_path).run(progress=False)
+    results = bench({"copy": arm()}, tmp_path).run(progress=False, report=False)
     assert results["calibration"]["copy"]["same_training"]
     assert results["summary"]["copy"]["speedup_from"] == "throughput"
     runs = {(run["arm"], run["seed"]): run for run in results["runs"]}
@@ -36,7 +36,7 @@ def test_two_copies_train_alike(tmp_path: Path) -> None:
 
 def test_a_slower_arm_makes_fewer_steps_in_the_same_budget(tmp_path: Path) -> None:
     """A delay of ten times a step is found on any machine."""
-    results = bench({"slow": arm(callbacks=lambda: [Delay(0.02)])}, tmp_path).run(progress=False)
+    results = bench({"slow": arm(callbacks=lambda: [Delay(0.02)])}, tmp_path).run(progress=False, report=False)
     steps = {name: found["steps"] for name, found in results["calibration"].items()}
     assert steps["slow"] * 3 < steps["baseline"]
     assert results["calibration"]["slow"]["same_training"]
@@ -44,7 +44,7 @@ def test_a_slower_arm_makes_fewer_steps_in_the_same_budget(tmp_path: Path) -> No
 
 
 def test_another_rate_is_not_the_same_training(tmp_path: Path) -> None:
-    results = bench({"faster": arm(lambda: Small(lr=0.2))}, tmp_path).run(progress=False)
+    results = bench({"faster": arm(lambda: Small(lr=0.2))}, tmp_path).run(progress=False, report=False)
     assert not results["calibration"]["faster"]["same_training"]
 
 
@@ -64,17 +64,22 @@ def test_another_rate_is_not_the_same_training(tmp_path: Path) -> None:
 )
 def test_refuses_what_cannot_be_compared(tmp_path: Path, baseline, recipe, more: dict, message: str) -> None:
     with pytest.raises(Incomparable, match=message):
-        bench({"recipe": recipe}, tmp_path, baseline, **more).run(progress=False)
+        bench({"recipe": recipe}, tmp_path, baseline, **more).run(progress=False, report=False)
     assert not list(tmp_path.glob("runs/*")), "refused after runs had begun"
 
 
 def test_another_training_set_can_be_what_is_compared(tmp_path: Path) -> None:
     recipes = {"more": arm(train=lambda: dataset(65))}
-    assert bench(recipes, tmp_path, other_training_data=True).run(progress=False)["summary"]["more"]["runs"] == 2
+    assert (
+        bench(recipes, tmp_path, other_training_data=True).run(progress=False, report=False)["summary"]["more"]["runs"]
+        == 2
+    )
 
 
 def test_the_bench_can_decay_the_rate_itself(tmp_path: Path) -> None:
-    results = bench({"copy": arm(Constant)}, tmp_path, arm(Constant), schedule="linear").run(progress=False)
+    results = bench({"copy": arm(Constant)}, tmp_path, arm(Constant), schedule="linear").run(
+        progress=False, report=False
+    )
     assert all(run["lr_last_share"] < 0.1 for run in results["runs"])
 
 
@@ -89,7 +94,7 @@ def test_what_crashes_or_diverges_is_told_and_the_others_finish(tmp_path: Path) 
         "explodes": arm(Explode),
         "good": arm(),
     }
-    results = bench(recipes, tmp_path, budget="0.5rs").run(progress=False)
+    results = bench(recipes, tmp_path, budget="0.5rs").run(progress=False, report=False)
     status = {run["arm"]: run["status"] for run in results["runs"]}
     errors = {run["arm"]: run["error"] for run in results["runs"]}
     assert status == {
@@ -106,7 +111,7 @@ def test_what_crashes_or_diverges_is_told_and_the_others_finish(tmp_path: Path) 
 def test_a_baseline_that_crashes_ends_the_bench(tmp_path: Path) -> None:
     broken = arm(callbacks=lambda: [Fail(1, RuntimeError("no such luck"))])
     with pytest.raises(RuntimeError, match=r"nothing to compare with: RuntimeError: no such luck"):
-        bench({"good": arm()}, tmp_path, broken).run(progress=False)
+        bench({"good": arm()}, tmp_path, broken).run(progress=False, report=False)
 
 
 def test_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
@@ -119,37 +124,39 @@ def test_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
         return trainer, module, data
 
     with pytest.raises(KeyboardInterrupt):
-        bench({"recipe": recipe}, tmp_path).run(progress=False)
+        bench({"recipe": recipe}, tmp_path).run(progress=False, report=False)
     done = {file: file.stat().st_mtime_ns for file in tmp_path.glob("*/*.json")}
     assert {file.stem for file in tmp_path.glob("runs/*")} == {
         "00-baseline-seed1",
         "01-recipe-seed1",
         "00-baseline-seed2",
     }
-    results = bench({"recipe": recipe}, tmp_path).run(progress=False)
+    results = bench({"recipe": recipe}, tmp_path).run(progress=False, report=False)
     assert len(results["runs"]) == 4 and all(run["status"] == "finished" for run in results["runs"])
     assert {file: file.stat().st_mtime_ns for file in done} == done
-    again = bench({"recipe": recipe}, tmp_path).run(progress=False)
+    again = bench({"recipe": recipe}, tmp_path).run(progress=False, report=False)
     assert again["runs"] == results["runs"] and again["calibration"] == results["calibration"]
 
 
 def test_another_plan_does_not_go_on_in_the_same_folder(tmp_path: Path) -> None:
-    bench({"copy": arm()}, tmp_path).run(progress=False)
+    bench({"copy": arm()}, tmp_path).run(progress=False, report=False)
     with pytest.raises(ValueError, match="differs in seeds"):
-        bench({"copy": arm()}, tmp_path, seeds=3).run(progress=False)
+        bench({"copy": arm()}, tmp_path, seeds=3).run(progress=False, report=False)
     (tmp_path / "plan.json").unlink()
     with pytest.raises(ValueError, match="other results"):
-        bench({"copy": arm()}, tmp_path).run(progress=False)
+        bench({"copy": arm()}, tmp_path).run(progress=False, report=False)
 
 
 def test_prices_of_another_machine_count(tmp_path: Path) -> None:
     """At ten times the price a budget holds a tenth of the steps."""
-    first = bench({"copy": arm()}, tmp_path / "a").run(progress=False)
+    first = bench({"copy": arm()}, tmp_path / "a").run(progress=False, report=False)
     for calibration in first["calibration"].values():
         for price in calibration["prices"]:
             price["seconds"] *= 10
     (tmp_path / "b.json").write_text(json.dumps(first))
-    second = bench({"copy": arm()}, tmp_path / "c", budget="4rs", reference=tmp_path / "b.json").run(progress=False)
+    second = bench({"copy": arm()}, tmp_path / "c", budget="4rs", reference=tmp_path / "b.json").run(
+        progress=False, report=False
+    )
     steps = [{run["arm"]: run["steps"] for run in results["runs"]} for results in (first, second)]
     assert steps[0] == steps[1]
 
@@ -181,7 +188,7 @@ def test_controls_stand_in_for_their_techniques(tmp_path: Path) -> None:
 
 
 def test_a_ladder_gives_the_baseline_other_budgets(tmp_path: Path) -> None:
-    results = bench({"copy": arm()}, tmp_path, ladder=[0.5, 2.0]).run(progress=False)
+    results = bench({"copy": arm()}, tmp_path, ladder=[0.5, 2.0]).run(progress=False, report=False)
     steps = {run["arm"]: run["steps"] for run in results["runs"] if run["seed"] == 1}
     assert steps["baseline × 0.5"] == pytest.approx(steps["baseline"] / 2, abs=1)
     assert steps["baseline × 2"] == pytest.approx(steps["baseline"] * 2, abs=1)
@@ -201,7 +208,7 @@ def test_compares_recipes_on_hugging_face_models(tmp_path: Path, name: str) -> N
 
     grown = hf(lambda: ProgressiveStacking(stages=[(0.0, 2), (0.5, 4)]))
     more = {"budget": "1rs", "schedule": "linear", "seeds": 1, "controls": "auto"}
-    results = bench({"grown": grown}, tmp_path, hf(), **more).run(progress=False)
+    results = bench({"grown": grown}, tmp_path, hf(), **more).run(progress=False, report=False)
     kinds = {price["kind"].split()[-1] for price in results["calibration"]["grown"]["prices"]}
     assert {kind.split(":")[1] for kind in kinds} == {"2/2", "4/4"}
     assert [run["status"] for run in results["runs"]] == ["finished"] * 3
