@@ -14,7 +14,7 @@ import torch
 from lightning_eff._core import rng
 from lightning_eff.bench.arms import Arm, Built, quiet, ready
 from lightning_eff.bench.machine import EnergyMeter, peak_memory, reset_peak_memory
-from lightning_eff.bench.pace import Diverged, Incomparable, Pace
+from lightning_eff.bench.pace import Diverged, Incomparable, Pace, Rehearsed
 from lightning_eff.bench.pacer import Pacer
 from lightning_eff.bench.turns import Stopped, in_turns
 
@@ -95,6 +95,8 @@ def work(
             energy = meter.joules
         except (KeyboardInterrupt, Stopped):
             raise
+        except Rehearsed:
+            pass
         except Incomparable as exception:
             status, error = "refused", str(exception)
         except Diverged as exception:

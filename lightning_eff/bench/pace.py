@@ -29,6 +29,10 @@ class Diverged(RuntimeError):
     """The loss or the metric became nan or infinite."""
 
 
+class Rehearsed(Exception):
+    """A rehearsal is over: what a module does as a fit ends, such as writing samples, is left out."""
+
+
 @dataclass(frozen=True)
 class Pace:
     """How a run is to be paced.

@@ -22,7 +22,7 @@ from lightning_eff._core.patches import Patches
 from lightning_eff._core.progress import Clock
 from lightning_eff._core.technique import Technique
 from lightning_eff.bench.machine import memory_in_use
-from lightning_eff.bench.pace import Diverged, Horizon, Incomparable, Pace, decay
+from lightning_eff.bench.pace import Diverged, Horizon, Incomparable, Pace, Rehearsed, decay
 from lightning_eff.bench.turns import TURN
 
 
@@ -165,6 +165,8 @@ class Pacer(Clock):
             self.validation += seconds - extra
             self.charged += extra * self._factor() if self.pace.reference else 0.0
             self._take(trainer, {name for output in outputs for name in output})
+            if self.pace.sweep is not None:
+                raise Rehearsed
             return outputs
 
         return run
@@ -260,6 +262,8 @@ class Pacer(Clock):
         else:
             over = self.steps >= self.pace.sweep
             self._due = over and self.pace.inspect
+        if over and self.pace.sweep is not None and not self.pace.inspect:
+            raise Rehearsed
         if over:
             trainer.should_stop = True
         if self._progress is not None:

@@ -1,5 +1,6 @@
 """The clock of a run: what it charges, where the rate stands, when it validates and stops, and that it leaves no trace."""
 
+import contextlib
 import math
 
 import pytest
@@ -9,7 +10,7 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning_eff import LatestWeightAveraging, SequenceLengthWarmup, SharpnessAwareMinimization
 from lightning_eff.bench import pacer as pacer_module
 from lightning_eff.bench.arms import ready
-from lightning_eff.bench.pace import Diverged, Horizon, Incomparable, Pace, decay
+from lightning_eff.bench.pace import Diverged, Horizon, Incomparable, Pace, Rehearsed, decay
 from lightning_eff.bench.pacer import Pacer
 from tests.bench.tasks import Constant, Delay, Small, arm, built, dataset
 from tests.models import TinyGPT
@@ -22,7 +23,8 @@ def run(pace: Pace, function=None, seed: int = 1):
     ready_made = built(function or arm())
     pacer = Pacer(pace)
     ready(ready_made, pacer)
-    ready_made.trainer.fit(ready_made.module, **ready_made.data)
+    with pytest.raises(Rehearsed) if pace.sweep is not None else contextlib.nullcontext():
+        ready_made.trainer.fit(ready_made.module, **ready_made.data)
     return pacer, ready_made.module
 
 
@@ -125,6 +127,18 @@ def test_a_sweep_passes_through_the_whole_schedule() -> None:
     assert pacer.rate()["last"] == pytest.approx(0.1 / 200) and pacer.rate()["peak_at"] < 0.1
 
 
+def test_a_rehearsal_leaves_out_what_a_module_does_at_the_end_and_leaves_no_trace() -> None:
+    class Writes(Small):
+        def on_train_end(self):
+            raise AssertionError("a rehearsal is no whole run")
+
+    for inspect in (False, True):
+        _, module = run(Pace("val_loss", steps=8, sweep=4, inspect=inspect), arm(Writes))
+        assert "training_step" not in vars(module)
+    with pytest.raises(AssertionError, match="no whole run"):
+        run(reference(1.0), arm(Writes))
+
+
 def test_techniques_follow_the_same_clock() -> None:
     """Half of the budget at length 4: at half the price a step, two thirds of the steps."""
 
@@ -225,7 +239,8 @@ def test_validation_data_is_told_apart_however_it_is_cut_into_batches() -> None:
         made.data["val_dataloaders"] = torch.utils.data.DataLoader(made.data["val_dataloaders"].dataset, size)
         pacer = Pacer(pace)
         ready(made, pacer)
-        made.trainer.fit(made.module, **made.data)
+        with pytest.raises(Rehearsed):
+            made.trainer.fit(made.module, **made.data)
         return pacer.data(made.trainer)
 
     assert look(16) == look(7)
