@@ -21,7 +21,9 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers.logger import DummyLogger
 
+from lightning_eff._core import rng
 from lightning_eff._core.technique import Technique
+from lightning_eff.bench.monitor import EfficiencyMonitor
 from lightning_eff.bench.pace import Incomparable
 from lightning_eff.bench.pacer import Pacer
 from lightning_eff.report import TrainingReport
@@ -31,6 +33,7 @@ LEFT_OUT = (
     Checkpoint,
     DeviceStatsMonitor,
     EarlyStopping,
+    EfficiencyMonitor,
     LearningRateMonitor,
     ModelSummary,
     ProgressBar,
@@ -128,19 +131,23 @@ def _from_function(name: str, function: Callable[..., Any]) -> Built:
 
 
 def _from_configs(paths: Sequence[str], seed: int) -> Built:
+    """What ``lightning-eff fit`` would run with these configs."""
     from lightning.pytorch.cli import LightningCLI
+
+    class Unrun(LightningCLI):
+        def _run_subcommand(self, subcommand: str) -> None:
+            pass
 
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     configs = [argument for path in paths for argument in ("--config", path)]
-    cli = LightningCLI(
+    cli = Unrun(
         LightningModule,
         LightningDataModule,
         subclass_mode_model=True,
         subclass_mode_data=True,
         save_config_callback=None,
-        run=False,
-        args=[*configs, f"--seed_everything={seed}", "--trainer.logger=false"],
+        args=["fit", *configs, f"--seed_everything={seed}", "--trainer.logger=false"],
     )
     data = {} if cli.datamodule is None else {"datamodule": cli.datamodule}
     return Built(cli.trainer, cli.model, data)
@@ -184,7 +191,7 @@ def lay_out(
     arms = [_arm(baseline[0], "baseline", baseline[1], "what the recipes are held against")]
     for name, source in recipes.items():
         recipe = _arm(name, "recipe", source, "")
-        with quiet():
+        with undisturbed():
             callbacks = _callbacks(recipe.build(0).trainer)
         techniques = [(i, c) for i, c in enumerate(callbacks) if isinstance(c, Technique)]
         arms.append(replace(recipe, description=", ".join(type(c).__name__ for _, c in techniques) or "no technique"))
@@ -224,18 +231,22 @@ def _arm(name: str, kind: str, source: Any, description: str) -> Arm:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Without Lightning's chatter, and in a scratch folder as far as it asks for one."""
+def undisturbed() -> Iterator[None]:
+    """Without Lightning's chatter; random state and the seed in the environment are afterwards as they were."""
     import warnings
 
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
+    seeds = {name: os.environ.get(name) for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")}
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), rng.fork():
             warnings.simplefilter("ignore")
             yield
     finally:
+        for name, value in seeds.items():
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_eff._core import rng
-from lightning_eff.bench.arms import Arm, Built, quiet, ready
+from lightning_eff.bench.arms import Arm, Built, ready, undisturbed
 from lightning_eff.bench.machine import EnergyMeter, peak_memory, reset_peak_memory
 from lightning_eff.bench.pace import Diverged, Incomparable, Pace, Rehearsed
 from lightning_eff.bench.pacer import Pacer
@@ -61,7 +60,7 @@ def work_all(jobs: Sequence[Job], progress: Progress) -> list[dict[str, Any]]:
     """The records of jobs that are done in turns of a few steps; one that fails so is tried again by itself."""
     if len(jobs) == 1:
         return [work(jobs[0], lambda u: progress(jobs[0], u))]
-    with quiet():
+    with undisturbed():
         records = in_turns([lambda turn, job=job: work(job, lambda u: progress(job, u), turn) for job in jobs])
     for i, job in enumerate(jobs):
         if records[i]["status"] != "finished":
@@ -82,7 +81,7 @@ def work(
     status, error, built, energy = "finished", None, None, None
     device = torch.device("cpu")
     start = time.perf_counter()
-    with quiet(), rng.fork(), _threads(job.threads):
+    with undisturbed(), _threads(job.threads):
         try:
             reset_peak_memory(device)
             built = job.arm.build(job.seed)

@@ -1,9 +1,11 @@
 """The bench as a whole, over functions: verdicts, refusals, failures, controls, and taking up where it was."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
+import torch
 from lightning.pytorch import Trainer
 
 from lightning_eff import ProgressiveStacking, SelectiveBackprop
@@ -17,10 +19,11 @@ DEFAULTS = {"target": "val_loss", "budget": "0.4rs", "seeds": 2, "rounds": 2, "e
 
 
 def bench(recipes: dict, folder: Path, baseline=None, **more) -> Benchmark:
-    return Benchmark(baseline or arm(), recipes, out=folder, **{**DEFAULTS, **more})
+    return Benchmark(baseline or arm(), recipes, out=folder, **{**DEFAULTS, "threads": 1, **more})
 
 
 def test_two_copies_train_alike(tmp_path: Path) -> None:
+    state, seed, threads = torch.get_rng_state(), os.environ.get("PL_GLOBAL_SEED"), torch.get_num_threads()
     results = bench({"copy": arm()}, tmp_path).run(progress=False, report=False)
     assert results["calibration"]["copy"]["same_training"]
     assert results["summary"]["copy"]["speedup_from"] == "throughput"
@@ -32,6 +35,8 @@ def test_two_copies_train_alike(tmp_path: Path) -> None:
     assert runs["baseline", 1]["losses"][0] != runs["baseline", 2]["losses"][0], "seeds draw alike"
     assert runs["baseline", 1]["losses"][0][1] == runs["copy", 1]["losses"][0][1], "arms of one seed do not"
     assert json.loads((tmp_path / "results.json").read_text())["summary"] == results["summary"]
+    assert torch.equal(state, torch.get_rng_state()) and os.environ.get("PL_GLOBAL_SEED") == seed
+    assert torch.get_num_threads() == threads
 
 
 def test_a_slower_arm_makes_fewer_steps_in_the_same_budget(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from lightning_eff.cli import main
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIG = """
+seed_everything: 3
+ckpt_path: null
 trainer: {accelerator: cpu, devices: 1, max_epochs: 2, val_check_interval: 3, callbacks: [CALLBACKS]}
 model: {class_path: tests.bench.tasks.Small, init_args: {lr: 0.1}}
 data: {class_path: tests.bench.tasks.Data}
@@ -25,13 +27,14 @@ data: {class_path: tests.bench.tasks.Data}
 def configs(tmp_path: Path) -> dict[str, str]:
     """A baseline, a recipe with everything that a bench leaves out, and one that kills its process."""
     crowd = ", ".join(
-        f"{{class_path: lightning.pytorch.callbacks.{name}}}" for name in ("ModelCheckpoint", "LearningRateMonitor")
+        f"{{class_path: lightning.pytorch.callbacks.{name}}}"
+        for name in ("ModelCheckpoint", "LearningRateMonitor", "RichProgressBar")
     )
     stop = "{class_path: lightning.pytorch.callbacks.EarlyStopping, init_args: {monitor: val_loss, patience: 0}}"
     texts = {
         "base": CONFIG.replace("CALLBACKS", ""),
         "copy": CONFIG.replace("CALLBACKS", f"{crowd}, {stop}"),
-        "deadly": "trainer: {callbacks: [{class_path: tests.bench.tasks.Die, init_args: {at: 20}}]}",
+        "deadly": "trainer: {callbacks: [{class_path: tests.bench.tasks.Die, init_args: {at: 60}}]}",
     }
     for name, text in texts.items():
         (tmp_path / f"{name}.yaml").write_text(text)
@@ -40,7 +43,7 @@ def configs(tmp_path: Path) -> dict[str, str]:
 
 def options(configs: dict[str, str], out: Path, *more: str) -> list[str]:
     asked = ["--baseline", configs["base"], "--recipe", configs["copy"], "--target", "val_loss", "--budget", "1rs"]
-    return ["bench", *asked, "--seeds", "2", "--rounds", "2", "--threads", "1", "--out", str(out), "--quiet", *more]
+    return ["bench", *asked, "--seeds", "1", "--rounds", "2", "--threads", "1", "--out", str(out), "--quiet", *more]
 
 
 def test_killed_and_taken_up(configs: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
