@@ -118,7 +118,7 @@ def _from_function(name: str, function: Callable[..., Any]) -> Built:
     if not isinstance(built, tuple) or len(built) not in (2, 3) or not isinstance(built[0], Trainer):
         raise Incomparable(f"{name}: its function returned {type(built).__name__}; expected a tuple of {expected}.")
     trainer, module = built[:2]
-    if not isinstance(module, LightningModule):
+    if not isinstance(getattr(module, "_orig_mod", module), LightningModule):  # torch.compile wraps it
         raise Incomparable(f"{name}: its function returned a {type(module).__name__} as module; expected {expected}.")
     if trainer.fit_loop.epoch_loop.total_batch_idx > 0 or any(isinstance(c, Pacer) for c in _callbacks(trainer)):
         raise Incomparable(f"{name}: its function returned a Trainer that has run before; expected {expected}.")

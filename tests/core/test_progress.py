@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 
+from lightning_eff._core import progress
 from tests.core.nop import Nop
 from tests.models import loader, module, trainer
 
@@ -154,3 +155,35 @@ def test_u_ends_at_one_and_not_above() -> None:
     t.fit_loop.epoch_loop.max_steps = 3
     progress.update(0)
     assert progress.u == 1.0
+
+
+class Halves(progress.Clock):
+    """A clock of the budget by which each batch takes half of what is left."""
+
+    left = 1.0
+
+    def share(self) -> float:
+        return 1 - self.left
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.left /= 2
+
+
+def test_a_clock_stands_in_for_all_limits() -> None:
+    assert run(Record(), Halves(), max_steps=4, max_epochs=100) == [0.0, 0.5, 0.75, 0.875]
+
+
+def test_a_clock_is_a_budget_and_keeps_within_bounds() -> None:
+    class Wild(Halves):
+        def share(self) -> float:
+            return 3.0 if self.left < 0.4 else -1.0
+
+    assert run(Record(), Wild(), max_steps=3) == [0.0, 0.0, 1.0]
+    with_clock = trainer(Halves(), max_steps=-1, max_epochs=-1)
+    assert progress.Progress(with_clock).limits() == {"clock": 1.0}
+    assert progress.Progress(trainer(max_steps=-1, max_epochs=-1)).limits() == {}
+
+
+def test_a_clock_must_say_how_much_is_used() -> None:
+    with pytest.raises(NotImplementedError, match="Clock does not say"):
+        progress.Clock().share()
