@@ -1,10 +1,14 @@
 """What every technique gains on the reference tasks: run the benches, and write ``docs/evidence.md`` from their results.
 
     python benchmarks/evidence.py run {gpt,vit,bert,gpt2} [--budget 60rs] [--jobs 2] [--rounds 5]
+    python benchmarks/evidence.py search {gpt,vit}
+    python benchmarks/evidence.py confirm {gpt,vit} STACK
     python benchmarks/evidence.py page
 
 ``run`` holds every recipe of a task, with the controls that its techniques name, against the task's baseline, and copies
-the results to ``benchmarks/results/bench_<task>.json``; interrupted, it goes on where it was. ``page`` makes no runs.
+the results to ``benchmarks/results/bench_<task>.json``; interrupted, it goes on where it was. ``search`` runs every stack in
+``benchmarks/<task>/stacks`` once, on a seed that no evaluation uses, for ``search_<task>.json``; ``confirm`` holds the chosen
+one against the baseline on the evaluation's seeds, for ``stack_<task>.json``. ``page`` makes no runs.
 """
 
 import argparse
@@ -52,27 +56,42 @@ CLAIMS = {
 
 def run(task: str, options: argparse.Namespace) -> None:
     """Every recipe of the task with its controls."""
-    folder = ROOT / "benchmarks" / task
-    base = folder / "baseline.yaml"
-    recipes = [recipe for recipe in CLAIMS if (folder / "recipes" / f"{recipe}.yaml").is_file()]
-    arguments = [f"--recipe={name}={base},{folder / 'recipes' / name}.yaml" for name in recipes]
-    arguments += [f"--baseline=baseline={base}", "--target=val_loss", f"--budget={options.budget}", "--seeds=3"]
-    arguments += ["--threads=1", f"--jobs={options.jobs}", f"--rounds={options.rounds}", f"--out={OUT / task}"]
-    arguments += [f"--title={TASKS[task]}", f"--ladder={options.ladder}"]
+    paths = [path for recipe in CLAIMS if (path := ROOT / "benchmarks" / task / "recipes" / f"{recipe}.yaml").is_file()]
+    compare(task, f"bench_{task}", paths, "3", options)
+    shutil.copy(OUT / f"bench_{task}" / "figures" / "speedups.png", ROOT / "docs" / f"evidence_{task}.png")
+
+
+def search(task: str, options: argparse.Namespace) -> None:
+    """Every stack once, without controls."""
+    compare(task, f"search_{task}", sorted((ROOT / "benchmarks" / task / "stacks").glob("*.yaml")), "0,", options)
+
+
+def confirm(task: str, options: argparse.Namespace) -> None:
+    """The chosen stack, with its controls."""
+    path = ROOT / "benchmarks" / task / "stacks" / f"{options.stack}.yaml"
+    compare(task, f"stack_{task}", [path], "3", options)
+
+
+def compare(task: str, name: str, overlays: list[Path], seeds: str, options: argparse.Namespace) -> None:
+    """Hold overlays against the task's baseline, and keep the results where they are committed."""
     from lightning_eff.bench.command import main as bench
 
-    bench(arguments)
-    keep(task, OUT / task)
+    base = ROOT / "benchmarks" / task / "baseline.yaml"
+    arguments = [f"--recipe={path.stem}={base},{path}" for path in overlays]
+    arguments += [f"--baseline=baseline={base}", "--target=val_loss", f"--budget={options.budget}"]
+    arguments += [f"--seeds={seeds}", f"--controls={'none' if name.startswith('search') else 'auto'}", "--threads=1"]
+    arguments += [f"--jobs={options.jobs}", f"--rounds={options.rounds}", f"--out={OUT / name}"]
+    bench([*arguments, f"--title={TASKS[task]}", f"--ladder={options.ladder}"])
+    keep(name, OUT / name)
 
 
-def keep(task: str, folder: Path) -> None:
+def keep(name: str, folder: Path) -> None:
     """Copy results, without their longest lists and with paths below the repository, to where they are committed."""
     results = json.loads((folder / "results.json").read_text().replace(f"{ROOT}/", ""))
     for one in results["runs"]:
         one["losses"] = one["losses"][:: max(1, len(one["losses"]) // 20)]
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"bench_{task}.json").write_text(json.dumps(results, indent=0) + "\n")
-    shutil.copy(folder / "figures" / "speedups.png", ROOT / "docs" / f"evidence_{task}.png")
+    (RESULTS / f"{name}.json").write_text(json.dumps(results, indent=0) + "\n")
 
 
 def cell(found: dict[str, Any] | None) -> str:
@@ -135,16 +154,24 @@ def section(task: str, results: dict[str, Any]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    runner = commands.add_parser("run", help="make a task's runs")
-    runner.add_argument("task", choices=TASKS)
-    runner.add_argument("--budget", default="60rs")
-    runner.add_argument("--jobs", type=int, default=2)
-    runner.add_argument("--rounds", type=int, default=5)
-    runner.add_argument("--ladder", default="0.67,1.5")
+    for name, words, command in (
+        ("run", "every recipe of a task", run),
+        ("search", "every stack of a task, once", search),
+        ("confirm", "the chosen stack of a task", confirm),
+    ):
+        runner = commands.add_parser(name, help=words)
+        runner.add_argument("task", choices=TASKS)
+        if command is confirm:
+            runner.add_argument("stack", help="the name of a file in benchmarks/<task>/stacks")
+        runner.add_argument("--budget", default="60rs")
+        runner.add_argument("--jobs", type=int, default=2)
+        runner.add_argument("--rounds", type=int, default=6)
+        runner.add_argument("--ladder", default="1.5" if command is run else "")
+        runner.set_defaults(run=command)
     commands.add_parser("page", help="write docs/evidence.md")
     options = parser.parse_args()
-    if options.command == "run":
-        run(options.task, options)
+    if options.command != "page":
+        options.run(options.task, options)
         return
     from lightning_eff.bench.reports.statistics import summarize
     from lightning_eff.bench.results import load

@@ -12,12 +12,15 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
 
 import lightning_eff
-from benchmarks import tune
+from benchmarks import evidence, tune
 from benchmarks.bert.data import MASK, MaskedStdlibText, mask_bytes
 from benchmarks.bert.module import IGNORED, ByteBert
 from benchmarks.gpt2.module import ByteGPT2
 from examples.vit.data import Digits, shift
 from lightning_eff._core.technique import Technique
+from lightning_eff.bench.reports.statistics import summarize
+from lightning_eff.bench.results import load
+from tests.bench import synthetic
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -244,3 +247,40 @@ def test_a_point_is_trained_for_its_budget(monkeypatch: pytest.MonkeyPatch) -> N
     result = tune.run_point(config, seed=0, budget=0.3)
     assert result["steps"] == int(0.3 / result["step_seconds"])
     assert math.isfinite(result["metrics"]["val_loss"]) and math.isfinite(result["train_loss"])
+
+
+def evidence_results() -> dict[str, Any]:
+    files = {task: BENCHMARKS / "results" / f"bench_{task}.json" for task in evidence.TASKS}
+    found = {task: load(file) for task, file in files.items() if file.is_file()}
+    for results in found.values():
+        results["summary"] = summarize(results)
+    return found
+
+
+def test_the_page_of_evidence_is_what_the_results_say() -> None:
+    found = evidence_results()
+    text = (ROOT / "docs" / "evidence.md").read_text()
+    assert text == evidence.page(found)
+    for task, results in found.items():
+        assert results["plan"]["budget"]["clock"] == "reference" and len(results["plan"]["seeds"]) >= 3
+        assert (ROOT / "docs" / f"evidence_{task}.png").is_file()
+    assert "gpt" in found and str(ROOT) not in text
+
+
+def test_the_page_has_a_line_for_every_technique_the_lost_ones_too() -> None:
+    made = synthetic.everything()
+    names = {"stacking": "stacking", "sharpness": "sharpness"}
+    text = evidence.page({"gpt": {**made, "summary": summarize(made)}})
+    for recipe, (technique, claim) in evidence.CLAIMS.items():
+        (line,) = (line for line in text.splitlines() if line.startswith(f"| `{technique}`"))
+        assert claim in line and (summarize(made)[recipe]["verdict"] in line if recipe in names else "| – |" in line)
+    assert set(RECIPES) == set(evidence.CLAIMS) and "its control: two layers throughout" in text
+
+
+@pytest.mark.parametrize(
+    "path", sorted(BENCHMARKS.glob("*/stacks/*.yaml")), ids=lambda path: f"{path.parent.parent.name}-{path.stem}"
+)
+def test_a_stack_trains(path: Path, tmp_path: Path) -> None:
+    cli = parsed(path.parent.parent.name, f"../stacks/{path.stem}", tmp_path)
+    cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    assert cli.trainer.global_step == 2 and yaml.safe_load(path.read_text()).keys() == {"trainer"}

@@ -3,7 +3,7 @@
 import argparse
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
         help="training seconds of each run: 120s, 2m or 1h of wall-clock; 120rs in reference-system time, where each"
         " step costs the calibrated time of its kind, so that a busy machine does not matter",
     )
-    add("--seeds", default="3", help="how many, or which: 3, or 5,6,7 (default: 3)")
+    add("--seeds", default="3", help="how many, or which: 3, or 5,6,7, or 7, for that one alone (default: 3)")
     add(
         "--out",
         type=Path,
@@ -105,17 +105,18 @@ def _run(argv: Sequence[str]) -> None:
         if name in recipes or name == baseline_name:
             raise ValueError(f"Got two arms named {name!r}; expected a name for each: --recipe other={text}.")
         recipes[name] = paths
+    seeds = _numbers("--seeds", options.seeds, int)
     out = options.out or Path("lightning_logs/bench")
     benchmark = Benchmark(
         baseline,
         recipes,
         target=options.target,
         budget=options.budget,
-        seeds=int(options.seeds) if "," not in options.seeds else [int(seed) for seed in options.seeds.split(",")],
+        seeds=seeds if "," in options.seeds else seeds[0],
         out=out,
         mode=options.mode,
         controls="auto" if options.controls == "auto" else None,
-        ladder=[float(factor) for factor in options.ladder.split(",") if factor],
+        ladder=_numbers("--ladder", options.ladder, float) if options.ladder else (),
         threads=options.threads,
         jobs=options.jobs,
         evaluations=options.evaluations,
@@ -127,6 +128,22 @@ def _run(argv: Sequence[str]) -> None:
         baseline_name=baseline_name,
     )
     _tell(benchmark.run(progress=not options.quiet), out)
+
+
+def _numbers(option: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
+    """Numbers with commas between them.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    try:
+        numbers = [kind(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        numbers = []
+    if not numbers:
+        what = "whole numbers" if kind is int else "numbers"
+        raise ValueError(f"Got {option} {text!r}; expected {what} with commas between them.")
+    return numbers
 
 
 def _report(argv: Sequence[str]) -> None:

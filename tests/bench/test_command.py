@@ -121,6 +121,17 @@ def test_refusals_end_with_status_2(
     assert stop.value.code == 2 and "apples and pears" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("option", "value"), [("--seeds", "three"), ("--seeds", "1,x"), ("--ladder", "half"), ("--seeds", "")]
+)
+def test_numbers_that_are_none(
+    configs: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, value: str
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([*options(configs, tmp_path / "out"), f"{option}={value}"])
+    assert stop.value.code == 2 and f"Got {option} {value!r}" in capsys.readouterr().err
+
+
 def test_names_must_differ(configs: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([*options(configs, tmp_path), "--recipe", configs["copy"]])
