@@ -70,7 +70,7 @@ def work_all(jobs: Sequence[Job], progress: Progress) -> list[dict[str, Any]]:
 
 
 def work(
-    job: Job, progress: Callable[[float], None] | None = None, pass_on: Callable[[], float] | None = None
+    job: Job, progress: Callable[[float], None] | None = None, pass_on: Callable[[], None] | None = None
 ) -> dict[str, Any]:
     """Do a job and return its record, which is JSON; what goes wrong in the user's code is part of it.
 
@@ -90,7 +90,10 @@ def work(
             if device.type == "cuda":
                 reset_peak_memory(device)
             with EnergyMeter(device) as meter:
-                built.trainer.fit(built.module, **built.data)
+                try:
+                    built.trainer.fit(built.module, **built.data)
+                finally:
+                    pacer.release()
             energy = meter.joules
         except (KeyboardInterrupt, Stopped):
             raise

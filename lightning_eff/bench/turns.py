@@ -1,7 +1,6 @@
 """Several runs in one process that take turns of a few steps, so that what slows the machine slows them alike."""
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,17 +32,15 @@ class Turns:
             if self._stopped:
                 raise Stopped
 
-    def pass_on(self, me: int) -> float:
-        """Let the others have their turns; the seconds until mine came again."""
+    def pass_on(self, me: int) -> None:
+        """Let the others have their turns, and wait until mine comes again."""
         if self._order == [me]:
-            return 0.0
-        start = time.perf_counter()
+            return
         state = rng.capture()
         with self._condition:
             self._next(me)
         self.wait(me)
         rng.restore(state)
-        return time.perf_counter() - start
 
     def leave(self, me: int) -> None:
         """I am done."""
@@ -63,7 +60,7 @@ class Turns:
         self._condition.notify_all()
 
 
-def in_turns(tasks: Sequence[Callable[[Callable[[], float]], Any]]) -> list[Any]:
+def in_turns(tasks: Sequence[Callable[[Callable[[], None]], Any]]) -> list[Any]:
     """What each task returns; a task is given the function by which it passes its turn on."""
     turns = Turns(len(tasks))
     results: list[Any] = [None] * len(tasks)

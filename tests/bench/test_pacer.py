@@ -12,7 +12,7 @@ from lightning_eff.bench import pacer as pacer_module
 from lightning_eff.bench.arms import ready
 from lightning_eff.bench.pace import Diverged, Horizon, Incomparable, Pace, Rehearsed, decay
 from lightning_eff.bench.pacer import Pacer
-from tests.bench.tasks import Constant, Delay, Small, arm, built, dataset
+from tests.bench.tasks import Constant, Delay, Fail, Small, arm, built, dataset
 from tests.models import TinyGPT
 
 KIND = "8x8,8x1"
@@ -25,6 +25,7 @@ def run(pace: Pace, function=None, seed: int = 1):
     ready(ready_made, pacer)
     with pytest.raises(Rehearsed) if pace.sweep is not None else contextlib.nullcontext():
         ready_made.trainer.fit(ready_made.module, **ready_made.data)
+    pacer.release()
     return pacer, ready_made.module
 
 
@@ -210,18 +211,43 @@ def test_divergence_ends_the_run() -> None:
         run(reference(2.0), arm(Explode))
 
 
-def test_leaves_no_trace() -> None:
+@pytest.mark.parametrize("technique", [None, LatestWeightAveraging])
+@pytest.mark.parametrize("fails", [False, True])
+def test_leaves_no_trace(technique, fails: bool) -> None:
+    """Also with techniques, which put theirs back as the fit ends, and after an exception."""
     seed_everything(1, verbose=False)
-    made = built(arm())
+    callbacks = [technique()] if technique else []
+    made = built(arm(callbacks=lambda: [*callbacks, *([Fail(5, RuntimeError("bad luck"))] if fails else [])]))
     before = [dict(vars(o)) for o in (made.trainer.fit_loop.epoch_loop, made.trainer.fit_loop.epoch_loop.val_loop)]
-    ready(made, Pacer(reference(1.0)))
-    made.trainer.fit(made.module, **made.data)
+    pacer = Pacer(reference(1.0))
+    ready(made, pacer)
+    with pytest.raises(RuntimeError, match="bad luck") if fails else contextlib.nullcontext():
+        made.trainer.fit(made.module, **made.data)
+    pacer.release()
     loop = made.trainer.fit_loop.epoch_loop
     for had, obj in zip(before, (loop, loop.val_loop), strict=True):
         for name in ("run", "_should_check_val_fx", "update_lr_schedulers", "max_steps", "min_steps"):
             assert vars(obj).get(name) == had.get(name), name
     assert "training_step" not in vars(made.module) and "configure_optimizers" not in vars(made.module)
     assert isinstance(made.trainer, Trainer) and made.trainer.max_epochs == 3
+
+
+def test_what_the_bench_itself_takes_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler that takes a second to step, twenty times a step: the bench's doing in a rehearsal."""
+    now = [0.0]
+    monkeypatch.setattr(pacer_module.time, "perf_counter", lambda: now[0])
+
+    class Slow(Small):
+        def lr_scheduler_step(self, scheduler, metric):
+            now[0] += 1.0
+            scheduler.step()
+
+        def training_step(self, batch, batch_idx):
+            now[0] += 0.1
+            return super().training_step(batch, batch_idx)
+
+    pacer, _ = run(Pace("val_loss", steps=80, sweep=4), arm(Slow))
+    assert pacer.times == pytest.approx([0.1] * 4)
 
 
 def test_a_horizon_is_a_number_that_is_never_reached() -> None:

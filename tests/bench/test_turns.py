@@ -19,7 +19,7 @@ def test_one_at_a_time_and_in_order() -> None:
                 assert len(running) == 1
                 seen.append(f"{name}{i}")
                 running.pop()
-                assert pass_on() >= 0
+                pass_on()
             return name
 
         return run
