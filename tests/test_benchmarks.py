@@ -62,7 +62,7 @@ SHORT = [
 def parsed(task: str, recipe: str | None, tmp_path: Path) -> LightningCLI:
     """What ``lightning-eff fit --config baseline.yaml --config recipes/recipe.yaml`` would run, made tiny."""
     overlays = [] if recipe is None else ["--config", str(BENCHMARKS / task / "recipes" / f"{recipe}.yaml")]
-    return LightningCLI(
+    cli = LightningCLI(
         LightningModule,
         LightningDataModule,
         subclass_mode_model=True,
@@ -74,6 +74,10 @@ def parsed(task: str, recipe: str | None, tmp_path: Path) -> LightningCLI:
             f"--trainer.default_root_dir={tmp_path}",
         ],
     )
+    for callback in cli.trainer.callbacks:
+        if isinstance(callback, lightning_eff.LatestWeightAveraging) and callback.interval != "epoch":
+            callback.interval = 1  # two steps are shorter than the recipe's interval
+    return cli
 
 
 def test_every_task_has_every_recipe_that_applies() -> None:
@@ -86,9 +90,6 @@ def test_every_task_has_every_recipe_that_applies() -> None:
 @pytest.mark.parametrize(("task", "recipe"), [*((task, None) for task in TASKS), *PAIRS])
 def test_trains(task: str, recipe: str | None, tmp_path: Path) -> None:
     cli = parsed(task, recipe, tmp_path)
-    for callback in cli.trainer.callbacks:
-        if isinstance(callback, lightning_eff.LatestWeightAveraging) and callback.interval != "epoch":
-            callback.interval = 1  # two steps are shorter than the recipe's interval
     cli.trainer.fit(cli.model, datamodule=cli.datamodule)
     assert cli.trainer.global_step == 2
     assert math.isfinite(cli.trainer.callback_metrics["val_loss"].item())

@@ -226,8 +226,14 @@ def _arm(name: str, kind: str, source: Any, description: str) -> Arm:
         kind,
         tuple(str(path) for path in paths),
         description=description,
-        configs=tuple(f"# {path}\n{Path(path).read_text()}" for path in paths),
+        configs=tuple(f"# {_short(path)}\n{Path(path).read_text()}" for path in paths),
     )
+
+
+def _short(path: str | os.PathLike[str]) -> str:
+    """A path below the current folder as it is from there, another as it was given."""
+    short = os.path.relpath(path)
+    return os.fspath(path) if short.startswith(os.pardir) else short
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ class Turns:
 
     def pass_on(self, me: int) -> None:
         """Let the others have their turns, and wait until mine comes again."""
-        if self._order == [me]:
+        if self._order == [me] and not self._stopped:
             return
         state = rng.capture()
         with self._condition:
