@@ -15,8 +15,8 @@ KEPT = 0.75  # of a kind's steps in a rehearsal: the fastest
 
 
 def sweep_steps(budget: float, step_seconds: float) -> int:
-    """How many steps a rehearsal makes: a twentieth of a run's, between 24 and 96."""
-    return round(min(max(budget / step_seconds / 20, 24), 96))
+    """How many steps a rehearsal makes: a twentieth of a run's or a second's, whichever is more, between 24 and 96."""
+    return round(min(max(budget / step_seconds / 20, 1.0 / step_seconds, 24), 96))
 
 
 def _by_kind(block: Mapping[str, Any]) -> dict[str, list[float]]:

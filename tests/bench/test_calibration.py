@@ -102,6 +102,7 @@ def test_how_many_steps_a_budget_holds() -> None:
 def test_a_rehearsal_is_a_twentieth_of_a_run_within_bounds() -> None:
     assert calibration.sweep_steps(60, 0.05) == 60
     assert calibration.sweep_steps(1, 0.05) == 24 and calibration.sweep_steps(1000, 0.01) == 96
+    assert calibration.sweep_steps(1, 0.02) == 50 and calibration.sweep_steps(1, 0.001) == 96
 
 
 def test_refuses_budgets_and_rates() -> None:
