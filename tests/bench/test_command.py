@@ -34,7 +34,7 @@ def configs(tmp_path: Path) -> dict[str, str]:
     texts = {
         "base": CONFIG.replace("CALLBACKS", ""),
         "copy": CONFIG.replace("CALLBACKS", f"{crowd}, {stop}"),
-        "deadly": "trainer: {callbacks: [{class_path: tests.bench.tasks.Die, init_args: {at: 60}}]}",
+        "deadly": "trainer: {callbacks: [{class_path: tests.bench.tasks.Die, init_args: {at: 150}}]}",
     }
     for name, text in texts.items():
         (tmp_path / f"{name}.yaml").write_text(text)
