@@ -114,6 +114,8 @@ def page(found: dict[str, dict[str, Any]]) -> str:
     """The page, from each task's results."""
     lines = (ROOT / "benchmarks" / "evidence_head.md").read_text().rstrip().splitlines()
     tasks = [task for task in TASKS if task in found]
+    missing = [TASKS[task] for task in TASKS if task not in found]
+    lines += ["", f"Tasks that have no results yet: {', '.join(missing)}."] if missing else []
     lines += ["", "## One line per technique", ""]
     lines += ["| technique | " + " | ".join(TASKS[task] for task in tasks) + " | what the paper claims |"]
     lines += ["|---|" + "---|" * len(tasks) + "---|"]
