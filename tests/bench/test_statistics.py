@@ -325,3 +325,16 @@ def test_same_steps_with_another_end_are_not_the_same_training() -> None:
     for gain, source in ((1.5, "metric"), (1.0, "throughput")):
         found = statistics.summarize(in_reference_time(rates=rates, gain=gain, same=True))["recipe"]
         assert found["speedup_from"] == source
+
+
+def test_a_machine_that_was_busy_now_and_then_does_not_accuse_the_prices() -> None:
+    """The arm's runs fell into a busy hour: with the baseline's own varying as much, nothing follows; else a warning."""
+    for factors, told in (((1.0, 1.3, 1.1), False), ((1.0, 1.02, 1.01), True)):
+        made = synthetic.results({"baseline": 1.0, "recipe": 1.0})
+        seeds = made["plan"]["seeds"]
+        for run in made["runs"]:
+            factor = factors[seeds.index(run["seed"]) % 3] if run["arm"] == "baseline" else 1.5
+            run["wall_seconds"] = run["seconds"] * factor
+        found = statistics.summarize(made)
+        assert ("prices miss costs" in found["recipe"]["sentence"]) == told
+        assert ("the machine was busy" in found["baseline"]["sentence"]) != told

@@ -115,12 +115,23 @@ def equivalent_seconds(
 def price_gap(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> float | None:
     """Median, over seeds, of an arm's wall-clock per budget second by the baseline's own; 1 where the prices hold.
 
+    None where the baseline's own varies by more than a tenth over seeds: then the machine was busy, now more, now less,
+    and wall-clock does not tell whether the prices hold.
+
     Args:
         pairs: (baseline's run, arm's run) of a seed.
     """
     whole = [(b, a) for b, a in pairs if min(b["seconds"], b["wall_seconds"], a["seconds"], a["wall_seconds"]) > 0]
+    if wall_spread([b for b, _ in whole]) > words.PRICE_GAP:
+        return None
     gaps = [a["wall_seconds"] / a["seconds"] * b["seconds"] / b["wall_seconds"] for b, a in whole]
     return median(gaps) if gaps else None
+
+
+def wall_spread(runs: Sequence[dict[str, Any]]) -> float:
+    """By how much the wall-clock of a budget second varied over runs of one arm: the largest by the smallest."""
+    own = [run["wall_seconds"] / run["seconds"] for run in runs if min(run["seconds"], run["wall_seconds"]) > 0]
+    return max(own) / min(own) if own else 1.0
 
 
 def summarize(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -138,7 +149,7 @@ def summarize(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
     Returns:
         For each arm its ``runs``, ``failed``, ``final``, ``difference``, ``time_to_target``, ``speedup``,
         ``speedup_from``, ``throughput``, ``memory``, ``energy``, ``equivalent_seconds`` (with ``equivalent_bound`` where
-        it lies off the ladder), ``price_gap``, ``samples_per_second``, ``tokens_per_second``, ``extra_share``,
+        it lies off the ladder), ``price_gap``, ``wall_spread``, ``samples_per_second``, ``tokens_per_second``, ``extra_share``,
         ``verdict``, ``better_than_control`` and ``sentence``.
     """
     arms = results["plan"]["arms"]
@@ -205,6 +216,7 @@ def _summary(results: dict[str, Any], arm: dict[str, Any], finished: dict[str, d
         "equivalent_seconds": equivalent,
         "equivalent_bound": bound,
         "price_gap": gap,
+        "wall_spread": wall_spread(list(own.values())),
         "samples_per_second": _rate(own.values(), "samples"),
         "tokens_per_second": _rate(own.values(), "tokens"),
         "extra_share": _share(own.values()),

@@ -98,7 +98,13 @@ def _main(plan: dict[str, Any], arm: dict[str, Any], own: dict[str, Any]) -> str
         return f"{name} has no run yet."
     if arm["kind"] == "baseline":
         called = name if name == "baseline" else f"{name}, the baseline,"
-        return f"{called} ends at {ended} {over}."
+        told = f"{called} ends at {ended} {over}."
+        if plan["budget"]["clock"] == "reference" and own["wall_spread"] > PRICE_GAP:
+            told += (
+                f" The wall-clock of its budget second varied {ratio(own['wall_spread'])} times over seeds: the machine was"
+                " busy, now more, now less, so wall-clock does not tell whether the prices hold."
+            )
+        return told
     if arm["kind"] == "ladder":
         budget = arm["factor"] * plan["budget"]["seconds"]
         return f"{name}, the baseline at {number(budget, 3)} s, ends at {ended} {over}."
