@@ -28,7 +28,7 @@ demo: $(STAMP)  ## train the GPT example with a stack of techniques, and report
 	$(BIN)/lightning-eff fit --config examples/gpt/efficient.yaml
 
 QUICK := benchmarks/gpt/baseline.yaml,benchmarks/gpt/quick.yaml
-bench: $(STAMP)  ## the honest comparison in about two minutes: three recipes, their controls, three seeds
+bench: $(STAMP)  ## the honest comparison in about two minutes: two recipes, a control, three seeds
 	$(BIN)/lightning-eff bench --baseline baseline=$(QUICK) \
 		--recipe length_warmup=$(QUICK),benchmarks/gpt/recipes/length_warmup.yaml \
 		--recipe sharpness=$(QUICK),benchmarks/gpt/recipes/sharpness.yaml \

@@ -25,7 +25,7 @@ class Control:
     Attributes:
         text: one line for people.
         arms: given the technique as the recipe has it (an instance, attached to no run), the callbacks that take its
-            place in the recipe's ``trainer.callbacks``, by a short name of the arm; all else of the recipe stays. None
+            place in the recipe's ``trainer.callbacks``, by a short name of the arm; all else of the recipe stays. Empty
             where its settings are neutral, and where the baseline for as many seconds is itself the control, which
             ``text`` then says.
     """

@@ -11,6 +11,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+import torch
+
 from lightning_eff.bench import calibration as rehearsal
 from lightning_eff.bench.arms import Arm, lay_out
 from lightning_eff.bench.jobs import Job, crashed
@@ -50,7 +52,7 @@ class Benchmark:
         mode: "min" or "max"; None tells by the target's name.
         controls: "auto" adds the arms that each technique of a recipe names as its control; None adds none.
         ladder: factors of the budget at which the baseline runs too, so that gains can be told in baseline seconds.
-        threads: torch's threads for every arm; 0 leaves them as they are.
+        threads: torch's threads for every arm; 0 takes as many as this process has.
         jobs: runs at once, in processes of their own; configs and reference-system time only.
         evaluations: validations in each run, evenly over the budget, the last at its end.
         schedule: "own" is the module's, stretched over the budget; "linear" or "cosine" to zero replace it in every arm.
@@ -58,6 +60,7 @@ class Benchmark:
         reference: results of another bench (a folder or file), whose prices count instead of this machine's.
         other_training_data: allow arms that train on other data, where that is what is compared.
         title: for the report.
+        baseline_name: of the baseline in tables.
 
     Functions are run in this process, configs in processes of their own.
     """
@@ -103,7 +106,7 @@ class Benchmark:
         self.target = target
         self.mode = mode or ("max" if _MAXIMISED.search(target.lower()) else "min")
         self.out = Path(out)
-        self.threads = threads
+        self.threads = threads or torch.get_num_threads()  # the same for every arm, in whichever process
         self.evaluations = evaluations
         self.schedule = schedule
         self.rounds = rounds
@@ -124,7 +127,6 @@ class Benchmark:
         self.jobs = jobs
         self._in_process = in_process
         self._calibration: dict[str, Any] = {}
-        self._seconds: dict[str, float] = {}
 
     # -- the whole
 

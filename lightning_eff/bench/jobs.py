@@ -17,9 +17,6 @@ from lightning_eff.bench.pace import Diverged, Incomparable, Pace, Rehearsed
 from lightning_eff.bench.pacer import Pacer
 from lightning_eff.bench.turns import Stopped, in_turns
 
-#: How a run ended; "refused" is the bench's own word, and ends the bench.
-STATUSES = ("finished", "crashed", "diverged", "refused")
-
 
 @dataclass(frozen=True)
 class Job:

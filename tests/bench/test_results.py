@@ -71,10 +71,12 @@ def test_what_is_no_results_file_is_named(tmp_path):
         load(tmp_path)
 
 
-def test_fields_of_a_later_hand_are_left_alone():
+def test_fields_of_a_later_hand_are_left_alone(tmp_path):
     made = synthetic.everything()
     made["more"] = made["runs"][0]["more"] = made["plan"]["more"] = 1
-    validate(made)
+    save(made, tmp_path)
+    kept = load(tmp_path)
+    assert kept["more"] == kept["runs"][0]["more"] == kept["plan"]["more"] == 1
 
 
 @pytest.mark.parametrize(
