@@ -1,14 +1,14 @@
 """What every technique gains on the reference tasks: run the benches, and write ``docs/evidence.md`` from their results.
 
     python benchmarks/evidence.py run {gpt,vit,bert,gpt2} [--budget 60rs] [--jobs 2] [--rounds 5]
-    python benchmarks/evidence.py search {gpt,vit}
+    python benchmarks/evidence.py search {gpt,vit} [--seeds 0,10]
     python benchmarks/evidence.py confirm {gpt,vit} STACK
     python benchmarks/evidence.py page
 
 ``run`` holds every recipe of a task, with the controls that its techniques name, against the task's baseline, and copies
 the results to ``benchmarks/results/bench_<task>.json``; interrupted, it goes on where it was. ``search`` runs every stack in
-``benchmarks/<task>/stacks`` once, on a seed that no evaluation uses, for ``search_<task>.json``; ``confirm`` holds the chosen
-one against the baseline on the evaluation's seeds, for ``stack_<task>.json``. ``page`` makes no runs.
+``benchmarks/<task>/stacks``, on seeds that no evaluation uses, for ``search_<task>.json``; ``confirm`` holds the chosen one
+against the baseline on the evaluation's seeds, for ``stack_<task>.json``. ``page`` makes no runs.
 """
 
 import argparse
@@ -62,8 +62,9 @@ def run(task: str, options: argparse.Namespace) -> None:
 
 
 def search(task: str, options: argparse.Namespace) -> None:
-    """Every stack once, without controls."""
-    compare(task, f"search_{task}", sorted((ROOT / "benchmarks" / task / "stacks").glob("*.yaml")), "0,", options)
+    """Every stack, without controls."""
+    paths = sorted((ROOT / "benchmarks" / task / "stacks").glob("*.yaml"))
+    compare(task, f"search_{task}", paths, options.seeds, options)
 
 
 def confirm(task: str, options: argparse.Namespace) -> None:
@@ -110,8 +111,18 @@ def controls(results: dict[str, Any], name: str) -> list[tuple[str, dict[str, An
     return [(arm.removeprefix(f"{name}: "), results["summary"][arm]) for arm in arms]
 
 
-def page(found: dict[str, dict[str, Any]]) -> str:
-    """The page, from each task's results."""
+def page(
+    found: dict[str, dict[str, Any]],
+    stacks: dict[str, dict[str, dict[str, Any]]] | None = None,
+    planted: dict[str, Any] | None = None,
+) -> str:
+    """The page.
+
+    Args:
+        found: each task's results of every technique.
+        stacks: each task's results of the search for a stack ("search") and of the one that was chosen ("stack").
+        planted: what :mod:`benchmarks.planted` wrote.
+    """
     lines = (ROOT / "benchmarks" / "evidence_head.md").read_text().rstrip().splitlines()
     tasks = [task for task in TASKS if task in found]
     missing = [TASKS[task] for task in TASKS if task not in found]
@@ -125,6 +136,10 @@ def page(found: dict[str, dict[str, Any]]) -> str:
         for control in sorted({name for task in tasks for name, _ in controls(found[task], recipe)}):
             cells = [cell(dict(controls(found[task], recipe)).get(control)) for task in tasks]
             lines.append(f"| – its control: {control} | " + " | ".join(cells) + " | |")
+    for task, parts in (stacks or {}).items():
+        lines += ["", f"## The best stack for {TASKS[task]}", "", *stack_section(parts)]
+    if planted is not None:
+        lines += ["", "## Does the bench tell the truth?", "", *planted_section(planted)]
     for task in tasks:
         lines += [
             "",
@@ -135,6 +150,52 @@ def page(found: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def stack_section(parts: dict[str, dict[str, Any]]) -> list[str]:
+    """The search among stacks, and the chosen one against the baseline."""
+    lines: list[str] = []
+    if (results := parts.get("search")) is not None:
+        seeds = ", ".join(map(str, results["plan"]["seeds"]))
+        lines += [
+            f"Searched on seeds {seeds}, which no evaluation uses; the intervals of so few seeds decide nothing, the",
+            "order of the final losses did.",
+            "",
+            *table(results),
+        ]
+    if (results := parts.get("stack")) is not None:
+        from lightning_eff.bench.reports import words
+
+        lines += [
+            "",
+            f"The chosen one, held against the baseline: {words.plan_line(results)}.",
+            "",
+            *table(results),
+            "",
+        ]
+        lines += [f"- {results['summary'][arm['name']]['sentence']}" for arm in results["plan"]["arms"]]
+    return lines
+
+
+def planted_section(planted: dict[str, Any]) -> list[str]:
+    """Copies, a planted slow-down and a planted speed-up."""
+    total, verdicts, machine = planted["repetitions"], planted["verdicts"], planted["machine"]
+    return [
+        f"`benchmarks/planted.py`, {total} benches of {planted['budget']} a run on {machine['cpu']}: the interval of two",
+        f"copies of one recipe covers 1.0 in {planted['copies_covering_1']} of {total}; a planted slow-down of a fifth is",
+        f"told as slower in {verdicts['slow']['slower']}, a planted speed-up of a tenth as faster in",
+        f"{verdicts['fast']['faster']}. `tests/bench/test_calibration.py` does the same with synthetic times.",
+    ]
+
+
+def table(results: dict[str, Any]) -> list[str]:
+    """Figures of every arm."""
+    from lightning_eff.bench.reports import words
+
+    columns, rows = words.cells(results, results["summary"])
+    columns = [column for column in columns if column.key not in ("throughput", "memory")]
+    lines = ["| arm | " + " | ".join(column.head for column in columns) + " |", "|---|" + "---|" * len(columns)]
+    return lines + ["| " + " | ".join([row["arm"], *(row[column.key] for column in columns)]) + " |" for row in rows]
+
+
 def section(task: str, results: dict[str, Any]) -> list[str]:
     """One task: figures of every arm, and what there is to say of each."""
     from lightning_eff.bench.reports import words
@@ -143,13 +204,7 @@ def section(task: str, results: dict[str, Any]) -> list[str]:
     gpu = f", {machine['gpu']}" if machine["gpu"] else ""
     versions = f"torch {machine['torch']}, Lightning {machine['lightning']}, Python {machine['python']}"
     lines = [f"{words.plan_line(results)}. {machine['cpu']}, {machine['cores']} cores{gpu}; {versions}.", ""]
-    columns, rows = words.cells(results, results["summary"])
-    skip = ("throughput", "memory")
-    columns = [column for column in columns if column.key not in skip]
-    lines += ["| arm | " + " | ".join(column.head for column in columns) + " |", "|---|" + "---|" * len(columns)]
-    for row in rows:
-        lines.append("| " + " | ".join([row["arm"], *(row[column.key] for column in columns)]) + " |")
-    lines += ["", f"![Speed-ups with their intervals]({f'evidence_{task}.png'})", ""]
+    lines += [*table(results), "", f"![Speed-ups with their intervals]({f'evidence_{task}.png'})", ""]
     return lines + [f"- {results['summary'][arm['name']]['sentence']}" for arm in plan["arms"]]
 
 
@@ -169,22 +224,39 @@ def main() -> None:
         runner.add_argument("--jobs", type=int, default=2)
         runner.add_argument("--rounds", type=int, default=6)
         runner.add_argument("--ladder", default="1.5" if command is run else "")
+        if command is search:
+            runner.add_argument("--seeds", default="0,10", help="which; none of those that evaluations use")
         runner.set_defaults(run=command)
     commands.add_parser("page", help="write docs/evidence.md")
     options = parser.parse_args()
     if options.command != "page":
         options.run(options.task, options)
         return
+    PAGE.write_text(page(*committed()))
+    print(f"written: {PAGE}")
+
+
+def committed() -> tuple[dict[str, Any], dict[str, dict[str, Any]], dict[str, Any] | None]:
+    """What :func:`page` takes, from the results that are kept."""
     from lightning_eff.bench.reports.statistics import summarize
     from lightning_eff.bench.results import load
 
-    found = {task: load(file) for task in TASKS if (file := RESULTS / f"bench_{task}.json").is_file()}
+    def kept(name: str) -> dict[str, Any] | None:
+        if not (file := RESULTS / f"{name}.json").is_file():
+            return None
+        results = load(file)
+        return {**results, "summary": summarize(results)}
+
+    found = {task: results for task in TASKS if (results := kept(f"bench_{task}")) is not None}
     if not found:
         sys.exit(f"no results in {RESULTS}; expected bench_<task>.json there. Make them with the command run.")
-    for results in found.values():
-        results["summary"] = summarize(results)
-    PAGE.write_text(page(found))
-    print(f"written: {PAGE}")
+    stacks = {
+        task: {part: results for part in ("search", "stack") if (results := kept(f"{part}_{task}")) is not None}
+        for task in TASKS
+    }
+    planted = RESULTS / "planted.json"
+    truth = json.loads(planted.read_text()) if planted.is_file() else None
+    return found, {task: parts for task, parts in stacks.items() if parts}, truth
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from benchmarks.gpt2.module import ByteGPT2
 from examples.vit.data import Digits, shift
 from lightning_eff._core.technique import Technique
 from lightning_eff.bench.reports.statistics import summarize
-from lightning_eff.bench.results import load
 from tests.bench import synthetic
 
 ROOT = Path(__file__).parent.parent
@@ -207,6 +206,31 @@ def test_digits_by_default_are_as_they_were() -> None:
     assert all(tuple(image.flatten().tolist()) in known for image in images)
     with pytest.raises(ValueError, match="max_shift=8"):
         Digits(max_shift=8)
+    with pytest.raises(ValueError, match="noise=-1"):
+        Digits(noise=-1)
+    with pytest.raises(ValueError, match="num_noises=2, noise=0"):
+        Digits(num_noises=2)
+
+
+def test_noisy_digits() -> None:
+    """Held-out images have the same noise in every run, training images other noise each time, of the deviation given."""
+    plain, noisy = Digits(num_val_images=450), Digits(num_val_images=450, noise=0.5, num_noises=3)
+    kept = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        plain.setup("fit")
+        noisy.setup("fit")
+        kept.append(noisy.val_set.tensors)
+    images, labels = kept[0]
+    assert images.shape == (1350, 1, 8, 8) and torch.equal(images, kept[1][0])
+    assert torch.equal(labels, plain.val_set.tensors[1].repeat(3))
+    noise = images - plain.val_set.tensors[0].repeat(3, 1, 1, 1)
+    assert noise.std().item() == pytest.approx(0.5, rel=0.02) and abs(noise.mean().item()) < 0.01
+    assert not torch.equal(noise[:450], noise[450:900])
+    torch.testing.assert_close(noisy.train_set.tensors[0], plain.train_set.tensors[0], rtol=0, atol=0)
+    clean = {tuple(image.flatten().tolist()) for image in plain.train_set.tensors[0]}
+    first, second = (next(iter(noisy.train_dataloader()))[0] for _ in range(2))
+    assert not torch.equal(first, second) and not any(tuple(image.flatten().tolist()) in clean for image in first)
     with pytest.raises(ValueError, match="num_val_images=500"):
         Digits(num_val_images=500)
 
@@ -250,18 +274,10 @@ def test_a_point_is_trained_for_its_budget(monkeypatch: pytest.MonkeyPatch) -> N
     assert math.isfinite(result["metrics"]["val_loss"]) and math.isfinite(result["train_loss"])
 
 
-def evidence_results() -> dict[str, Any]:
-    files = {task: BENCHMARKS / "results" / f"bench_{task}.json" for task in evidence.TASKS}
-    found = {task: load(file) for task, file in files.items() if file.is_file()}
-    for results in found.values():
-        results["summary"] = summarize(results)
-    return found
-
-
 def test_the_page_of_evidence_is_what_the_results_say() -> None:
-    found = evidence_results()
+    found, stacks, planted = evidence.committed()
     text = (ROOT / "docs" / "evidence.md").read_text()
-    assert text == evidence.page(found)
+    assert text == evidence.page(found, stacks, planted)
     for task, results in found.items():
         assert results["plan"]["budget"]["clock"] == "reference" and len(results["plan"]["seeds"]) >= 3
         assert (ROOT / "docs" / f"evidence_{task}.png").is_file()

@@ -36,10 +36,19 @@ class Digits(LightningDataModule):
         num_workers: loader processes; the images are in memory, so the main process is fast enough.
         max_shift: move each training image by up to so many pixels down and across, anew each time, in 0..7.
         num_val_images: how many of the 500 held-out images are for validation, in 10..490; the others are for test.
+        noise: deviation of the Gaussian noise on every pixel, >= 0. Training images get it anew each time; those of
+            validation and test have got theirs once and for all. Harder, and a loss that moves less from seed to seed.
+        num_noises: how many times each image stands in validation and test, each time under other noise.
     """
 
     def __init__(
-        self, batch_size: int = 64, num_workers: int = 0, max_shift: int = 0, num_val_images: int = 250
+        self,
+        batch_size: int = 64,
+        num_workers: int = 0,
+        max_shift: int = 0,
+        num_val_images: int = 250,
+        noise: float = 0.0,
+        num_noises: int = 1,
     ) -> None:
         super().__init__()
         if not 0 <= max_shift <= 7:
@@ -49,10 +58,16 @@ class Digits(LightningDataModule):
                 f"Digits({num_val_images=}): expected 10 to {NUM_HELD_OUT - 10} of the {NUM_HELD_OUT} held-out images,"
                 " so that validation and test have every digit."
             )
+        if not noise >= 0:
+            raise ValueError(f"Digits({noise=}): expected a deviation of 0 or more, where pixels are in -1 to 1.")
+        if num_noises < 1 or (num_noises > 1 and not noise):
+            raise ValueError(f"Digits({num_noises=}, {noise=}): expected 1, or more where there is noise to differ by.")
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.max_shift = max_shift
         self.num_val_images = num_val_images
+        self.noise = noise
+        self.num_noises = num_noises
 
     def setup(self, stage: str) -> None:
         pixels, digits = load_digits(return_X_y=True)  # (1797, 64) in 0..16, (1797,)
@@ -63,8 +78,9 @@ class Digits(LightningDataModule):
         val, test = train_test_split(
             rest, test_size=NUM_HELD_OUT - self.num_val_images, stratify=labels[rest].tolist(), random_state=SPLIT_SEED
         )
-        self.train_set, self.val_set, self.test_set = (
-            TensorDataset(images[part], labels[part]) for part in (train, val, test)
+        self.train_set = TensorDataset(images[train], labels[train])
+        self.val_set, self.test_set = (
+            TensorDataset(self._noisy(images[part]), labels[part].repeat(self.num_noises)) for part in (val, test)
         )
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
@@ -83,9 +99,18 @@ class Digits(LightningDataModule):
             shuffle=train,
             drop_last=train,
             num_workers=self.num_workers,
-            collate_fn=self._shifted if train and self.max_shift else None,
+            collate_fn=self._augmented if train and (self.max_shift or self.noise) else None,
         )
 
-    def _shifted(self, samples: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    def _augmented(self, samples: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
         images, labels = default_collate(samples)
-        return [shift(images, self.max_shift), labels]
+        if self.max_shift:
+            images = shift(images, self.max_shift)
+        if self.noise:
+            images = images + self.noise * torch.randn(images.shape)
+        return [images, labels]
+
+    def _noisy(self, images: Tensor) -> Tensor:
+        """``num_noises`` copies of (B, C, H, W) below one another, (num_noises * B, C, H, W), the same in every run."""
+        images = images.repeat(self.num_noises, 1, 1, 1)
+        return images + self.noise * torch.randn(images.shape, generator=torch.Generator().manual_seed(SPLIT_SEED))

@@ -38,7 +38,8 @@ def check_run(trainer: Trainer, module: LightningModule, techniques: "list[Techn
                 " cannot be told. Set one of max_steps, max_epochs and max_time."
             )
         strategy = trainer.strategy
-        if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy) or isinstance(strategy, DeepSpeedStrategy):
+        plain = isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
+        if not plain and not technique.any_strategy:
             raise ValueError(
                 f"{who}: got strategy {type(strategy).__name__}; expected a single device or DDP. Sharded parameters are"
                 " not supported by this technique yet: use strategy='ddp' or take it out."

@@ -25,6 +25,7 @@ class Stage(IntEnum):
     TRANSFORM = 2  #: change the batch: length, resolution, tokens, mixing
     PERTURB = 3  #: run at other weights
     REWEIGHT = 4  #: change the loss
+    SAVE = 5  #: what is kept between forward and backward
 
 
 Proceed = Callable[[Any], Any]

@@ -50,6 +50,7 @@ class Technique(Callback):
         conflicts: names of techniques that it cannot train with, and why.
         needs_automatic_optimization: refuses modules with ``automatic_optimization = False``.
         needs_budget: refuses runs without any of ``max_steps``, ``max_epochs`` and ``max_time``.
+        any_strategy: works under strategies that shard parameters too; others are refused there.
     """
 
     kind: ClassVar[str] = "callback"
@@ -60,6 +61,7 @@ class Technique(Callback):
     conflicts: ClassVar[Mapping[str, str]] = {}
     needs_automatic_optimization: ClassVar[bool] = True
     needs_budget: ClassVar[bool] = False
+    any_strategy: ClassVar[bool] = False
 
     _session: Session | None = None
     _past: Session | None = None  # the closed one, for a checkpoint that is saved after the run

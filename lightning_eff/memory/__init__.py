@@ -1,0 +1,1 @@
+"""What is kept between forward and backward: recomputation, offloading, compressed activations."""
