@@ -8,7 +8,8 @@
 ``run`` holds every recipe of a task, with the controls that its techniques name, against the task's baseline, and copies
 the results to ``benchmarks/results/bench_<task>.json``; interrupted, it goes on where it was. ``search`` runs every stack in
 ``benchmarks/<task>/stacks``, on seeds that no evaluation uses, for ``search_<task>.json``; ``confirm`` holds the chosen one
-against the baseline on the evaluation's seeds, for ``stack_<task>.json``. ``page`` makes no runs.
+against the baseline on the evaluation's seeds, for ``stack_<task>.json``. ``page`` makes no runs; it writes the verdicts into
+README's table, too.
 """
 
 import argparse
@@ -20,12 +21,15 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, OUT, PAGE = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "out", ROOT / "docs" / "evidence.md"
+README = ROOT / "README.md"
 TASKS = {
     "gpt": "GPT on source text",
     "vit": "ViT on digits",
     "bert": "masked language model on source text",
     "gpt2": "GPT-2 124M on source text, one GPU",
 }
+
+SHORT = {"gpt": "GPT", "vit": "ViT", "bert": "MLM", "gpt2": "GPT-2"}
 
 # Recipe, technique, and what its paper claimed: of their models and budgets, not of these.
 CLAIMS = {
@@ -150,6 +154,18 @@ def page(
     return "\n".join(lines) + "\n"
 
 
+def readme(text: str, found: dict[str, dict[str, Any]]) -> str:
+    """README with the verdicts of ``found`` in its table: the third cell of each technique's row."""
+    lines = text.splitlines()
+    for recipe, (technique, _) in CLAIMS.items():
+        (row,) = (number for number, line in enumerate(lines) if line.startswith(f"| `{technique}` |"))
+        cells = lines[row].split(" | ")
+        told = [(SHORT[task], found[task]["summary"].get(recipe)) for task in TASKS if task in found]
+        cells[2] = "<br>".join(f"{task} {cell(one)}" for task, one in told if one is not None)
+        lines[row] = " | ".join(cells)
+    return "\n".join(lines) + "\n"
+
+
 def stack_section(parts: dict[str, dict[str, Any]]) -> list[str]:
     """The search among stacks, and the chosen one against the baseline."""
     lines: list[str] = []
@@ -232,8 +248,10 @@ def main() -> None:
     if options.command != "page":
         options.run(options.task, options)
         return
-    PAGE.write_text(page(*committed()))
-    print(f"written: {PAGE}")
+    found, stacks, planted = committed()
+    PAGE.write_text(page(found, stacks, planted))
+    README.write_text(readme(README.read_text(), found))
+    print(f"written: {PAGE}, {README}")
 
 
 def committed() -> tuple[dict[str, Any], dict[str, dict[str, Any]], dict[str, Any] | None]:

@@ -278,6 +278,8 @@ def test_the_page_of_evidence_is_what_the_results_say() -> None:
     found, stacks, planted = evidence.committed()
     text = (ROOT / "docs" / "evidence.md").read_text()
     assert text == evidence.page(found, stacks, planted)
+    readme = (ROOT / "README.md").read_text()
+    assert readme == evidence.readme(readme, found)
     for task, results in found.items():
         assert results["plan"]["budget"]["clock"] == "reference" and len(results["plan"]["seeds"]) >= 3
         assert (ROOT / "docs" / f"evidence_{task}.png").is_file()
