@@ -58,7 +58,8 @@ def work_all(jobs: Sequence[Job], progress: Progress) -> list[dict[str, Any]]:
     if len(jobs) == 1:
         return [work(jobs[0], lambda u: progress(jobs[0], u))]
     with undisturbed():
-        records = in_turns([lambda turn, job=job: work(job, lambda u: progress(job, u), turn) for job in jobs])
+        tasks = [lambda turn, job=job: work(job, lambda u: progress(job, u), turn) for job in jobs]
+        records = in_turns(tasks, max(job.threads for job in jobs))
     for i, job in enumerate(jobs):
         if records[i]["status"] != "finished":
             gc.collect()

@@ -2,9 +2,11 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any
 
 from lightning_eff._core import rng
+from lightning_eff.bench.placement import on_idle_cores
 
 TURN = 4  # batches
 
@@ -16,12 +18,16 @@ class Stopped(BaseException):
 class Turns:
     """Passes the word round among threads; only the one that has it runs.
 
-    Torch's, NumPy's and Python's global generators are one thread's at a time: each finds them as it left them.
+    All have their turns once before anyone has the next, in an order that is drawn anew for each round: what one leaves
+    to the next, such as a cold cache, falls upon all of them alike. Torch's, NumPy's and Python's global generators are
+    one thread's at a time: each finds them as it left them.
     """
 
     def __init__(self, count: int) -> None:
         self._condition = threading.Condition()
-        self._order = list(range(count))
+        self._random = Random()  # of this alone: orders are nobody's result
+        self._there = list(range(count))
+        self._due = self._there[1:]
         self._turn = 0 if count else -1
         self._stopped = False
 
@@ -34,7 +40,7 @@ class Turns:
 
     def pass_on(self, me: int) -> None:
         """Let the others have their turns, and wait until mine comes again."""
-        if self._order == [me] and not self._stopped:
+        if self._there == [me] and not self._stopped:
             return
         state = rng.capture()
         with self._condition:
@@ -45,9 +51,11 @@ class Turns:
     def leave(self, me: int) -> None:
         """I am done."""
         with self._condition:
+            self._there.remove(me)
+            if me in self._due:
+                self._due.remove(me)
             if self._turn == me:
                 self._next(me)
-            self._order.remove(me)
 
     def stop(self) -> None:
         """End all that wait."""
@@ -56,12 +64,22 @@ class Turns:
             self._condition.notify_all()
 
     def _next(self, me: int) -> None:
-        self._turn = self._order[(self._order.index(me) + 1) % len(self._order)]
+        if not self._due:
+            self._due = self._random.sample(self._there, len(self._there))
+            if len(self._due) > 1 and self._due[0] == me:  # two turns on end would be a longer one
+                self._due.append(self._due.pop(0))
+        self._turn = self._due.pop(0) if self._due else -1
         self._condition.notify_all()
 
 
-def in_turns(tasks: Sequence[Callable[[Callable[[], None]], Any]]) -> list[Any]:
-    """What each task returns; a task is given the function by which it passes its turn on."""
+def in_turns(tasks: Sequence[Callable[[Callable[[], None]], Any]], threads: int = 0) -> list[Any]:
+    """What each task returns; a task is given the function by which it passes its turn on.
+
+    Args:
+        tasks: as many threads are started.
+        threads: torch's threads in each, for as many of the idlest cores, which are the same for all; 0 leaves that to
+            the system.
+    """
     turns = Turns(len(tasks))
     results: list[Any] = [None] * len(tasks)
     state = rng.capture()
@@ -76,13 +94,14 @@ def in_turns(tasks: Sequence[Callable[[Callable[[], None]], Any]]) -> list[Any]:
         finally:
             turns.leave(me)
 
-    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(tasks))]
-    for thread in threads:
-        thread.start()
+    runners = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(tasks))]
     try:
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(0.5)
+        with on_idle_cores(threads):
+            for runner in runners:
+                runner.start()
+            for runner in runners:
+                while runner.is_alive():
+                    runner.join(0.5)
     except BaseException:
         turns.stop()
         raise

@@ -1,5 +1,6 @@
 """Runs that take turns: one at a time, in order, each with random numbers of its own."""
 
+import itertools
 import threading
 
 import pytest
@@ -25,7 +26,25 @@ def test_one_at_a_time_and_in_order() -> None:
         return run
 
     assert in_turns([task("a", 3), task("b", 1), task("c", 2)]) == ["a", "b", "c"]
-    assert seen == ["a0", "b0", "c0", "a1", "c1", "a2"]
+    assert seen[:3] == ["a0", "b0", "c0"] and set(seen[3:5]) == {"a1", "c1"} and seen[5:] == ["a2"]
+
+
+def test_all_have_a_turn_before_anyone_has_the_next_and_neighbours_change() -> None:
+    seen: list[int] = []
+
+    def task(me: int):
+        def run(pass_on):
+            for _ in range(40):
+                seen.append(me)
+                pass_on()
+
+        return run
+
+    in_turns([task(i) for i in range(4)])
+    rounds = [seen[i : i + 4] for i in range(0, len(seen), 4)]
+    assert len(rounds) == 40 and all(sorted(one) == [0, 1, 2, 3] for one in rounds)
+    assert all(a != b for a, b in itertools.pairwise(seen))
+    assert len({(a, b) for a, b in itertools.pairwise(seen)}) == 12, "all ordered pairs of neighbours occur"
 
 
 def test_each_draws_as_if_it_were_alone() -> None:
