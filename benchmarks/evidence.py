@@ -221,7 +221,12 @@ def section(task: str, results: dict[str, Any]) -> list[str]:
     versions = f"torch {machine['torch']}, Lightning {machine['lightning']}, Python {machine['python']}"
     lines = [f"{words.plan_line(results)}. {machine['cpu']}, {machine['cores']} cores{gpu}; {versions}.", ""]
     lines += [*table(results), "", f"![Speed-ups with their intervals]({f'evidence_{task}.png'})", ""]
-    return lines + [f"- {results['summary'][arm['name']]['sentence']}" for arm in plan["arms"]]
+    lines += [f"- {results['summary'][arm['name']]['sentence']}" for arm in plan["arms"]]
+    runs = [run for run in results["runs"] if run["arm"] == "importance_sampling"]
+    if steps := sum(run["steps"] for run in runs):
+        share = sum(run["forward_passes"] for run in runs) / steps
+        lines.append(f"- importance_sampling was on in {share:.0%} of its steps.")
+    return lines
 
 
 def main() -> None:
