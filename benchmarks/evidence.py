@@ -170,10 +170,10 @@ def stack_section(parts: dict[str, dict[str, Any]]) -> list[str]:
     """The search among stacks, and the chosen one against the baseline."""
     lines: list[str] = []
     if (results := parts.get("search")) is not None:
-        seeds = ", ".join(map(str, results["plan"]["seeds"]))
+        seeds = results["plan"]["seeds"]
         lines += [
-            f"Searched on seeds {seeds}, which no evaluation uses; the intervals of so few seeds decide nothing, the",
-            "order of the final losses did.",
+            f"Searched on seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}, which no evaluation uses. So few runs decide",
+            "nothing but an order of final losses; the first in it was chosen.",
             "",
             *table(results),
         ]
