@@ -172,8 +172,8 @@ def stack_section(parts: dict[str, dict[str, Any]]) -> list[str]:
     if (results := parts.get("search")) is not None:
         seeds = results["plan"]["seeds"]
         lines += [
-            f"Searched on seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}, which no evaluation uses. So few runs",
-            "decide nothing but an order of final losses; the first in it was chosen.",
+            f"Searched on seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}, which no evaluation uses.",
+            "So few runs decide nothing but an order of final losses; the first in it was chosen.",
             "",
             *table(results),
         ]
