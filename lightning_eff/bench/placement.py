@@ -34,11 +34,11 @@ def on_idle_cores(count: int) -> Iterator[None]:
     chosen = set(sorted(allowed, key=lambda core: (later[core] - busy[core], core))[:count])
     start = BaseProcess.start
 
-    def start_anywhere(process: BaseProcess) -> None:
+    def start_anywhere(self: BaseProcess) -> None:
         here = os.sched_getaffinity(0)
         os.sched_setaffinity(0, allowed)
         try:
-            start(process)
+            start(self)
         finally:
             os.sched_setaffinity(0, here)
 

@@ -1,0 +1,187 @@
+"""Group quantisation as Triton kernels: one pass over memory each way.
+
+A group of ``GROUP`` elements is held as eight octants of ``C = GROUP / 8`` elements, in tiles of shape
+(values per byte, octants of a value, groups, C). The last dimension is contiguous in memory and, with the groups, is
+what threads are spread over; the first two stay in a thread's registers, so packing moves nothing between threads.
+
+Random numbers are Philox-4x32-7 (Salmon et al. 2011): one call with the key ``seed`` and the counter
+``group * C + c`` gives 128 bits, 16 to each octant's element; they repeat after 2^35 elements. By the count of
+instructions, 32 bits for each element in ten rounds would cost more than the memory traffic. ``u = (r + 1/2) / 2^16``
+is uniform within 2^-17 of a step.
+"""
+
+# ruff: noqa: ANN001, ANN202 -- what a kernel's arguments are, its docstring says; Triton takes no types for them
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_eff.kernels import _launch
+
+BLOCK = 4096  # elements of a tile: 32 for each thread of 4 warps
+NUM_WARPS = 4
+
+
+def num_warps(group_size: int) -> int:
+    """Warps of a program: more for a group that is larger than ``BLOCK``, or registers would be spilt."""
+    return NUM_WARPS * max(group_size // BLOCK, 1)
+
+
+@triton.jit
+def tile_index(group, GROUP: tl.constexpr, BITS: tl.constexpr):
+    """Index of each element, shape (V, 8/V, G, C), for the groups ``group`` of shape (G,)."""
+    V: tl.constexpr = 8 // BITS
+    C: tl.constexpr = GROUP // 8
+    octant = tl.arange(0, V)[:, None, None, None] * BITS + tl.arange(0, BITS)[None, :, None, None]
+    return group[None, None, :, None] * GROUP + octant * C + tl.arange(0, C)[None, None, None, :]
+
+
+@triton.jit
+def byte_index(group, GROUP: tl.constexpr, BITS: tl.constexpr):
+    """Index of each byte, shape (8/V, G, C)."""
+    C: tl.constexpr = GROUP // 8
+    at = tl.arange(0, BITS)[:, None, None] * C + tl.arange(0, C)[None, None, :]
+    return group[None, :, None] * (C * BITS) + at
+
+
+@triton.jit
+def uniform(seed, group, GROUP: tl.constexpr, BITS: tl.constexpr):
+    """``u`` of each element, shape (V, 8/V, G, C): a function of the seed and the element's index."""
+    V: tl.constexpr = 8 // BITS
+    C: tl.constexpr = GROUP // 8
+    counter = (group[:, None] * C + tl.arange(0, C)[None, :]).to(tl.uint32)
+    r0, r1, r2, r3 = tl.randint4x(seed, counter, n_rounds=7)
+    octant = tl.arange(0, V)[:, None, None, None] * BITS + tl.arange(0, BITS)[None, :, None, None]
+    word = octant // 2
+    r01 = tl.where(word == 0, r0[None, None, :, :], r1[None, None, :, :])
+    r23 = tl.where(word == 2, r2[None, None, :, :], r3[None, None, :, :])
+    r = tl.where(word < 2, r01, r23).to(tl.uint32, bitcast=True)
+    half = tl.where(octant % 2 == 0, r & 0xFFFF, r >> 16)
+    return (half.to(tl.float32) + 0.5) * (1.0 / 65536.0)
+
+
+@triton.jit
+def encode(value, inside, seed, group, GROUP: tl.constexpr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Bytes (8/V, G, C), scale (G,) and minimum (G,) of float32 values of shape (V, 8/V, G, C)."""
+    V: tl.constexpr = 8 // BITS
+    LEVELS: tl.constexpr = 2**BITS - 1
+    finite = tl.abs(value) <= 3.4028234663852886e38
+    value = tl.where(finite, value, 0.0)
+    low = tl.where(inside, value, float("inf"))
+    low = tl.min(tl.min(tl.min(low, axis=0), axis=0), axis=1)
+    high = tl.where(inside, value, float("-inf"))
+    high = tl.max(tl.max(tl.max(high, axis=0), axis=0), axis=1)
+    good = (finite | (inside == 0)).to(tl.int32)
+    good = tl.min(tl.min(tl.min(good, axis=0), axis=0), axis=1)
+    # scale = (max - min) / (2^b - 1)
+    span = high - low
+    inverse = LEVELS / tl.maximum(span, 1e-36)
+    # code = clamp(floor((x - min) / scale + u), 0, 2^b - 1)
+    scaled = tl.where(inside, value - low[None, None, :, None], 0.0) * inverse[None, None, :, None]
+    if STOCHASTIC:
+        scaled += uniform(seed, group, GROUP, BITS)
+    else:
+        scaled += 0.5
+    code = tl.minimum(tl.maximum(scaled, 0.0), LEVELS).to(tl.int32)
+    code = tl.where(inside, code, 0)
+    byte = tl.sum(code << (tl.arange(0, V) * BITS)[:, None, None, None], axis=0)
+    scale = tl.where(good == 1, span / LEVELS, float("nan"))
+    return byte.to(tl.uint8), scale, tl.where(good == 1, low, float("nan"))
+
+
+@triton.jit
+def decode(byte, scale, low, BITS: tl.constexpr):
+    """Values (V, 8/V, G, C), float32, of bytes (8/V, G, C), scale (G,) and minimum (G,)."""
+    V: tl.constexpr = 8 // BITS
+    shift = (tl.arange(0, V) * BITS)[:, None, None, None]
+    code = (byte.to(tl.int32)[None, :, :, :] >> shift) & (2**BITS - 1)
+    # decoded = min + scale code
+    return low[None, None, :, None] + scale[None, None, :, None] * code.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["num", "seed"])
+def quantize_kernel(
+    x,
+    codes,
+    scale,
+    minimum,
+    num,
+    seed,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+):
+    """``x`` (num,) of any float type into ``codes``, ``scale`` and ``minimum``; BLOCK_GROUPS groups a program."""
+    group = tl.program_id(0).to(tl.int64) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
+    index = tile_index(group, GROUP, BITS)
+    inside = index < num
+    value = tl.load(x + index, mask=inside, other=0.0).to(tl.float32)
+    byte, step, low = encode(value, inside, seed, group, GROUP, BITS, STOCHASTIC)
+    there = group * GROUP < num
+    tl.store(codes + byte_index(group, GROUP, BITS), byte, mask=there[None, :, None])
+    tl.store(scale + group, step, mask=there)
+    tl.store(minimum + group, low, mask=there)
+
+
+@triton.jit(do_not_specialize=["num"])
+def dequantize_kernel(
+    codes, scale, minimum, out, num, GROUP: tl.constexpr, BITS: tl.constexpr, BLOCK_GROUPS: tl.constexpr
+):
+    """The inverse of ``quantize_kernel``, into ``out`` (num,) of any float type."""
+    group = tl.program_id(0).to(tl.int64) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
+    there = group * GROUP < num
+    byte = tl.load(codes + byte_index(group, GROUP, BITS), mask=there[None, :, None], other=0)
+    step = tl.load(scale + group, mask=there, other=0.0)
+    low = tl.load(minimum + group, mask=there, other=0.0)
+    index = tile_index(group, GROUP, BITS)
+    tl.store(out + index, decode(byte, step, low, BITS).to(out.dtype.element_ty), mask=index < num)
+
+
+def quantize(
+    x: Tensor, bits: int, group_size: int, seed: int | None, *, block: int = BLOCK
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and minima of a contiguous ``x``; ``block`` elements, or one group, for each program."""
+    num_groups = -(-x.numel() // group_size)
+    codes = torch.empty(num_groups * group_size * bits // 8, dtype=torch.uint8, device=x.device)
+    scale, minimum = (torch.empty(num_groups, dtype=torch.float32, device=x.device) for _ in range(2))
+    block_groups = max(block // group_size, 1)
+    if num_groups:
+        with _launch.current(x.device):
+            quantize_kernel[(triton.cdiv(num_groups, block_groups),)](
+                x,
+                codes,
+                scale,
+                minimum,
+                x.numel(),
+                seed or 0,
+                GROUP=group_size,
+                BITS=bits,
+                STOCHASTIC=seed is not None,
+                BLOCK_GROUPS=block_groups,
+                num_warps=num_warps(group_size),
+            )
+    return codes, scale, minimum
+
+
+def dequantize(
+    codes: Tensor, scale: Tensor, minimum: Tensor, out: Tensor, bits: int, group_size: int, *, block: int = BLOCK
+) -> None:
+    """Decode into a contiguous ``out``."""
+    block_groups = max(block // group_size, 1)
+    if out.numel():
+        with _launch.current(out.device):
+            dequantize_kernel[(triton.cdiv(scale.numel(), block_groups),)](
+                codes,
+                scale,
+                minimum,
+                out,
+                out.numel(),
+                GROUP=group_size,
+                BITS=bits,
+                BLOCK_GROUPS=block_groups,
+                num_warps=num_warps(group_size),
+            )

@@ -1,0 +1,36 @@
+"""What the two faces of compressed activations ask of their arguments and of the module."""
+
+from typing import Literal
+
+from torch import nn
+
+Bits = Literal[2, 4, 8, 32, "auto"]
+
+
+def check_arguments(who: str, *, bits: object, method: object, group_size: int) -> None:
+    """Raise ``ValueError`` for arguments that no compression has.
+
+    Args:
+        who: the class's name, for the message.
+        bits: 2, 4, 8, 32 or "auto".
+        method: "group".
+        group_size: a power of two from 16 to 8192.
+    """
+    if isinstance(bits, bool) or bits not in (2, 4, 8, 32, "auto"):
+        raise ValueError(f"{who}({bits=}): expected 8, 4 or 2 bits, 'auto', or 32 to compress nothing.")
+    if method != "group":
+        raise ValueError(f"{who}({method=}): expected 'group', scale and minimum for each group of elements.")
+    if isinstance(group_size, bool) or not 16 <= group_size <= 8192 or group_size & (group_size - 1):
+        raise ValueError(f"{who}({group_size=}): expected a power of two from 16 to 8192, such as 256.")
+
+
+def check_not_compiled(who: str, module: nn.Module) -> None:
+    """Raise ``ValueError`` if a submodule is compiled: its saved tensors are not those of the operations in it."""
+    for path, m in module.named_modules():
+        if hasattr(m, "_orig_mod") or m.__dict__.get("_compiled_call_impl") is not None:
+            raise ValueError(
+                f"{who}: {path or type(module).__name__!r} is compiled; expected none that is, because a compiled module"
+                " chooses itself what to save, and nothing says then what a saved tensor is. Take torch.compile out, or"
+                f" take {who} out and let torch.compile recompute"
+                " (torch._functorch.config.activation_memory_budget)."
+            )

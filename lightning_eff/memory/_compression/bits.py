@@ -1,0 +1,172 @@
+"""How many bits each saved tensor gets under an average (GACT: Liu et al. 2022, arXiv:2206.11357, section 4).
+
+Rounding tensor ``i`` to ``b`` bits adds an expected squared error of ``c_i / (2^b - 1)^2`` to the gradient of all
+parameters, and the errors of different tensors add up, since each is rounded by numbers of its own. The sensitivities
+``c_i`` are measured in training:
+
+- Of the input ``X`` of a linear map only the weight's gradient ``dW = dY^T X`` knows: ``c = |dY|^2 sum_j R_j^2 / (6 n)``
+  with ``R_j`` the range of the group that holds element ``j``, and ``n`` rows of ``X`` and ``dY``. Both come out of one
+  ordinary backward pass.
+- Tensors of one kind (the same place in each block) are rounded otherwise than in that pass, all together, in one more
+  forward and backward pass; ``c`` of the kind is the squared difference of the two gradients, over
+  ``1 / (2^b - 1)^2 + 1 / (2^b' - 1)^2``. It is divided among the blocks as ``|dY|^2 sum_j R_j^2 / n`` is.
+"""
+
+import heapq
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHOICES = (2, 4, 8)
+PROBE_BITS = 4
+_DIRECT = ("linear", "addmm")
+
+
+def step_error(bits: int) -> float:
+    """The squared error of rounding to ``bits`` bits, in units of that to one bit: ``1 / (2^b - 1)^2``."""
+    return 1.0 / (2**bits - 1) ** 2
+
+
+def allocate(sensitivity: Mapping[str, float], numel: Mapping[str, int], budget: float) -> dict[str, int]:
+    """Bits ``b_i`` that minimise ``sum_i c_i / (2^b_i - 1)^2`` with ``sum_i n_i b_i <= budget sum_i n_i``.
+
+    Every tensor begins with the fewest bits, and the step up that takes most off the sum for each bit it costs is taken
+    as long as one fits. The gains of a tensor's steps fall from one to the next, so this is optimal for the average
+    that it ends with, and short of the budget by less than one step.
+
+    Args:
+        sensitivity: ``c_i >= 0`` by name.
+        numel: ``n_i > 0``, elements, by at least the same names.
+        budget: bits of an element, on average over all elements, >= 2.
+    """
+    bits = dict.fromkeys(sensitivity, CHOICES[0])
+    left = (budget - CHOICES[0]) * sum(numel[name] for name in sensitivity)
+    heap: list[tuple[float, str, int]] = []
+
+    def offer(name: str, at: int) -> None:
+        if at + 1 < len(CHOICES):
+            now, then = CHOICES[at], CHOICES[at + 1]
+            gain = sensitivity[name] * (step_error(now) - step_error(then)) / ((then - now) * numel[name])
+            heapq.heappush(heap, (-gain, name, at))
+
+    for name in sensitivity:
+        offer(name, 0)
+    while heap:
+        _, name, at = heapq.heappop(heap)
+        cost = (CHOICES[at + 1] - CHOICES[at]) * numel[name]
+        if cost <= left:
+            left -= cost
+            bits[name] = CHOICES[at + 1]
+            offer(name, at + 1)
+    return bits
+
+
+class Statistics:
+    """What one ordinary pass tells of the tensors that are compressed in it: ``sum_j R_j^2``, elements and ``|dY|^2``."""
+
+    def __init__(self) -> None:
+        self.ranges: dict[str, Tensor] = {}
+        self.numel: dict[str, int] = {}
+        self.bits: dict[str, int] = {}
+        self._gradients: dict[str, list[Tensor]] = {}
+
+    def on_groups(self, key: str, packed: Any) -> None:
+        """A tensor was compressed: its ranges are ``scale (2^b - 1)``."""
+        levels = 2**packed.bits - 1
+        self.ranges[key] = packed.scale.double().square().sum() * (levels**2 * packed.group_size)
+        self.numel[key] = packed.shape.numel()
+        self.bits[key] = packed.bits
+
+    def on_output(self, keys: list[str], output: Any) -> None:
+        """The operation that saved these tensors returned ``output``; its gradient is to be looked at."""
+        if not isinstance(output, Tensor) or not output.requires_grad:
+            return
+
+        def look(dy: Tensor) -> None:
+            rows = max(1, dy.numel() // max(dy.shape[-1], 1)) if dy.ndim else 1
+            for key in keys:
+                self._gradients.setdefault(key, []).append(dy.detach().double().square().sum() / rows)
+
+        output.register_hook(look)
+
+    def guesses(self) -> dict[str, float]:
+        """``|dY|^2 sum_j R_j^2 / (6 n)`` by key: of a linear map's input, its sensitivity."""
+        zero = torch.zeros((), dtype=torch.float64)
+        return {
+            key: float(ranges * sum(self._gradients.get(key, []), zero.to(ranges.device))) / 6
+            for key, ranges in self.ranges.items()
+        }
+
+
+def is_direct(key: str) -> bool:
+    """Whether the tensor of that key is the input of a linear map, and nothing but a weight's gradient knows of it."""
+    return key.split(":")[1] in _DIRECT
+
+
+class Allocation:
+    """The bits of each tensor by its key, from what has been measured so far.
+
+    Args:
+        budget: bits of an element, on average, in [2, 8].
+        family: a key's kind, the same for all blocks of a stack.
+    """
+
+    def __init__(self, budget: float, family: Callable[[str], str]) -> None:
+        self.budget = budget
+        self.family = family
+        self.sensitivity: dict[str, float] = {}
+        self.numel: dict[str, int] = {}
+        self.bits: dict[str, int] = {}
+        self._kinds: dict[str, int] = {}
+
+    def __call__(self, key: str, wide: bool) -> int:
+        """The bits of a tensor; one not seen yet gets the most that its kind has, or what is safe."""
+        bits = self.bits.get(key)
+        if bits is not None:
+            return bits
+        bits = self._kinds.get(self.family(key))
+        if bits is not None:
+            return bits
+        if not self.bits and not wide:  # nothing is known yet, and the budget is to be kept
+            return max(choice for choice in CHOICES if choice <= self.budget)
+        return CHOICES[-1]
+
+    def learn(self, sensitivity: Mapping[str, float], numel: Mapping[str, int]) -> None:
+        """Take over what was measured, and solve anew; what was not measured this time stays as it was."""
+        self.sensitivity.update(sensitivity)
+        self.numel.update({key: numel[key] for key in sensitivity})
+        self._solve()
+
+    def _solve(self) -> None:
+        self.bits = allocate(self.sensitivity, self.numel, self.budget)
+        self._kinds = {}
+        for key, bits in self.bits.items():
+            kind = self.family(key)
+            self._kinds[kind] = max(bits, self._kinds.get(kind, 0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain containers, from which the same bits follow."""
+        return {"sensitivity": dict(self.sensitivity), "numel": dict(self.numel)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.sensitivity, self.numel = dict(state["sensitivity"]), dict(state["numel"])
+        if self.sensitivity:
+            self._solve()
+
+
+def kinds(statistics: Statistics, family: Callable[[str], str]) -> dict[str, list[str]]:
+    """The keys to be probed, by kind, in an order that does not depend on that of the pass."""
+    found: dict[str, list[str]] = {}
+    for key in statistics.numel:
+        if not is_direct(key):
+            found.setdefault(family(key), []).append(key)
+    return {kind: sorted(found[kind]) for kind in sorted(found)}
+
+
+def divide(total: float, keys: Iterable[str], guesses: Mapping[str, float]) -> dict[str, float]:
+    """``total`` divided among ``keys`` as their guesses are, or evenly where these say nothing."""
+    keys = list(keys)
+    whole = sum(guesses[key] for key in keys)
+    return {key: total * (guesses[key] / whole if whole > 0 else 1 / len(keys)) for key in keys}

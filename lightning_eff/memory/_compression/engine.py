@@ -1,0 +1,279 @@
+"""Compressed activations: saved-tensor hooks that hold codes instead of tensors, and a ledger of what they hold.
+
+The forward pass is exact. What an operation saves for its backward pass is told by :class:`SavedTensors`, compressed
+when it is saved, and decoded when the backward pass asks for it.
+"""
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from lightning_eff.kernels.group_quantization import BITS, dequantize, quantize
+from lightning_eff.memory._compression.held import EXACT_BITS, Held, dense, fits, mask, sign
+from lightning_eff.memory._compression.saved import COMPRESSED, KEPT, SavedTensors, Treatment, storage_id
+
+WIDE_BITS = 8
+CATEGORIES = (*COMPRESSED, *KEPT)
+_IN_FLIGHT = 4  # verdicts of a CUDA device that may be open before the oldest is waited for
+_ODD = 0x9E3779B97F4A7C15  # spreads the seeds of a pass's tensors
+_OTHER_ROUNDING = 1 << 32  # more than a pass saves tensors
+
+BitsOf = Callable[[str, bool], int]
+
+
+class Entry(NamedTuple):
+    """A line of the ledger: what is held for one saved tensor, and what plain autograd would hold."""
+
+    held: "ReferenceType[Held]"
+    category: str
+    storage: int
+    storage_bytes: int
+
+
+@dataclass
+class Ledger:
+    """Bytes that are held between a forward pass and its backward pass.
+
+    Attributes:
+        exact_bytes: what plain autograd would hold: the storages of all saved tensors, each once, without those of
+            parameters, buffers and the batch, which stay alive anyway.
+        exact_by_category: ``exact_bytes`` by category; a storage counts where it was saved first.
+        by_category: what is held instead, by category.
+        bits: the mean bits of an element of what was compressed by groups.
+        unfit: tensors kept exact because they hold NaN or infinity, or would round too badly.
+        allocated_bytes: by how much the forward pass raised what CUDA's allocator has handed out; 0 elsewhere.
+    """
+
+    exact_bytes: int = 0
+    exact_by_category: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0))
+    by_category: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0))
+    bits: float = 0.0
+    unfit: int = 0
+    allocated_bytes: int = 0
+
+    @property
+    def saved_bytes(self) -> int:
+        """All that is held."""
+        return sum(self.by_category.values())
+
+
+class Engine:
+    """Compresses what forward passes save.
+
+    Args:
+        module: the module that is trained.
+        bits: of an element that is compressed by groups: 1, 2, 4 or 8; or a function of a tensor's key (see
+            :meth:`key`) and of whether it is one of those that get 8 bits at least where the rule is one number.
+            ``EXACT_BITS`` keeps a tensor as it is.
+        group_size: elements of a group that share scale and minimum, a power of two from 16 to 8192.
+        stochastic: round stochastically, else to nearest.
+        only: where given, says whether what is saved now is to be compressed at all.
+
+    Attributes:
+        bits: as above; may be set between passes.
+        reseeded: where set, says by key whose rounding draws from other numbers than it would.
+        on_groups: where set, called with each tensor compressed by groups, its key and its codes.
+        on_output: where set, called with the keys of what an operation saved, and with what the operation returns.
+        ledger: of the last pass.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        bits: int | BitsOf,
+        group_size: int = 256,
+        stochastic: bool = True,
+        only: Callable[[], bool] | None = None,
+    ) -> None:
+        self.tensors = SavedTensors(module)
+        self.bits = bits
+        self.group_size = group_size
+        self.stochastic = stochastic
+        self.only = only
+        self.reseeded: Callable[[str], bool] | None = None
+        self.on_groups: Callable[[str, Any], None] | None = None
+        self.on_output: Callable[[list[str], Any], None] | None = None
+        self.ledger = Ledger()
+        self._clear(0)
+
+    def _clear(self, seed: int) -> None:
+        self._seed = seed
+        self._number = 0
+        self._unfit = 0
+        self._counted = False
+        self._entries: list[Entry] = []
+        self._known: dict[Any, ReferenceType[Held]] = {}
+        self._storages: dict[int, StorageWeakRef] = {}
+        self._occurrences: dict[str, int] = {}
+        self._open: deque[tuple[Held, Tensor, torch.cuda.Event]] = deque()
+        self._keys: list[str] = []
+
+    @contextmanager
+    def forward(self, seed: int, batch: Any) -> Iterator[None]:
+        """Compress what the code run inside saves.
+
+        Args:
+            seed: in [0, 2^63): what rounding draws from; two passes with the same seed round alike.
+            batch: any nest of tensors that stay alive anyway.
+        """
+        self._clear(seed)
+        self.tensors.begin(t for t in tree_leaves(batch) if isinstance(t, Tensor))
+        self.tensors.on_output = None if self.on_output is None else self._output
+        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        before = torch.cuda.memory_allocated() if cuda else 0
+        try:
+            with self.tensors, saved_tensors_hooks(self._pack, self._unpack):
+                yield
+            self._count()
+            if cuda:
+                self.ledger.allocated_bytes = torch.cuda.memory_allocated() - before
+        finally:
+            self._settle(0)
+            self._clear(0)
+
+    # -- saving
+
+    def _pack(self, x: Tensor) -> Held:
+        role, treatment = self.tensors.role(x)
+        if treatment is Treatment.ALIVE:
+            return Held.exact(x)
+        if self.only is not None and not self.only():
+            treatment, role = Treatment.EXACT, role if role in KEPT else "other"
+        storage = storage_id(x)
+        identity = (storage, x.storage_offset(), x.shape, x.stride(), x.dtype, x._version, treatment is Treatment.SIGN)
+        known = self._known.get(identity)
+        held = None if known is None else known()
+        if held is not None and held.bits >= _least(treatment):
+            self._keys.append(held.key)
+            return held
+        if storage not in self._storages:
+            self._storages[storage] = StorageWeakRef(x.untyped_storage())  # no other storage gets its number
+        held, role = self._hold(x, role, treatment)
+        self._known[identity] = kept = ref(held)
+        self._entries.append(Entry(kept, role, storage, x.untyped_storage().nbytes()))
+        return held
+
+    def _unpack(self, held: Held) -> Tensor:
+        if self._entries:  # a backward pass inside the forward context
+            self._count()
+        return held.get()
+
+    def _hold(self, x: Tensor, role: str, treatment: Treatment) -> tuple[Held, str]:
+        if treatment is Treatment.EXACT:
+            return Held.exact(x), role
+        if treatment is Treatment.SIGN:
+            return sign(x), role
+        if treatment in (Treatment.MASK, Treatment.MASK_OR_GROUPS):
+            held = mask(x)
+            if held is not None:
+                return held, "mask"
+            if treatment is Treatment.MASK:
+                return Held.exact(x), role if role in KEPT else "statistic"
+        return self._groups(x, wide=treatment is Treatment.WIDE), role
+
+    def _groups(self, x: Tensor, *, wide: bool) -> Held:
+        key = ""
+        if callable(self.bits):
+            key = self.key()
+            bits = self.bits(key, wide)
+        else:
+            bits = max(self.bits, WIDE_BITS) if wide else self.bits
+        number, self._number = self._number, self._number + 1
+        if bits == EXACT_BITS:
+            return Held.exact(x)
+        assert bits in BITS, bits
+        seed = None
+        if self.stochastic:
+            number += _OTHER_ROUNDING if self.reseeded is not None and self.reseeded(key) else 0
+            seed = (self._seed + _ODD * number) % 2**63
+        y, restore = dense(x)
+        packed = quantize(y, bits, self.group_size, seed=seed)
+        fit = fits(y, packed)
+        if not x.is_cuda and not fit:
+            self._unfit += 1
+            return Held.exact(x)
+        held = Held.coded(x, lambda: restore(dequantize(packed)), bits, packed.num_bytes, keep=x.is_cuda)
+        held.key = key
+        if x.is_cuda:  # the host does not wait for the verdict, but keeps the tensor until it is known
+            verdict = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(fit, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._open.append((held, verdict, event))
+            self._settle(_IN_FLIGHT)
+        if self.on_groups is not None:
+            self.on_groups(key, packed)
+        self._keys.append(key)
+        return held
+
+    def _settle(self, in_flight: int) -> None:
+        """Hear the verdicts on compressed tensors until that many are open."""
+        while len(self._open) > in_flight:
+            held, verdict, event = self._open.popleft()
+            event.synchronize()
+            fit = bool(verdict)
+            self._unfit += not fit
+            held.settle(fit=fit)
+
+    def key(self) -> str:
+        """A name of what is being saved: module, operation, and how many this operation has saved there in this pass.
+
+        It does not depend on which other modules run, so that a dropped block changes no other's names.
+        """
+        name = f"{self.tensors.path(sys._getframe(2))}:{self.tensors.operation}"
+        number = self._occurrences[name] = self._occurrences.get(name, -1) + 1
+        return f"{name}:{number}"
+
+    def _output(self, output: Any) -> None:
+        if self._keys and self.on_output is not None:
+            keys, self._keys = self._keys, []
+            self.on_output(keys, output)
+
+    # -- the ledger
+
+    def _count(self) -> None:
+        """Fill the ledger with what is held at this moment, unless some of it has been given back already."""
+        if self._counted:
+            return
+        self._settle(0)
+        self._counted = True
+        ledger = self.ledger = Ledger(unfit=self._unfit)
+        seen: set[int] = set()
+        whole: set[int] = set()
+        elements = bits = 0
+        for entry in self._entries:
+            held = entry.held()
+            if held is None:
+                continue
+            exact = held.bits == EXACT_BITS
+            category = "unfit" if exact and entry.category in COMPRESSED else entry.category
+            if not exact:
+                ledger.by_category[category] += held.num_bytes
+            elif entry.storage not in whole:
+                whole.add(entry.storage)
+                ledger.by_category[category] += entry.storage_bytes
+            if not exact and held.bits > 1:
+                elements += held.numel
+                bits += held.bits * held.numel
+            if entry.storage not in seen:
+                seen.add(entry.storage)
+                ledger.exact_bytes += entry.storage_bytes
+                ledger.exact_by_category[entry.category] += entry.storage_bytes
+        ledger.bits = bits / elements if elements else 0.0
+
+
+def _least(treatment: Treatment) -> int:
+    """The fewest bits with which an earlier copy of a tensor serves this treatment."""
+    if treatment is Treatment.EXACT:
+        return EXACT_BITS
+    return WIDE_BITS if treatment is Treatment.WIDE else 1

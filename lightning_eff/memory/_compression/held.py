@@ -1,0 +1,178 @@
+"""One saved tensor as it is held until its backward pass: exact, in codes, or in bits."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightning_eff.kernels.bit_mask import pack_mask, pack_pair, unpack_mask, unpack_pair
+from lightning_eff.kernels.group_quantization import Packed
+
+EXACT_BITS = 32  # said of what is kept as it is, whatever its dtype
+_SAMPLED_GROUPS = 64
+# A tensor is kept exact where rounding's expected squared error is above this part of its variance inside a group.
+WORST_ERROR = 4.0
+
+Restore = Callable[[Tensor], Tensor]
+_nothing: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+
+class Version:
+    """Tells whether a tensor was changed in place, without keeping its storage.
+
+    A detached alias shares the version counter of its tensor, and goes on doing so with another storage put under it.
+
+    Args:
+        x: the tensor.
+        alias: its detached alias, where that is kept anyway.
+    """
+
+    __slots__ = ("alias", "saved", "shape")
+
+    def __init__(self, x: Tensor, alias: Tensor | None = None) -> None:
+        if alias is None:
+            empty = _nothing.get((x.dtype, x.device))
+            if empty is None:
+                empty = _nothing[x.dtype, x.device] = torch.empty(0, dtype=x.dtype, device=x.device)
+            alias = x.detach()
+            alias.data = empty
+        self.alias = alias
+        self.saved = x._version
+        self.shape = x.shape
+
+    def check(self) -> None:
+        """Raise as autograd does for a saved tensor that is not what it was.
+
+        Raises:
+            RuntimeError: if the tensor was changed in place after it was saved.
+        """
+        now = self.alias._version
+        if now != self.saved:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation:"
+                f" [{self.alias.type()} {list(self.shape)}] is at version {now}; expected version {self.saved} instead."
+                " Do not change in place what a backward pass needs."
+            )
+
+
+class Held:
+    """What is held for one saved tensor, and how many bytes that takes.
+
+    Attributes:
+        bits: of each element; ``EXACT_BITS`` where the tensor is kept as it is.
+        num_bytes: of the compressed form; 0 where the tensor is kept as it is.
+        numel: elements of the tensor.
+        key: the name under which its bits are decided; empty where it has none.
+    """
+
+    __slots__ = ("__weakref__", "_decode", "_tensor", "_version", "bits", "key", "num_bytes", "numel")
+
+    def __init__(self, x: Tensor, version: Version, tensor: Tensor | None) -> None:
+        self._version = version
+        self._tensor = tensor
+        self._decode: Callable[[], Tensor] | None = None
+        self.bits = EXACT_BITS
+        self.num_bytes = 0
+        self.numel = x.numel()
+        self.key = ""
+
+    @classmethod
+    def exact(cls, x: Tensor) -> "Held":
+        """Holds ``x`` itself, without its graph."""
+        tensor = x.detach()
+        return cls(x, Version(x, tensor), tensor)
+
+    @classmethod
+    def coded(cls, x: Tensor, decode: Callable[[], Tensor], bits: int, num_bytes: int, *, keep: bool = False) -> "Held":
+        """Holds what ``decode`` needs, of ``num_bytes``; and ``x`` too if ``keep``, until :meth:`settle`."""
+        held = cls(x, Version(x), x.detach() if keep else None)
+        held._decode, held.bits, held.num_bytes = decode, bits, num_bytes
+        return held
+
+    def settle(self, *, fit: bool) -> None:
+        """Keep one of the two: the compressed form if it is ``fit`` for use, else the tensor."""
+        if fit:
+            self._tensor = None
+        else:
+            self._decode, self.bits, self.num_bytes = None, EXACT_BITS, 0
+
+    def get(self) -> Tensor:
+        """The tensor, decoded anew at each call.
+
+        Raises:
+            RuntimeError: if it was changed in place after it was saved.
+        """
+        self._version.check()
+        if self._tensor is not None:
+            return self._tensor
+        assert self._decode is not None, "one of the two is kept"
+        return self._decode()
+
+
+def dense(x: Tensor) -> tuple[Tensor, Restore]:
+    """``x`` as a contiguous tensor in its own memory order, and what gives such a tensor the form of ``x`` again.
+
+    A dimension along which ``x`` is expanded is kept once. A permuted tensor gets its strides back; one with gaps
+    (a slice) the order of its dimensions in memory.
+    """
+    x = x.detach()
+    if x.is_contiguous():
+        return x, _as_it_is
+    shape, expanded = x.shape, False
+    for dim, step in enumerate(x.stride()):
+        if step == 0 and shape[dim] > 1:
+            x, expanded = x.narrow(dim, 0, 1), True
+    stride = x.stride()
+    order = sorted(range(x.ndim), key=lambda dim: -stride[dim])
+    inverse = [order.index(dim) for dim in range(x.ndim)]
+
+    def restore(y: Tensor) -> Tensor:
+        y = y.permute(inverse)
+        return y.expand(shape) if expanded else y
+
+    return x.permute(order).contiguous(), restore
+
+
+def _as_it_is(y: Tensor) -> Tensor:
+    return y
+
+
+def mask(x: Tensor) -> Held | None:
+    """Holds one bit for each element, if ``x`` is boolean or has two values at most."""
+    y, restore = dense(x)
+    if x.dtype is torch.bool:
+        codes, shape = pack_mask(y), y.shape
+        return Held.coded(x, lambda: restore(unpack_mask(codes, shape)), 1, codes.numel())
+    pair = pack_pair(y)
+    if pair is None:
+        return None
+    return Held.coded(x, lambda: restore(unpack_pair(pair)), 1, pair.num_bytes)
+
+
+def sign(x: Tensor) -> Held:
+    """Holds one bit for each element, decoded as 1 where it is above zero or NaN, and as 0 elsewhere."""
+    y, restore = dense(x)
+    codes, shape, dtype = pack_mask(~(y <= 0)), y.shape, x.dtype
+    return Held.coded(x, lambda: restore(unpack_mask(codes, shape).to(dtype)), 1, codes.numel())
+
+
+def fits(y: Tensor, packed: Packed) -> Tensor:
+    """Whether the compressed form of ``y`` (contiguous) is fit for use, a boolean scalar on its device.
+
+    It is not where a scale or a minimum is not finite (NaN, infinity, a range beyond float32), nor where the expected
+    squared error of stochastic rounding, ``scale^2 f (1 - f)`` with ``f`` the fraction that is rounded away, is above
+    ``WORST_ERROR`` times the variance inside a group, both averaged over at most 64 groups: a few elements are then so
+    far out that the others are lost. From 4 bits on, groups of 256 cannot come to that.
+    """
+    fit = (packed.scale.sum() + packed.minimum.sum()).isfinite()
+    size, levels = packed.group_size, 2**packed.bits - 1
+    whole = y.numel() // size
+    # n elements of range R have a deviation of at least R / sqrt(2 n), f (1 - f) is at most 1/4, and scale = R / levels
+    if whole and 2 * size > 4 * levels**2 * WORST_ERROR:
+        every = -(-whole // _SAMPLED_GROUPS)
+        groups = y.view(-1)[: whole * size].view(whole, size)[::every].float()
+        scale, minimum = packed.scale[:whole:every, None], packed.minimum[:whole:every, None]
+        f = ((groups - minimum) / scale.clamp_min(torch.finfo(torch.float32).tiny)).frac_()
+        error = (scale.square() * f * (1 - f)).mean()
+        fit = fit & ~(error > WORST_ERROR * groups.var(dim=1, correction=0).mean())
+    return fit

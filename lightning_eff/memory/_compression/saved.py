@@ -1,0 +1,254 @@
+"""What an operation saves for its backward pass, told from the operation and the tensor: what may be compressed.
+
+Autograd hands every tensor that it saves to a hook, without saying which operation saves it nor as what. The operation
+is seen by a ``TorchFunctionMode``; what the tensor is follows from the operation's arguments, the tensor's shape,
+its producer and its storage. What cannot be told is kept exact.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Iterable
+from enum import Enum
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from lightning_eff._core.blocks import candidates
+
+SMALL = 256  # elements; compressing fewer saves nothing worth having
+
+
+class Treatment(Enum):
+    """What may be done with a saved tensor."""
+
+    ALIVE = "its storage stays alive anyway: neither compressed nor counted"
+    EXACT = "kept as it is"
+    GROUPS = "compressed by groups"
+    WIDE = "compressed by groups, at 8 bits or more"
+    SIGN = "one bit an element: whether it is above zero, which is all that its operation needs"
+    MASK = "one bit an element if it has two values, else kept as it is"
+    MASK_OR_GROUPS = "one bit an element if it has two values, else compressed by groups"
+
+
+class Role(NamedTuple):
+    """What a saved tensor is: under which category its bytes are counted, and how it is treated."""
+
+    category: str
+    treatment: Treatment
+
+
+# The categories of what may be compressed, and of what is kept exact.
+COMPRESSED = ("linear", "attention", "norm", "activation", "elementwise", "mask")
+KEPT = ("loss", "weight_copy", "statistic", "function", "other", "small", "constant", "unfit")
+
+_LOSSES = (
+    "cross_entropy nll_loss log_softmax logsumexp mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy"
+    " binary_cross_entropy_with_logits kl_div ctc_loss cosine_embedding_loss margin_ranking_loss triplet_margin_loss"
+    " triplet_margin_with_distance_loss multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss"
+    " soft_margin_loss hinge_embedding_loss poisson_nll_loss gaussian_nll_loss logsigmoid logaddexp"
+    " linear_cross_entropy"
+)
+LOSSES = frozenset(_LOSSES.split())
+SIGNS = frozenset(("relu", "relu_", "leaky_relu", "leaky_relu_"))
+# What is compressed by groups: operations whose derivative is a smooth function of what they save. One with a pole or a
+# jump (division, clamp, maximum) would turn a small error there into a large one, so any operation not named is exact.
+_FAMILIES = {
+    "linear": "linear bilinear matmul __matmul__ __rmatmul__ mm bmm addmm addbmm baddbmm addmv mv einsum conv1d conv2d"
+    " conv3d conv_transpose1d conv_transpose2d conv_transpose3d tensordot",
+    "attention": "scaled_dot_product_attention multi_head_attention_forward softmax _softmax",
+    "norm": "layer_norm rms_norm batch_norm group_norm instance_norm",
+    "activation": "gelu silu tanh sigmoid elu selu celu mish softplus softsign glu erf",
+    "elementwise": "mul mul_ multiply __mul__ __rmul__ __imul__ pow pow_ __pow__ square exp expm1 sin cos addcmul"
+    " addcmul_ lerp max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d"
+    " adaptive_avg_pool2d adaptive_avg_pool3d",
+    "mask": "dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout feature_dropout"
+    " native_dropout",
+}
+FAMILY = {name: family for family, names in _FAMILIES.items() for name in names.split()}
+_FUSED = ("scaled_dot_product_attention", "multi_head_attention_forward")
+_WEIGHTED = (F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+_OF_LOSSES = ("LogSoftmax", "Logsumexp", "LogSigmoid", "NllLoss")
+_VIEWS = (
+    "Alias", "AsStrided", "Detach", "Expand", "Permute", "ReshapeAlias", "Select", "Slice", "Split", "Squeeze", "T",
+    "ToCopy", "Transpose", "Unbind", "Unsqueeze", "UnsafeSplit", "UnsafeView", "View", "Chunk",
+)  # fmt: skip
+_INDEX = re.compile(r"^[^.:]+")
+_VIEW_NODES = frozenset(f"{name}Backward{number}" for name in _VIEWS for number in range(3))
+
+
+def storage_id(x: Tensor) -> int:
+    """What tells a storage from all others that exist, or to which a weak reference exists."""
+    return x.untyped_storage()._cdata
+
+
+def origin(x: Tensor) -> Any:
+    """The autograd node that made ``x``, seen through views and casts; None for a leaf."""
+    node = x.grad_fn
+    while node is not None and node.name() in _VIEW_NODES:
+        node = node.next_functions[0][0]
+    return node
+
+
+def is_weight_copy(x: Tensor) -> bool:
+    """Whether ``x`` is a parameter, a view of one, or a copy of one in another dtype as autocast makes it."""
+    node = origin(x)
+    return isinstance(getattr(node, "variable", None), nn.Parameter)
+
+
+class SavedTensors(TorchFunctionMode):
+    """Knows, while it is entered, which operation runs, and says what a tensor is that it saves.
+
+    Args:
+        module: the module that is trained; its parameters and buffers stay alive anyway.
+
+    Attributes:
+        on_output: where set, called with what each operation returns.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._module = module
+        self._names = {id(m): path for path, m in module.named_modules()}
+        self._blocks = tuple(f"{found.path}." for found in candidates(module))
+        self._alive: frozenset[int] = frozenset()
+        self.on_output: Callable[[Any], None] | None = None
+        self._op: Any = None
+        self._args: tuple[Any, ...] = ()
+        self._kwargs: dict[str, Any] = {}
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        outer = self._op, self._args, self._kwargs
+        self._op, self._args, self._kwargs = func, args, kwargs or {}
+        try:
+            output = func(*args, **self._kwargs)
+            if self.on_output is not None:
+                self.on_output(output)
+            return output
+        finally:
+            self._op, self._args, self._kwargs = outer
+
+    def begin(self, batch: Iterable[Tensor]) -> None:
+        """A forward pass begins on these tensors, which stay alive too, as do parameters and buffers as they are now."""
+        tensors = [*self._module.parameters(), *self._module.buffers(), *batch]
+        self._alive = frozenset(storage_id(t) for t in tensors if type(t) in (Tensor, nn.Parameter))
+
+    @property
+    def operation(self) -> str:
+        """The name of the operation that runs; "function" for a custom autograd Function."""
+        return "function" if self._op is None else getattr(self._op, "__name__", "function")
+
+    def role(self, x: Tensor) -> Role:
+        """What ``x`` is, which the operation that runs saves."""
+        if type(x) not in (Tensor, nn.Parameter) or x.layout is not torch.strided:
+            return Role("function", Treatment.EXACT)
+        if storage_id(x) in self._alive or isinstance(x if x._base is None else x._base, nn.Parameter):
+            return Role("alive", Treatment.ALIVE)
+        if self._op is None:
+            return Role("function", Treatment.EXACT)  # also what torch's own checkpoints recompute from
+        name = self.operation
+        if name in LOSSES:
+            return Role("loss", Treatment.EXACT)
+        if x.numel() < SMALL:
+            return Role("small", Treatment.EXACT)
+        if x.dtype is torch.bool:
+            return Role("mask", Treatment.MASK)
+        if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return Role("other", Treatment.EXACT)
+        if name in SIGNS:
+            return Role("mask", Treatment.SIGN)
+        if x.requires_grad and is_weight_copy(x):
+            return Role("weight_copy", Treatment.EXACT)
+        if x.shape[-1] == 1:
+            return Role("statistic", Treatment.EXACT)  # one number for each row
+        return self._by_family(x, name, FAMILY.get(name, "other"))
+
+    def _by_family(self, x: Tensor, name: str, family: str) -> Role:
+        groups = Role(family, Treatment.GROUPS)
+        if family == "other" or (name in ("pow", "pow_", "__pow__") and not self._whole_power()):
+            return Role("other", Treatment.EXACT)
+        if name in _FUSED:
+            return self._of_attention(x)
+        if family == "attention":  # softmax: of the loss where it stands in no block
+            return groups if self._in_block() else Role("loss", Treatment.EXACT)
+        if family == "mask":
+            return Role("mask", Treatment.MASK_OR_GROUPS)
+        if family == "norm":
+            first = self._argument(0, "input")
+            if not isinstance(first, Tensor) or x.numel() * 2 <= first.numel():
+                return Role("statistic", Treatment.EXACT)
+        elif family == "linear" and self._is_weight(x):
+            return Role("weight_copy", Treatment.EXACT)
+        elif family == "elementwise":
+            node = origin(x)
+            if node is None and not x.requires_grad:
+                return Role("constant", Treatment.MASK)
+            if node is not None and node.name().startswith(_OF_LOSSES):
+                return Role("loss", Treatment.EXACT)
+        if family in ("linear", "norm") and self._blocks and not self._in_block():
+            return Role(family, Treatment.WIDE)  # the head's: few bytes, and a large part of the gradient's error
+        return groups
+
+    def _of_attention(self, x: Tensor) -> Role:
+        """Of fused attention: q and k decide ``exp(q k - lse)``, so they get more bits, and ``lse`` is kept exact."""
+        node = x.grad_fn
+        if node is None and not x.requires_grad and x.ndim < 4:
+            return Role("attention", Treatment.MASK)  # log-sum-exp, or the dropout of unfused attention
+        made_by = "" if node is None else node.name()
+        if x.ndim < 4 or made_by.startswith(("Softmax", "SafeSoftmax", "ScaledDotProduct")):
+            return Role("attention", Treatment.GROUPS)
+        if self.operation == _FUSED[0]:
+            q, k, v = (self._argument(i, key) for i, key in enumerate(("query", "key", "value")))
+            at = x.data_ptr()
+            if at == v.data_ptr() and at not in (q.data_ptr(), k.data_ptr()):
+                return Role("attention", Treatment.GROUPS)
+            if at not in (q.data_ptr(), k.data_ptr()) and not x.requires_grad:
+                return Role("attention", Treatment.MASK)  # an attention mask, or a dropout mask
+        return Role("attention", Treatment.WIDE)
+
+    def _argument(self, position: int, name: str) -> Any:
+        return self._args[position] if len(self._args) > position else self._kwargs.get(name)
+
+    def _is_weight(self, x: Tensor) -> bool:
+        """Whether ``x`` was computed from parameters, or is autocast's copy of a frozen one, which has no graph."""
+        if self._op in _WEIGHTED:
+            weight = self._argument(1, "weight")
+            if isinstance(weight, Tensor) and storage_id(weight) == storage_id(x):
+                return True
+        if x.requires_grad:
+            return False
+        given = [t for t in (*self._args, *self._kwargs.values()) if isinstance(t, Tensor) and t.dtype != x.dtype]
+        parameters = [t for t in given if isinstance(t if t._base is None else t._base, nn.Parameter)]
+        return any(x.shape in (t.shape, t.shape[::-1]) for t in parameters)
+
+    def _whole_power(self) -> bool:
+        exponent = self._argument(1, "exponent")
+        return isinstance(exponent, int | float) and exponent >= 1 and float(exponent).is_integer()
+
+    def _in_block(self) -> bool:
+        return self.path(sys._getframe(1)).startswith(self._blocks) if self._blocks else False
+
+    def path(self, frame: FrameType | None) -> str:
+        """The dotted path of the innermost module of which a method runs in ``frame`` or a frame that called it."""
+        while frame is not None:
+            code = frame.f_code
+            if code.co_varnames[:1] == ("self",):
+                path = self._names.get(id(frame.f_locals.get("self")))
+                if path is not None:
+                    return path
+            frame = frame.f_back
+        return ""
+
+    def family(self, key: str) -> str:
+        """``key``, which begins with a path, with the index of its block left out: the same for all blocks of a stack."""
+        for prefix in self._blocks:
+            if key.startswith(prefix):
+                return f"{prefix}*{_INDEX.sub('', key[len(prefix) :])}"
+        return key

@@ -1,0 +1,1 @@
+"""Copies of tensors in host memory, on their way there and back."""

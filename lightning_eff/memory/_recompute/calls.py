@@ -1,0 +1,107 @@
+"""Calls of a stack's blocks, handed to whoever decides what is kept of them."""
+
+import copy
+import functools
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+
+from lightning_eff._core.blocks import BlockStack
+from lightning_eff._core.patches import Patches
+
+Handle = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""``handle(index, run, args, kwargs)`` returns what block ``index`` shall return; ``run`` is the plain call."""
+
+
+class _Handed:
+    """Stands on a block's instance for its own ``_call_impl``."""
+
+    def __init__(self, block: nn.Module, index: int, run: Callable[..., Any], handle: Handle) -> None:
+        self._block, self._index, self._run, self._handle = block, index, run, handle
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._handle(self._index, self._run, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MethodType:
+        """A copy of the block is called plainly, and not in this block's place."""
+        return MethodType(type(self._block)._call_impl, copy.deepcopy(self._block, memo))
+
+
+def hand_over(stack: BlockStack, patches: Patches, handle: Handle) -> None:
+    """Let each call of a block of ``stack``, with the hooks on the block, go through ``handle`` until the run ends.
+
+    A block that is in the stack several times has the index of its first place.
+    """
+    seen: set[int] = set()
+    for index, block in enumerate(stack.blocks):
+        if id(block) not in seen:
+            seen.add(id(block))
+            # nn.Module.__call__ looks for the compiled call first, and for both on the instance
+            name = "_call_impl" if getattr(block, "_compiled_call_impl", None) is None else "_compiled_call_impl"
+            patches.set(block, name, _Handed(block, index, getattr(block, name), handle))
+
+
+def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a block's call without Hugging Face's caches of keys and values.
+
+    A block adds to its cache as it runs, and would do so twice; nothing reads the cache in training. The same is done by
+    transformers where its own checkpointing is on.
+    """
+    if not any(map(_is_cache, args)) and not any(map(_is_cache, kwargs.values())):
+        return args, kwargs
+    _tell()
+    kwargs = {key: None if _is_cache(value) else value for key, value in kwargs.items()}
+    if kwargs.get("use_cache"):
+        kwargs["use_cache"] = False
+    return tuple(None if _is_cache(value) else value for value in args), kwargs
+
+
+@functools.cache
+def _cache_class(cls: type) -> bool:
+    return any(base.__name__ == "Cache" and base.__module__.startswith("transformers.") for base in cls.__mro__)
+
+
+def _is_cache(value: Any) -> bool:
+    return value is not None and _cache_class(type(value))
+
+
+@functools.cache
+def _tell() -> None:
+    rank_zero_info(
+        "Rematerialization: blocks get past_key_values=None in training steps, because a block that runs again would add"
+        " to the cache twice. Set use_cache=False in the model's configuration to save the cache altogether."
+    )
+
+
+def refuse_checkpointed(module: nn.Module, stack: BlockStack) -> None:
+    """What is checkpointed already would run a third time, and keep less than the policy says."""
+    for path, m in module.named_modules():
+        if getattr(m, "gradient_checkpointing", False) is True:
+            raise ValueError(
+                f"Rematerialization: {path or type(module).__name__!r} has gradient_checkpointing on; expected it off,"
+                f" because {stack} would be run again twice. Switch it off on the model, or take Rematerialization out."
+            )
+    for block in stack.blocks:
+        for m in block.modules():
+            if hasattr(m, "_checkpoint_wrapped_module"):
+                raise ValueError(
+                    f"Rematerialization: {stack} has blocks in torch's checkpoint_wrapper; expected plain ones, because"
+                    " they would be run again twice. Take the wrapper or Rematerialization out."
+                )
+
+
+def refuse_compiled_around(module: nn.Module, path: str) -> None:
+    """Within a module that is compiled as a whole, the blocks' own calls are not seen."""
+    parts = path.split(".")
+    for depth in range(len(parts)):
+        outer = ".".join(parts[:depth])
+        found = module.get_submodule(outer)
+        if "_orig_mod" in found._modules or found._compiled_call_impl is not None:
+            raise ValueError(
+                f"Rematerialization: the blocks at {path!r} lie within {outer or 'the LightningModule'!r}, which is"
+                " compiled as a whole; expected blocks that are called one by one. Compile the blocks themselves, or set"
+                " torch._functorch.config.activation_memory_budget and take Rematerialization out."
+            )

@@ -1,0 +1,177 @@
+"""The fastest plan that fits a memory budget: measured on a real batch, solved, agreed on by all ranks, kept for a resume."""
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from lightning_eff._core import rng
+from lightning_eff._core.batches import num_samples
+from lightning_eff._core.blocks import BlockStack
+from lightning_eff._core.session import Session
+from lightning_eff._core.steps import silent
+from lightning_eff.memory._planning.offload_plan import optimal_with_offload, smallest_budget_with_offload
+from lightning_eff.memory._planning.plan import Item, Keep, Plan, Segment, Stage, keep_all
+from lightning_eff.memory._planning.rotor import optimal, smallest_budget
+from lightning_eff.memory._planning.view import amount
+from lightning_eff.memory._recompute.profile import Profiler
+
+Hand = Callable[[Profiler], AbstractContextManager[None]]
+_UNITS = {"": 1, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def parse_budget(budget: int | float | str) -> int | float:
+    """A memory budget as a number of bytes (an int), or as a fraction of what storing everything takes (a float).
+
+    Args:
+        budget: bytes > 0; ``"8GB"`` (10^9 bytes each) or ``"512MiB"`` (2^20); or a float in (0, 1].
+
+    Raises:
+        ValueError: if it is none of these.
+    """
+    if isinstance(budget, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?)(i?)B\s*", budget, re.IGNORECASE)
+        if match and not (match[3] and not match[2]):
+            number = int(
+                float(match[1]) * (1024 if match[3] else 1000) ** (_UNITS[match[2].upper()] if match[2] else 0)
+            )
+            if number > 0:
+                return number
+    elif isinstance(budget, bool):
+        pass
+    elif (isinstance(budget, int) and budget > 0) or (isinstance(budget, float) and 0.0 < budget <= 1.0):
+        return budget
+    raise ValueError(
+        f"Rematerialization(memory_budget={budget!r}): expected bytes as an integer > 0, a string such as '8GB' or"
+        " '512MiB', or, as a float in (0, 1], the fraction of what storing all activations of the blocks takes."
+    )
+
+
+def measure(
+    session: Session, stack: BlockStack, batch: Any, batch_idx: int, hand: Hand
+) -> tuple[tuple[Stage, ...], int]:
+    """Measure the blocks that run, in one pass of the user's own ``training_step`` that leaves no trace.
+
+    In training mode and in the precision of a training step, with no gradient kept. The step's links take no part, and
+    no block is dropped. The cost is counted.
+
+    Args:
+        session: the run.
+        stack: the blocks.
+        batch: a batch of the run, on its device.
+        batch_idx: its index.
+        hand: within it, calls of blocks go to the profiler.
+
+    Returns:
+        The chain, and the bytes of the copies of weights that autocast makes in the blocks.
+    """
+    chain, began = session.chain, time.perf_counter()
+    profiler = Profiler(session.module, stack.blocks[: stack.active])
+    takes_index = is_param_in_hook_signature(chain.original, "batch_idx", min_args=2)
+    precision = session.trainer.precision_plugin.train_step_context()
+    with hand(profiler), rng.fork(), silent(session.module), precision, profiler.around():
+        session._evaluation(chain.original)(batch, *((batch_idx,) if takes_index else ()))
+    chain.cost.forward_passes += 1
+    with suppress(ValueError):  # batches of no tensors have no samples to count
+        chain.cost.forward_samples += num_samples(batch)
+    chain.cost.seconds += time.perf_counter() - began
+    return profiler.stages(stack.path)
+
+
+def agreed(session: Session, stages: tuple[Stage, ...], casts: int) -> tuple[tuple[Stage, ...], int]:
+    """What all ranks plan for: rank 0's seconds, and of the bytes the most of any rank. To be called on every rank."""
+    ranks = session.gather(([stage_state(stage) for stage in stages], casts))
+    merged: list[Stage] = []
+    for rows in zip(*(rows for rows, _ in ranks), strict=True):
+        first = rows[0]
+        merged.append(Stage(*first[:3], *(max(row[i] for row in rows) for i in range(3, len(first)))))
+    return tuple(merged), max(casts for _, casts in ranks)
+
+
+def solve(
+    stages: tuple[Stage, ...], casts: int, budget: int | float, *, num_blocks: int, bandwidth: float | None = None
+) -> Plan:
+    """The fastest plan for the chain.
+
+    Args:
+        stages: the chain, of the blocks that run.
+        casts: bytes of copies of weights that the blocks need beside it; part of the budget.
+        budget: bytes (int), or the fraction (float) of what storing all takes.
+        num_blocks: how long the chain will be in the end, >= its length: a fraction is of that, the blocks to come
+            counted like the last that runs.
+        bandwidth: of copies to the host, in bytes per second; None keeps everything on the device.
+
+    Raises:
+        ValueError: if no plan fits; the message names the smallest budget that one fits.
+    """
+    grown = (*stages, *[stages[-1]] * (num_blocks - len(stages)))
+    everything = keep_all(grown).peak_bytes + casts * num_blocks // len(stages)
+    num_bytes = budget if isinstance(budget, int) else int(budget * everything)
+    least = (smallest_budget if bandwidth is None else smallest_budget_with_offload)(stages) + casts
+    if num_bytes < least:
+        told = (
+            amount(num_bytes) if isinstance(budget, int) else f"{budget} of {amount(everything)} = {amount(num_bytes)}"
+        )
+        raise ValueError(
+            f"Rematerialization(policy='optimal', memory_budget={budget!r}): got a budget of {told} for the blocks;"
+            f" expected at least {least} bytes ({amount(least)}, {least / everything:.3f} of what storing all takes), the"
+            " smallest with which some plan can run them on this batch. Give more, or make the batches smaller."
+        )
+    if bandwidth is None:
+        return optimal(stages, num_bytes - casts)
+    return optimal_with_offload(stages, num_bytes - casts, bandwidth)
+
+
+def tell(plan: Plan, casts: int, path: str) -> None:
+    """Print the plan, with what is predicted of it."""
+    beside = f", beside {amount(casts)} of autocast's copies of weights" if casts else ""
+    everything = keep_all(plan.stages)
+    rank_zero_info(
+        f"Rematerialization: plan for the blocks of {path!r}: at most {amount(plan.peak_bytes)} held{beside}, where storing"
+        f" all takes {amount(everything.peak_bytes)}; {plan.total_forward_calls - len(plan.stages)} forward calls more a"
+        f" step, {plan.seconds:.3g} s for {everything.seconds:.3g} s forward and backward. What is outside the blocks is"
+        f" not counted.\n{plan.table()}"
+    )
+
+
+# -- as plain containers
+
+
+def stage_state(stage: Stage) -> list[Any]:
+    return list(vars(stage).values())
+
+
+def item_state(item: Item) -> list[Any]:
+    if isinstance(item, Keep):
+        return [item.index, item.offload]
+    return [item.start, item.end, [item_state(inner) for inner in item.inner], item.offload]
+
+
+def item_from(state: Sequence[Any]) -> Item:
+    if len(state) == 2:
+        return Keep(state[0], state[1])
+    return Segment(state[0], state[1], tuple(item_from(inner) for inner in state[2]), state[3])
+
+
+def plan_state(plan: Plan) -> dict[str, Any]:
+    """A plan as plain containers, which load under ``weights_only=True``."""
+    return {
+        "stages": [stage_state(stage) for stage in plan.stages],
+        "items": [item_state(item) for item in plan.items],
+        "budget_bytes": plan.budget_bytes,
+        "bandwidth_bytes_per_second": plan.bandwidth_bytes_per_second,
+    }
+
+
+def plan_from(state: dict[str, Any]) -> Plan:
+    """The plan that :func:`plan_state` told of."""
+    return Plan(
+        tuple(Stage(*row) for row in state["stages"]),
+        tuple(item_from(item) for item in state["items"]),
+        state["budget_bytes"],
+        state["bandwidth_bytes_per_second"],
+    )

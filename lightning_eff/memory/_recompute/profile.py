@@ -1,0 +1,289 @@
+"""What each block of a stack takes, in bytes and seconds, measured on a real batch as the user's own step calls it."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from lightning_eff._core.blocks import hidden_of, signature
+from lightning_eff.memory._planning.plan import Stage
+from lightning_eff.memory._recompute.surroundings import random_state, set_random_state
+
+REPEATS = 3  #: timed runs of each block; equal blocks are taken together
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Of the tensor's storage, as CUDA's allocator rounds it."""
+    nbytes = tensor.untyped_storage().nbytes()
+    return -(-nbytes // 512) * 512 if tensor.is_cuda else nbytes
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+class Ledger(TorchDispatchMode):
+    """Counts the storages that operations allocate and that are alive, and how many bytes they are at the most.
+
+    What an operation allocates and frees within itself is not seen.
+
+    Attributes:
+        peak: the most bytes that were alive at the end of an operation.
+        casts: bytes of copies of weights in another type, which autocast keeps; not in ``peak``.
+
+    Args:
+        weights: keys of the storages of parameters.
+        known: keys of storages that are there already.
+    """
+
+    def __init__(self, weights: set[int], known: set[int]) -> None:
+        super().__init__()
+        self.peak = self.casts = 0
+        self._weights, self._known = weights, set(known)
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._held: list[StorageWeakRef] = []  # while one is held, no other storage gets its key
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        given = {_key(t) for t in _tensors((args, kwargs)) if t.layout is torch.strided}
+        copies = func is torch.ops.aten._to_copy.default and bool(given & self._weights)
+        self._sweep()
+        for tensor in _tensors(output):
+            if tensor.layout is torch.strided:
+                self._see(tensor, given, copies)
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._live.values()))
+        return output
+
+    def _see(self, tensor: Tensor, given: set[int], copies: bool) -> None:
+        key = _key(tensor)
+        if key in self._live or key in self._known:
+            return
+        if key in given or copies:
+            self.pass_over(tensor)
+            self.casts += _nbytes(tensor) if copies and key not in given else 0
+        else:
+            self._live[key] = StorageWeakRef(tensor.untyped_storage()), _nbytes(tensor)
+
+    def _sweep(self) -> None:
+        for key in [key for key, (held, _) in self._live.items() if held.expired()]:
+            del self._live[key]
+
+    def pass_over(self, tensor: Tensor) -> None:
+        """Do not count the tensor's storage, from now on."""
+        self._live.pop(_key(tensor), None)
+        self._known.add(_key(tensor))
+        self._held.append(StorageWeakRef(tensor.untyped_storage()))
+
+    def counts(self, tensor: Tensor) -> bool:
+        """Whether the tensor's storage is one of those that may be counted."""
+        return _key(tensor) not in self._known
+
+
+class _Measured:
+    """One block's measures."""
+
+    def __init__(self) -> None:
+        self.input = self.output = self.saved = self.forward_peak = self.backward_peak = self.casts = 0
+        self.forward: list[float] = []
+        self.backward: list[float] = []
+        self.kind: Any = None
+
+
+class Profiler:
+    """Measures each block at its call; hand each call of a block in a step to :meth:`call`.
+
+    The step must run with autograd on and in :meth:`around`, which keeps it from saving anything. Each block runs
+    ``3 + REPEATS`` times.
+
+    Args:
+        module: the module that runs, whose parameters and buffers are not counted.
+        blocks: those of the stack that it runs.
+    """
+
+    def __init__(self, module: nn.Module, blocks: Sequence[nn.Module]) -> None:
+        self._blocks = blocks
+        self._weights = {_key(p) for p in module.parameters()}
+        self._known = self._weights | {_key(b) for b in module.buffers()}
+        self._found: list[tuple[int, _Measured]] = []
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Where the step runs: what it would save for its backward pass is let go."""
+        with torch.enable_grad(), saved_tensors_hooks(_drop, _never):
+            yield
+
+    def call(self, index: int, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run block ``index`` as ``run(*args, **kwargs)``, after having measured it."""
+        found = _Measured()
+        hidden = hidden_of(args, kwargs)
+        device = hidden.device
+        leaves, spec = tree_flatten((args, kwargs))
+        known = self._known | {_key(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+        place = next(i for i, leaf in enumerate(leaves) if leaf is hidden)
+        parameters = [p for p in self._blocks[index].parameters() if p.requires_grad]
+        state = random_state(device)
+
+        def forward() -> tuple[Any, list[Tensor | None]]:
+            set_random_state(device, state)
+            torch.clear_autocast_cache()
+            new = [
+                leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+                for leaf in leaves
+            ]
+            again_args, again_kwargs = tree_unflatten(new, spec)
+            output = run(*again_args, **again_kwargs)
+            torch.clear_autocast_cache()
+            return output, [leaf if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in new]
+
+        def backward(output: Any, inputs: list[Tensor | None]) -> Tensor | None:
+            """The gradient of the hidden state."""
+            ends = [t for t in _tensors(output) if t.requires_grad and t.grad_fn is not None]
+            wanted = [*([] if (x := inputs[place]) is None else [x]), *parameters]
+            if not ends or not wanted:
+                return None
+            grads = torch.autograd.grad(ends, wanted, [torch.ones_like(t) for t in ends], allow_unused=True)
+            return None if inputs[place] is None else grads[0]
+
+        self._measure_bytes(found, forward, backward, known, parameters, hidden)
+        for _ in range(REPEATS):
+            with saved_tensors_hooks(_detached, _itself):
+                began = _now(device)
+                output, inputs = forward()
+                between = _now(device)
+                backward(output, inputs)
+                ended = _now(device)
+            found.forward.append(between - began)
+            found.backward.append(ended - between)
+            del output, inputs
+        shapes = tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))
+        found.kind = (str(signature(self._blocks[index])), shapes)
+        self._found.append((index, found))
+        set_random_state(device, state)
+        return run(*args, **kwargs)
+
+    def _measure_bytes(
+        self,
+        found: _Measured,
+        forward: Callable[[], Any],
+        backward: Callable[[Any, Any], Tensor | None],
+        known: set[int],
+        parameters: list[nn.Parameter],
+        hidden: Tensor,
+    ) -> None:
+        saved: dict[int, int] = {}
+        held: list[StorageWeakRef] = []  # so that what the backward pass allocates does not get their keys
+        ledger = Ledger(self._weights, known)
+
+        def save(tensor: Tensor) -> Tensor:
+            if ledger.counts(tensor):
+                saved[_key(tensor)] = _nbytes(tensor)
+                held.append(StorageWeakRef(tensor.untyped_storage()))
+            return tensor.detach()
+
+        with saved_tensors_hooks(save, _itself):
+            with _allocator(hidden.device) as taken, ledger:
+                output, inputs = forward()
+            outputs = {_key(t): _nbytes(t) for t in _tensors(output) if ledger.counts(t)}
+            found.input, found.output = _nbytes(hidden), sum(outputs.values())
+            found.saved, found.casts = sum({**saved, **outputs}.values()), ledger.casts
+            saving_peak = max(ledger.peak, taken() - ledger.casts)
+            ledger = Ledger(self._weights, known | saved.keys() | outputs.keys())
+            with ExitStack() as scope:
+                for p in parameters:  # their gradients are not the chain's to hold
+                    handle = p.register_hook(ledger.pass_over)
+                    scope.callback(handle.remove)
+                taken = scope.enter_context(_allocator(hidden.device))
+                scope.enter_context(ledger)
+                gradient = backward(output, inputs)
+            of_parameters = sum(_nbytes(p) for p in parameters)
+            peak = max(ledger.peak, taken() - of_parameters)
+            found.backward_peak = max(0, peak - (0 if gradient is None else _nbytes(gradient)))
+        del output, inputs, gradient
+        ledger = Ledger(self._weights, known)
+        with saved_tensors_hooks(_drop, _never), _allocator(hidden.device) as taken, ledger:
+            output = forward()
+        del output
+        found.forward_peak = max(
+            0, ledger.peak - found.output, taken() - ledger.casts - found.output, saving_peak - found.saved
+        )
+
+    def stages(self, path: str) -> tuple[tuple[Stage, ...], int]:
+        """The blocks as stages of a chain, and the bytes of the copies of weights that autocast keeps.
+
+        Raises:
+            ValueError: if the step does not call each block once, in their order.
+        """
+        order = [index for index, _ in self._found]
+        if order != list(range(len(self._blocks))):
+            raise ValueError(
+                f"Rematerialization(policy='optimal'): a training step calls the blocks of {path!r} in the order {order};"
+                f" expected each of the {len(self._blocks)} once, in their order, because the plan is made for a chain."
+                " Use policy='full', or name another stack by layers=."
+            )
+        stages: list[Stage] = []
+        for index, found in self._found:
+            alike = [other for _, other in self._found if other.kind == found.kind]
+            forward = sorted(seconds for other in alike for seconds in other.forward)
+            backward = sorted(seconds for other in alike for seconds in other.backward)
+            stages.append(
+                Stage(
+                    name=f"{path}.{index}",
+                    forward_seconds=forward[len(forward) // 2],
+                    backward_seconds=backward[len(backward) // 2],
+                    input_bytes=found.input,
+                    saved_bytes=found.saved,
+                    output_bytes=found.output,
+                    forward_peak_bytes=found.forward_peak,
+                    backward_peak_bytes=found.backward_peak,
+                )
+            )
+        return tuple(stages), sum(found.casts for _, found in self._found)
+
+
+def _now(device: torch.device) -> float:
+    if device.type not in ("cpu", "meta"):
+        torch.get_device_module(device).synchronize(device)
+    return time.perf_counter()
+
+
+@contextmanager
+def _allocator(device: torch.device) -> Iterator[Callable[[], int]]:
+    """How many bytes CUDA's allocator gave out at the most since the context began, up to its end; 0 elsewhere."""
+    if device.type != "cuda":
+        yield lambda: 0
+        return
+    torch.cuda.synchronize(device)
+    before, peak = torch.cuda.memory_allocated(device), 0
+    torch.cuda.reset_peak_memory_stats(device)
+    yield lambda: peak
+    peak = torch.cuda.max_memory_allocated(device) - before
+
+
+def _drop(_: Tensor) -> None:
+    """Nothing is kept."""
+
+
+def _never(_: object) -> Tensor:
+    raise RuntimeError(
+        "Rematerialization(policy='optimal'): the training step asks for gradients itself; expected it to return a loss,"
+        " because the blocks are measured in a pass that saves nothing. Use another policy."
+    )
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach()
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor

@@ -1,0 +1,89 @@
+"""Keep what matmuls and attention return, recompute the rest: torch's selective checkpointing, block by block."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from lightning_eff.memory._recompute.surroundings import Buffers, rewound
+
+_MATMULS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
+_ATTENTION = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+
+
+@functools.cache
+def kept_operations() -> dict[Any, int | None]:
+    """The operations whose output is kept; for attention, the place of its dropout probability among the arguments."""
+    found: dict[Any, int | None] = {getattr(torch.ops.aten, name).default: None for name in _MATMULS}
+    for name in _ATTENTION:
+        if hasattr(torch.ops.aten, name):
+            operation = getattr(torch.ops.aten, name).default
+            found[operation] = [argument.name for argument in operation._schema.arguments].index("dropout_p")
+    if hasattr(torch.ops.higher_order, "flex_attention"):
+        found[torch.ops.higher_order.flex_attention] = None
+    return found
+
+
+def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """What torch shall do with an operation's output.
+
+    Attention with dropout runs again: taken from what is kept, it would not draw its random numbers, and dropout after
+    it would get other masks than in the forward pass.
+    """
+    kept = kept_operations()
+    if operation not in kept:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    place = kept[operation]
+    if place is not None and kwargs.get("dropout_p", args[place] if len(args) > place else 0.0) > 0.0:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE
+
+
+class Selective:
+    """Runs a block under torch's selective checkpointing, with buffers that its second run leaves as they are.
+
+    Attributes:
+        reruns: forward calls of blocks that backward passes have added so far; what is kept does not run in them.
+
+    Args:
+        blocks: the stack.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        self.reruns = 0
+        self._buffers = [Buffers(list(block.modules())) for block in blocks]
+
+    def call(self, index: int, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run block ``index`` as ``run(*args, **kwargs)``."""
+        contexts = functools.partial(self._contexts, self._buffers[index])
+        return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    def _contexts(self, buffers: Buffers) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """What stands around the first and the second run. Buffers are seen to outside of torch's modes, which count."""
+        keeping, giving = create_selective_checkpoint_contexts(policy)
+        changed: list[Any] = []
+
+        @contextmanager
+        def first() -> Iterator[None]:
+            before = buffers.before()
+            with keeping:
+                yield
+            changed.extend(buffers.changed(before))
+
+        @contextmanager
+        def again() -> Iterator[None]:
+            self.reruns += 1
+            with rewound(changed), giving:
+                yield
+
+        return first(), again()

@@ -1,0 +1,345 @@
+"""Compressed activations: an exact forward pass, and a backward pass from quantised copies of what it saved.
+
+ActNN (Chen et al. 2021, arXiv:2104.14129): groups, stochastic rounding; GACT (Liu et al. 2022, arXiv:2206.11357): any
+network, bits by measured sensitivity.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_eff._core import rng
+from lightning_eff._core.batches import num_samples
+from lightning_eff._core.losses import loss_of
+from lightning_eff._core.session import Session
+from lightning_eff._core.steps import Proceed, Stage, Step, silent
+from lightning_eff._core.technique import Control, Technique
+from lightning_eff.memory._compression.arguments import Bits, check_arguments, check_not_compiled
+from lightning_eff.memory._compression.bits import (
+    PROBE_BITS,
+    Allocation,
+    Statistics,
+    divide,
+    is_direct,
+    kinds,
+    step_error,
+)
+from lightning_eff.memory._compression.engine import Engine
+from lightning_eff.memory._compression.held import EXACT_BITS
+from lightning_eff.memory._compression.saved import COMPRESSED
+
+DEFAULT_BUDGET = 3.0
+
+
+class ActivationCompression(Technique):
+    """Hold what the forward pass saves for the backward pass in 8, 4 or 2 bits an element instead of 16 or 32.
+
+    The forward pass, and so the loss, is exact. A saved tensor is cut into groups of ``group_size`` consecutive elements;
+    each keeps its minimum and scale in float32, and each element a code. With stochastic rounding the decoded tensor,
+    and so the gradient of every linear map's weight, is right on average.
+
+    Never compressed: parameters, also in the copies that autocast makes; the batch and buffers; the loss's own tensors;
+    attention's log-sum-exp; integers; statistics of norms; tensors of fewer than 256 elements; what custom autograd
+    Functions and checkpoints save; what is saved by operations whose derivative has a pole or a jump; and, counted in
+    ``unfit``, tensors that hold NaN or infinity or would round too badly. Two-valued tensors, such as dropout masks, and
+    what ReLU saves take one bit, exactly. Queries and keys of fused attention, and what linear maps and norms outside
+    the blocks (the head's) save, get 8 bits. A tensor that several operations save is compressed once, and one that is
+    changed in place after it was saved raises as in plain autograd.
+
+    ``bits="auto"`` (GACT) gives each tensor 2, 4 or 8 bits, so that the gradient's expected error is least at an average
+    of ``budget`` bits. The sensitivities are measured on the step's batch, at the first step, at a tenth of ``interval``
+    and at every ``interval``-th: one pass for those of all linear maps' inputs, and one for each other kind of tensor,
+    all blocks together; a GPT-2 has a dozen kinds. For as long the memory of two more gradients is taken.
+
+    Logged: ``saved_bytes``, held between forward and backward; ``exact_bytes``, what plain autograd would hold;
+    ``ratio``, the latter over the former; ``bits``, the mean of what was compressed by groups; ``unfit``, see above; the
+    bytes held of each category: ``linear_bytes``, ``attention_bytes``, ``norm_bytes``, ``activation_bytes``,
+    ``elementwise_bytes``, ``mask_bytes``, and ``kept_bytes`` of all that is exact; on CUDA ``allocated_bytes``, by how
+    much the forward pass raised what the allocator has handed out. All of the last forward pass of the step.
+
+    Args:
+        bits: 8, 4 or 2, or "auto"; 32 compresses nothing, which is plain training.
+        method: "group", the only one.
+        group_size: elements, a power of two from 16 to 8192. Scale and minimum take 64 bits of each group.
+        stochastic_rounding: round up with the probability that makes the mean right; else to nearest, which is biased.
+        budget: with "auto" alone, the average bits of an element compressed by groups, from 2 to 8; None is 3.
+        layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks whose tensors are compressed; None
+            compresses those of the whole ``training_step``.
+        interval: optimizer steps, >= 1, from one measurement to the next with "auto".
+
+    Raises:
+        ValueError: if an argument is out of range; at setup, if ``layers`` names no stack of blocks, if a submodule is
+            compiled, if the precision plugin compresses too, or with "auto" under manual optimization.
+    """
+
+    saves: ClassVar[str] = "activation memory: 4, 7 or 14 times less at 8, 4 or 2 bits"
+    paper: ClassVar[str] = "Chen et al. 2021, arXiv:2104.14129; Liu et al. 2022, arXiv:2206.11357"
+    constraints: ClassVar[str] = "no compiled submodules; time for coding and decoding; noise in the gradient"
+    control: ClassVar[Control] = Control(
+        "the baseline for as many seconds, where it fits in memory; where it does not, block checkpointing"
+    )
+    conflicts: ClassVar[Mapping[str, str]] = {
+        "ActivationOffload": "each decides what becomes of a saved tensor, and autograd asks the inner one alone"
+    }
+    needs_automatic_optimization: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        *,
+        bits: Bits = 4,
+        method: Literal["group"] = "group",
+        group_size: int = 256,
+        stochastic_rounding: bool = True,
+        budget: float | None = None,
+        layers: str | None = None,
+        interval: int = 1000,
+    ) -> None:
+        check_arguments("ActivationCompression", bits=bits, method=method, group_size=group_size)
+        if budget is not None and bits != "auto":
+            raise ValueError(
+                f"ActivationCompression({bits=}, {budget=}): expected budget=None, because {bits} bits are the same for"
+                " every tensor. Use bits='auto' to have an average kept."
+            )
+        if budget is not None and not 2 <= budget <= 8:
+            raise ValueError(
+                f"ActivationCompression({budget=}): expected an average from 2 to 8 bits, those a tensor can get."
+            )
+        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+            raise ValueError(
+                f"ActivationCompression({interval=}): expected an integer >= 1, the steps between measurements."
+            )
+        self.bits = bits
+        self.method = method
+        self.group_size = group_size
+        self.stochastic_rounding = stochastic_rounding
+        self.budget = DEFAULT_BUDGET if budget is None and bits == "auto" else budget
+        self.layers = layers
+        self.interval = interval
+        self._reset()
+
+    def _reset(self) -> None:
+        self._engine: Engine | None = None
+        self._allocation: Allocation | None = None
+        self._learnt: dict[str, Any] | None = None
+        self._inside = 0
+        self._passes = 0
+        self._measured = 0
+        self._last: dict[str, float | int] = _report(None)
+
+    @property
+    @override
+    def neutral(self) -> bool:
+        return self.bits == EXACT_BITS
+
+    @override
+    def check(self, session: Session) -> None:
+        if self.bits == "auto" and not session.module.automatic_optimization:
+            raise ValueError(
+                f"ActivationCompression(bits='auto'): {type(session.module).__name__} has automatic_optimization=False;"
+                " expected True, because each pass that measures sensitivities would take the module's optimizer steps"
+                " too. Give a number of bits."
+            )
+        plugin = session.trainer.precision_plugin
+        if isinstance(getattr(plugin, "compresses", None), int | str):
+            raise ValueError(
+                f"ActivationCompression: the precision plugin {type(plugin).__name__} compresses activations too;"
+                " expected one of the two. Take one of them out."
+            )
+
+    @override
+    def attach(self, session: Session) -> None:
+        self._reset()
+        session.chain.add(Stage.SAVE, self._link)
+
+    @override
+    def on_model(self, session: Session) -> None:
+        if not session.fitting:
+            return
+        check_not_compiled("ActivationCompression", session.module)
+        if self.layers is not None:
+            for block in {id(b): b for b in session.stack(self.layers, who="ActivationCompression").blocks}.values():
+                session.patches.set(block, "_call_impl", self._noting(block))
+        only = None if self.layers is None else lambda: self._inside > 0
+        engine = self._engine = Engine(
+            session.module,
+            bits=4,
+            group_size=self.group_size,
+            stochastic=self.stochastic_rounding,
+            only=only,
+        )
+        if isinstance(self.bits, int):
+            engine.bits = self.bits
+        else:
+            assert self.budget is not None, "set with bits='auto'"
+            self._allocation = Allocation(self.budget, engine.tensors.family)
+            if self._learnt is not None:
+                self._allocation.load_state_dict(self._learnt)
+            engine.bits = self._allocation
+
+    def _noting(self, block: nn.Module) -> Callable[..., Any]:
+        call = block._call_impl
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            self._inside += 1
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._inside -= 1
+
+        return noting
+
+    @override
+    def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
+        self._passes = 0
+
+    def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
+        engine = self._engine
+        assert engine is not None, "on_model has made it"
+        if self._allocation is not None and self._passes == 0 and self._is_due(step):
+            self._measure(step, batch, proceed)
+        self._passes += 1
+        with engine.forward(self._seed(step, self._passes), batch):
+            output = proceed(batch)
+        self._last = _report(engine)
+        return output
+
+    def _seed(self, step: Step, number: int) -> int:
+        session = self.session
+        key = (self.name(), session.rank, step.global_step, step.batch_idx, number)
+        return session.generator(*key).initial_seed()
+
+    # -- sensitivities
+
+    def _is_due(self, step: Step) -> bool:
+        first = step.batch_idx % self.session.trainer.accumulate_grad_batches == 0 or not self._measured
+        due = step.global_step % self.interval == 0 or step.global_step * 10 == self.interval
+        return first and (due or not self._measured)
+
+    def _measure(self, step: Step, batch: Any, proceed: Proceed) -> None:
+        """Learn what rounding each tensor does to this batch's gradient, and solve for the bits anew."""
+        engine, allocation, session = self._engine, self._allocation, self.session
+        assert engine is not None and allocation is not None, "on_model has made them"
+        began, seed, passes = time.perf_counter(), self._seed(step, 0), 1
+        statistics = Statistics()
+        engine.on_groups, engine.on_output = statistics.on_groups, statistics.on_output
+        try:
+            first = self._gradient(engine, seed, step, batch, proceed)
+            engine.on_groups = engine.on_output = None
+            guesses = statistics.guesses()
+            sensitivity = {key: guess for key, guess in guesses.items() if is_direct(key)}
+            found = kinds(statistics, engine.tensors.family)
+            everywhere = session.gather(sorted(found))
+            for kind in sorted({kind for there in everywhere for kind in there}):
+                keys = found.get(kind, [])
+                members = frozenset(keys)
+                engine.bits = lambda key, wide: PROBE_BITS if key in members else allocation(key, wide)  # noqa: B023
+                engine.reseeded = members.__contains__
+                difference = _squared_distance(first, self._gradient(engine, seed, step, batch, proceed))
+                passes += 1
+                if keys:
+                    unit = step_error(PROBE_BITS) + step_error(statistics.bits[keys[0]])
+                    sensitivity |= divide(difference / unit, keys, guesses)
+        finally:
+            engine.bits, engine.reseeded = allocation, None
+            engine.on_groups = engine.on_output = None
+        self._learn(session.gather((sensitivity, statistics.numel)))
+        self._measured += 1
+        cost = session.chain.cost
+        cost.forward_passes += passes
+        cost.backward_passes += passes
+        with contextlib.suppress(ValueError):  # a batch without tensors has no number of samples, and need not
+            cost.forward_samples += passes * num_samples(batch)
+        cost.seconds += time.perf_counter() - began
+
+    def _learn(self, of_ranks: list[tuple[dict[str, float], dict[str, int]]]) -> None:
+        """Take over the sum over all ranks, unless it is not finite, as with an overflowing gradient."""
+        assert self._allocation is not None, "on_model has made it"
+        sensitivity: dict[str, float] = {}
+        numel: dict[str, int] = {}
+        for values, sizes in of_ranks:
+            for key, value in values.items():
+                sensitivity[key] = sensitivity.get(key, 0.0) + value
+                numel[key] = max(sizes[key], numel.get(key, 0))
+        if sensitivity and sum(sensitivity.values()) < float("inf"):
+            self._allocation.learn(sensitivity, numel)
+
+    def _gradient(self, engine: Engine, seed: int, step: Step, batch: Any, proceed: Proceed) -> list[Tensor | None]:
+        """The gradient of every parameter in a pass that leaves no trace; empty where the step has no loss."""
+        module = step.module
+        with rng.fork(), silent(module):
+            with engine.forward(seed, batch):
+                loss = loss_of(proceed(batch))
+            if loss is None or not loss.requires_grad:
+                return []
+            scaler = getattr(self.session.trainer.precision_plugin, "scaler", None)
+            device = module.device.type
+            plain = contextlib.nullcontext()
+            if torch.is_autocast_enabled(device):
+                plain = torch.autocast(device, enabled=False)
+            with plain:
+                scaled = loss if scaler is None else scaler.scale(loss)
+                weights = [p for p in module.parameters() if p.requires_grad]
+                return list(torch.autograd.grad(scaled, weights, allow_unused=True))
+
+    # -- what Lightning and the report see
+
+    @override
+    def detach(self, session: Session) -> None:
+        if self._allocation is not None:
+            self._learnt = self._allocation.state_dict()
+        self._engine = self._allocation = None
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        learnt = self._learnt if self._allocation is None else self._allocation.state_dict()
+        return {"allocation": learnt, "measured": self._measured, "last": dict(self._last)}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._learnt, self._measured = state_dict["allocation"], state_dict["measured"]
+        self._last = dict(state_dict["last"])
+
+    @override
+    def report(self) -> dict[str, float | int | Tensor]:
+        return dict(self._last)
+
+    @override
+    def summary(self) -> str:
+        if not self._last["saved_bytes"]:
+            return "nothing compressed"
+        measured = f", sensitivities measured {self._measured} times" if self._measured else ""
+        return (
+            f"{self._last['saved_bytes'] / 1e6:,.1f} MB held between forward and backward instead of"
+            f" {self._last['exact_bytes'] / 1e6:,.1f} ({self._last['ratio']:.1f} times less), {self._last['bits']:.2f}"
+            f" bits an element{measured}"
+        )
+
+
+def _report(engine: Engine | None) -> dict[str, float | int]:
+    ledger = None if engine is None else engine.ledger
+    of = {} if ledger is None else ledger.by_category
+    saved = 0 if ledger is None else ledger.saved_bytes
+    exact = 0 if ledger is None else ledger.exact_bytes
+    found: dict[str, float | int] = {
+        "saved_bytes": saved,
+        "exact_bytes": exact,
+        "ratio": exact / saved if saved else 1.0,
+        "bits": 0.0 if ledger is None else ledger.bits,
+        "unfit": 0 if ledger is None else ledger.unfit,
+        **{f"{category}_bytes": of.get(category, 0) for category in COMPRESSED},
+        "kept_bytes": sum(count for category, count in of.items() if category not in COMPRESSED),
+    }
+    if torch.cuda.is_available():
+        found["allocated_bytes"] = 0 if ledger is None else ledger.allocated_bytes
+    return found
+
+
+def _squared_distance(a: list[Tensor | None], b: list[Tensor | None]) -> float:
+    """``|a - b|^2`` over all tensors; of those that are in both."""
+    pairs = zip(a, b, strict=False)
+    return sum(float((x - y).double().square().sum()) for x, y in pairs if x is not None and y is not None)

@@ -1,0 +1,115 @@
+"""Compile every Triton kernel for GPUs that need not be there, and print what each takes; run by test_ahead_of_time.
+
+    python tests/kernels/ahead_of_time.py [--few] 80 90
+
+For each kernel, configuration (``--few``: one for each kernel) and architecture, prints a line of JSON: registers for
+each thread and bytes of local memory and stack, where spilt registers go, as the bundled ``cuobjdump`` reads them from
+the binary; and bytes of shared memory.
+"""
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
+
+from lightning_eff.kernels import (
+    _bit_mask_triton,
+    _compressed_gelu_triton,
+    _compressed_norm_triton,
+    _group_quantization_triton,
+)
+
+POINTERS = {"codes": "u8", "packed": "u8", "mask": "u8"} | dict.fromkeys(("scale", "minimum", "reciprocal"), "fp32")
+SCALARS = {"num": "i64", "seed": "i64", "rows": "i32", "eps": "fp32"}
+
+
+def configurations() -> list[tuple[Any, str, dict[str, Any], int]]:
+    """(kernel, float type of its tensors, constants, warps), as the launchers choose them."""
+    found: list[tuple[Any, str, dict[str, Any], int]] = []
+    q, gelu, norm, mask = (
+        _group_quantization_triton,
+        _compressed_gelu_triton,
+        _compressed_norm_triton,
+        _bit_mask_triton,
+    )
+    for bits in (1, 2, 4, 8):
+        for dtype in ("fp32", "bf16", "fp16"):
+            group = {"GROUP": 256, "BITS": bits, "BLOCK_GROUPS": q.BLOCK // 256}
+            found.append((q.dequantize_kernel, dtype, group, q.num_warps(group["GROUP"])))
+            for stochastic in (False, True):
+                found.append((q.quantize_kernel, dtype, group | {"STOCHASTIC": stochastic}, q.num_warps(256)))
+    for group_size in (16, 8192):
+        group = {"GROUP": group_size, "BITS": 4, "BLOCK_GROUPS": max(q.BLOCK // group_size, 1)}
+        found.append((q.quantize_kernel, "fp32", group | {"STOCHASTIC": True}, q.num_warps(group["GROUP"])))
+        found.append((q.dequantize_kernel, "fp32", group, q.num_warps(group["GROUP"])))
+    for bits in (2, 4, 8):
+        group = {"GROUP": 256, "BITS": bits, "BLOCK_GROUPS": q.BLOCK // 256}
+        for tanh in (False, True):
+            found.append((gelu.forward_kernel, "bf16", group | {"TANH": tanh, "STOCHASTIC": True}, q.num_warps(256)))
+        found.append((gelu.backward_kernel, "bf16", group, q.num_warps(group["GROUP"])))
+        for size in (256, 768, 4096):
+            row = {"K": size // 256, "K2": triton.next_power_of_2(size // 256), "GROUP": 256, "BITS": bits}
+            for centre in (False, True):
+                flags = row | {"CENTRE": centre, "WEIGHT": True, "BIAS": centre}
+                found.append((norm.forward_kernel, "bf16", flags | {"STOCHASTIC": True}, norm.num_warps(size)))
+                found.append((norm.backward_kernel, "bf16", flags, norm.num_warps(size)))
+    found += [
+        (kernel, "u8", {"BLOCK": mask.BLOCK}, mask.NUM_WARPS) for kernel in (mask.pack_kernel, mask.unpack_kernel)
+    ]
+    return found
+
+
+def resources(binary: bytes) -> dict[str, int]:
+    """Registers, local memory and stack of the one kernel in a cubin."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
+    names = {"registers": "REG", "local": "LOCAL", "stack": "STACK"}
+    return {key: int(re.findall(rf"{name}:(\d+)", text)[0]) for key, name in names.items()}
+
+
+def main() -> None:
+    chosen = configurations()
+    if "--few" in sys.argv:  # 4 bits, stochastic, groups of 256: what a training would most likely run
+        chosen = [c for c in chosen if c[2].get("BITS", 4) == 4 and c[2].get("STOCHASTIC", True)]
+        chosen = [c for c in chosen if c[2].get("GROUP", 256) == 256]
+        chosen = list({(c[0].fn.__module__, c[0].__name__): c for c in chosen}.values())
+    for kernel, dtype, constants, warps in chosen:
+        names = list(inspect.signature(kernel.fn).parameters)
+        signature = {
+            name: "constexpr" if name in constants else SCALARS.get(name) or "*" + POINTERS.get(name, dtype)
+            for name in names
+        }
+        if kernel.__name__ == "backward_kernel" and "dw" in names:
+            signature |= {"dw": "*fp32", "db": "*fp32"}
+        # Tensors from torch's allocator are aligned to 16 bytes, which the launcher tells the compiler too
+        aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
+        for capability in (int(arg) for arg in sys.argv[1:] if arg.isdigit()):
+            source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, aligned)
+            compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+            line = {
+                "kernel": f"{kernel.fn.__module__.rpartition('._')[2]}.{kernel.__name__}",
+                "sm": capability,
+                "dtype": dtype,
+                "warps": warps,
+                **constants,
+                **resources(compiled.asm["cubin"]),
+                "shared": compiled.metadata.shared,
+            }
+            print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
