@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch.overrides import _get_current_function_mode_stack
 
-
 # Rooms that are being built and not exported yet: their tests run by `-m slow` alone, until all of them have passed.
 IN_WORK = [Path(__file__).parent / name for name in ("kernels", "memory")]
 
