@@ -24,7 +24,7 @@ RESULTS, OUT, PAGE = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "out
 README = ROOT / "README.md"
 TASKS = {
     "gpt": "GPT on source text",
-    "vit": "ViT on digits",
+    "vit": "ViT on noisy digits",
     "bert": "masked language model on source text",
     "gpt2": "GPT-2 124M on source text, one GPU",
 }
