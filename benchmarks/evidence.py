@@ -147,7 +147,7 @@ def page(
     for task in tasks:
         lines += [
             "",
-            f"## {TASKS[task].capitalize() if task != 'gpt' else TASKS[task]}",
+            f"## {TASKS[task][0].upper()}{TASKS[task][1:]}",
             "",
             *section(task, found[task]),
         ]
