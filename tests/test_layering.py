@@ -57,6 +57,7 @@ def test_kernels_import_torch_and_triton_only() -> None:
     for path in files(ROOT / "kernels"):
         outside = {name.split(".")[0] for name in imported(path)} - sys.stdlib_module_names
         assert outside <= {"torch", "triton", "lightning_eff"} and ours(imported(path)) <= {"kernels"}, path
+        assert "lightning_eff" not in imported(path), f"{path} imports the package as a whole"
 
 
 def test_core_knows_no_technique() -> None:

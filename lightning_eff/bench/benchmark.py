@@ -211,7 +211,7 @@ class Benchmark:
         for number in range(1, self.rounds + 1):
             able = [arm for arm in arms if arm.name in lengths]
             first = number % len(able)
-            able = able[first:] + able[:first]  # nobody comes always after the same
+            able = able[first:] + able[:first]  # another one is set up and begins first each time
             told = self._rehearse(workers, bar, able, f"round{number}", sweep=sweep, lengths=lengths)
             for arm, block in zip(able, told, strict=True):
                 if block["status"] != "finished":
