@@ -5,6 +5,11 @@ import typing as _typing
 from lightning_eff.data.importance_sampling import ImportanceSampling
 from lightning_eff.data.selective_backprop import SelectiveBackprop
 from lightning_eff.data.sequence_length_warmup import SequenceLengthWarmup
+from lightning_eff.memory.act_precision import ACTPrecision
+from lightning_eff.memory.activation_compression import ActivationCompression
+from lightning_eff.memory.activation_offload import ActivationOffload
+from lightning_eff.memory.optimizer_offload import OptimizerOffload
+from lightning_eff.memory.rematerialization import Rematerialization
 from lightning_eff.model.progressive_layer_dropping import ProgressiveLayerDropping
 from lightning_eff.model.progressive_stacking import ProgressiveStacking
 from lightning_eff.optim.latest_weight_averaging import LatestWeightAveraging
@@ -14,12 +19,17 @@ if _typing.TYPE_CHECKING:
     from lightning_eff.bench import Benchmark, EfficiencyMonitor
 
 __all__ = [
+    "ACTPrecision",
+    "ActivationCompression",
+    "ActivationOffload",
     "Benchmark",
     "EfficiencyMonitor",
     "ImportanceSampling",
     "LatestWeightAveraging",
+    "OptimizerOffload",
     "ProgressiveLayerDropping",
     "ProgressiveStacking",
+    "Rematerialization",
     "SelectiveBackprop",
     "SequenceLengthWarmup",
     "SharpnessAwareMinimization",

@@ -21,13 +21,21 @@ class Case:
         active: builds it so that it acts within a run of 12 steps of 4 samples.
         neutral: builds it with settings that make it plain training.
         model: the module of ``tests.models`` it is tried on, unless a test says otherwise.
+        exact: whether it saves memory or time and leaves weights bit for bit those of plain training.
+        refuses_manual: whether these settings refuse manual optimization; None where the class says it.
+        on_classifier: builds it for ``classifier``, where ``active`` does not suit that module.
         lost: a module on which it can find nothing to act on, with what the error must say; None where any will do.
+        as_is: builds it for ``lost``, where ``active`` is made for modules as small as that.
     """
 
     active: Callable[[], Technique]
     neutral: Callable[[], Technique]
     model: str = "tiny_gpt"
+    exact: bool = False
+    refuses_manual: bool | None = None
+    on_classifier: Callable[[], Technique] | None = None
     lost: tuple[Callable[[], pl.LightningModule], str, str] | None = None
+    as_is: Callable[[], Technique] | None = None
 
 
 def _no_blocks() -> pl.LightningModule:
@@ -53,6 +61,22 @@ def _own_loss() -> pl.LightningModule:
     return OwnLoss()
 
 
+def _lbfgs() -> pl.LightningModule:
+    import torch
+
+    from tests.models import TinyClassifier
+
+    module = TinyClassifier()
+    module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())  # type: ignore[method-assign]
+    return module
+
+
+def _classifier() -> pl.LightningModule:
+    from tests.models import TinyClassifier
+
+    return TinyClassifier()
+
+
 def _half(num_blocks: int) -> float:
     return num_blocks / 2
 
@@ -62,6 +86,17 @@ def _all(num_blocks: int) -> float:
 
 
 CASES: dict[str, Case] = {
+    "ActivationCompression": Case(
+        active=lambda: eff.ActivationCompression(bits=2),
+        neutral=lambda: eff.ActivationCompression(bits=32),
+    ),
+    "ActivationOffload": Case(
+        active=lambda: eff.ActivationOffload(min_bytes=64),
+        neutral=lambda: eff.ActivationOffload(min_bytes=inf),
+        exact=True,
+        lost=(_classifier, "classifier", "is as large"),
+        as_is=lambda: eff.ActivationOffload(),
+    ),
     "ImportanceSampling": Case(
         active=lambda: eff.ImportanceSampling(presample=2.0, threshold=0.5),
         neutral=lambda: eff.ImportanceSampling(threshold=inf),
@@ -71,6 +106,12 @@ CASES: dict[str, Case] = {
         active=lambda: eff.LatestWeightAveraging(window=3, interval=2),
         neutral=lambda: eff.LatestWeightAveraging(start=1.0),
     ),
+    "OptimizerOffload": Case(
+        active=lambda: eff.OptimizerOffload(),
+        neutral=lambda: eff.OptimizerOffload(),
+        exact=True,
+        lost=(_lbfgs, "classifier", "LBFGS evaluates"),
+    ),
     "ProgressiveLayerDropping": Case(
         active=lambda: eff.ProgressiveLayerDropping(theta_min=0.3, gamma=20.0),
         neutral=lambda: eff.ProgressiveLayerDropping(theta_min=1.0),
@@ -79,6 +120,15 @@ CASES: dict[str, Case] = {
     "ProgressiveStacking": Case(
         active=lambda: eff.ProgressiveStacking(stages=[(0.0, 1), (0.25, 2), (0.6, 4)]),
         neutral=lambda: eff.ProgressiveStacking(stages=[(0.0, 4)]),
+        on_classifier=lambda: eff.ProgressiveStacking(stages=[(0.0, 1), (0.5, 3)]),
+        lost=(_no_blocks, "classifier", "no stack of repeated blocks"),
+    ),
+    "Rematerialization": Case(
+        active=lambda: eff.Rematerialization(policy="optimal", memory_budget=0.6),
+        neutral=lambda: eff.Rematerialization(policy="optimal", memory_budget=1.0),
+        exact=True,
+        refuses_manual=True,
+        on_classifier=lambda: eff.Rematerialization(),
         lost=(_no_blocks, "classifier", "no stack of repeated blocks"),
     ),
     "SelectiveBackprop": Case(
@@ -89,7 +139,7 @@ CASES: dict[str, Case] = {
     "SequenceLengthWarmup": Case(
         active=lambda: eff.SequenceLengthWarmup(start=8, until=0.7),
         neutral=lambda: eff.SequenceLengthWarmup(start=8, until=0.0),
-        lost=(lambda: __import__("tests.models", fromlist=["x"]).TinyClassifier(), "classifier", "keys="),
+        lost=(_classifier, "classifier", "keys="),
     ),
     "SharpnessAwareMinimization": Case(
         active=lambda: eff.SharpnessAwareMinimization(rho=0.1),
@@ -108,7 +158,7 @@ STAND_INS: dict[str, Case] = {
     "ShortSequences": Case(
         active=lambda: ShortSequences(start=8),
         neutral=lambda: ShortSequences(start=32),
-        lost=(lambda: __import__("tests.models", fromlist=["x"]).TinyClassifier(), "classifier", "keys="),
+        lost=(_classifier, "classifier", "keys="),
     ),
 }
 

@@ -3,7 +3,6 @@
 import gc
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -13,15 +12,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch.overrides import _get_current_function_mode_stack
-
-# Rooms that are being built and not exported yet: their tests run by `-m slow` alone, until all of them have passed.
-IN_WORK = [Path(__file__).parent / name for name in ("kernels", "memory")]
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.parent in IN_WORK:
-            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

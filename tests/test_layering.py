@@ -14,12 +14,17 @@ PACKAGE = ROOT / "lightning_eff"
 FOLDERS = sorted(p.name for p in PACKAGE.iterdir() if (p / "__init__.py").exists())
 
 PUBLIC = [
+    "ACTPrecision",
+    "ActivationCompression",
+    "ActivationOffload",
     "Benchmark",
     "EfficiencyMonitor",
     "ImportanceSampling",
     "LatestWeightAveraging",
+    "OptimizerOffload",
     "ProgressiveLayerDropping",
     "ProgressiveStacking",
+    "Rematerialization",
     "SelectiveBackprop",
     "SequenceLengthWarmup",
     "SharpnessAwareMinimization",

@@ -10,7 +10,7 @@ from tests.cases import CASES
 from tests.models import flat
 from tests.runs import NUM_STEPS, checkpoints, differences, final_state, fit
 
-REFUSED = {("ImportanceSampling", "SelectiveBackprop")}
+REFUSED = {("ActivationCompression", "ActivationOffload"), ("ImportanceSampling", "SelectiveBackprop")}
 PAIRS = list(combinations(sorted(CASES), 2))
 
 
@@ -27,10 +27,14 @@ def test_pair_trains_and_resumes(a: str, b: str, tmp_path: Path) -> None:
         assert differences(whole, final_state(*fit("tiny_gpt", build, resume=path))) == [], path.stem
     # the order of the callbacks does not matter: stages order the links
     assert differences(whole, final_state(*fit("tiny_gpt", lambda: build()[::-1]))) == []
-    # both act: the pair is neither of the two alone
-    for name in (a, b):
+    # both act: the pair is neither of the two alone; or what only saves memory leaves what the other does as it is
+    for name, other in ((a, b), (b, a)):
         alone, _ = fit("tiny_gpt", lambda name=name: [CASES[name].active()])
-        assert not torch.equal(flat(alone), flat(net)), f"the pair trained as {name} alone"
+        same = torch.equal(flat(alone), flat(net))
+        if not CASES[other].exact:
+            assert not same, f"the pair trained as {name} alone"
+        elif CASES[name].exact or name != "ActivationCompression":
+            assert same, f"{other} changed what {name} does"
 
 
 @pytest.mark.parametrize(("a", "b"), sorted(REFUSED))

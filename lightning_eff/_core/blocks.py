@@ -343,3 +343,23 @@ class BlockStack:
         self._handles.clear()
         self.thaw()
         self.keep, self.dropped, self._scales = [], frozenset(), False
+
+
+def refuse_compiled_around(module: nn.Module, path: str, *, who: str, way_out: str) -> None:
+    """Raise ``ValueError`` if the stack at ``path`` lies within a compiled module: its blocks' own calls are not seen.
+
+    Args:
+        module: the root.
+        path: dotted, of the stack in it.
+        who: the technique that must see them, for the message.
+        way_out: what to do instead, for the message.
+    """
+    parts = path.split(".")
+    for depth in range(len(parts)):
+        outer = ".".join(parts[:depth])
+        found = module.get_submodule(outer)
+        if "_orig_mod" in found._modules or found._compiled_call_impl is not None:
+            raise ValueError(
+                f"{who}: the blocks at {path!r} lie within {outer or 'the LightningModule'!r}, which is compiled as a whole;"
+                f" expected blocks that are called one by one. {way_out}"
+            )

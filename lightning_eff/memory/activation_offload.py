@@ -5,15 +5,15 @@ import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from typing_extensions import override
 
 from lightning_eff._core.batches import tensors
+from lightning_eff._core.blocks import refuse_compiled_around
 from lightning_eff._core.losses import loss_of
 from lightning_eff._core.session import Session
-from lightning_eff._core.steps import Proceed, Stage, Step
+from lightning_eff._core.steps import Proceed, Stage, Step, snapshot
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.memory._hosting.host import HostStore, Ticket, can_leave
 
@@ -220,7 +220,12 @@ class ActivationOffload(Technique):
         if not session.fitting or self.layers is None:
             return
         stack = session.stack(self.layers, who="ActivationOffload")
-        _refuse_compiled_around(session.module, stack.path)
+        refuse_compiled_around(
+            session.module,
+            stack.path,
+            who="ActivationOffload",
+            way_out="Compile the blocks themselves, or leave layers out.",
+        )
         for block in {id(block): block for block in stack.blocks}.values():
             for name in ("_call_impl", "_compiled_call_impl"):
                 call = getattr(block, name, None)
@@ -243,6 +248,7 @@ class ActivationOffload(Technique):
         offloading = self._offloading
         assert offloading is not None, "attach has made it"
         offloading.begin(step.module, batch)
+        put_back = None if self._steps else snapshot(step.module)  # the first pass may be an error, which loses nothing
         if self.layers is None:
             with offloading.hooks():
                 output = proceed(batch)
@@ -254,7 +260,8 @@ class ActivationOffload(Technique):
                 self._inside = False
         loss = loss_of(output)
         saves = offloading.seen > 0 or (loss is not None and loss.requires_grad)
-        if saves and not offloading.left and not self._steps:
+        if saves and not offloading.left and put_back is not None:
+            put_back()
             raise ValueError(
                 f"ActivationOffload(min_bytes={self.min_bytes:,}): none of the {offloading.seen} tensors that the first"
                 f" step saves is as large; expected one at least, or the technique does nothing. The largest that could"
@@ -300,17 +307,3 @@ class ActivationOffload(Technique):
         steps = max(self._steps, 1)
         moved, waited = self._total["bytes_to_host"] / steps, self._total["seconds_waited"] / steps
         return f"{moved / 2**20:,.2f} MiB of activations a batch waited on the host; {waited * 1000:.1f} ms stood still"
-
-
-def _refuse_compiled_around(module: LightningModule, path: str) -> None:
-    """Within a compiled module, the blocks' own calls are not seen."""
-    parts = path.split(".")
-    for depth in range(len(parts)):
-        outer = ".".join(parts[:depth])
-        found = module.get_submodule(outer)
-        if "_orig_mod" in found._modules or found._compiled_call_impl is not None:
-            raise ValueError(
-                f"ActivationOffload(layers={path!r}): the blocks lie within {outer or 'the LightningModule'!r}, which is"
-                " compiled as a whole; expected blocks that are called one by one. Compile the blocks themselves, or leave"
-                " layers out."
-            )

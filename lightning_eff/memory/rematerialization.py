@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_eff._core.blocks import BlockStack
+from lightning_eff._core.blocks import BlockStack, refuse_compiled_around
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.memory._hosting.host import measure_bandwidth
 from lightning_eff.memory._planning import plan as _plan
 from lightning_eff.memory._planning.plan import Item, Plan
-from lightning_eff.memory._recompute.calls import hand_over, refuse_checkpointed, refuse_compiled_around, without_caches
+from lightning_eff.memory._recompute.calls import hand_over, refuse_checkpointed, without_caches
 from lightning_eff.memory._recompute.offloading import Offloading
 from lightning_eff.memory._recompute.optimum import agreed, measure, parse_budget, plan_from, plan_state, solve, tell
 from lightning_eff.memory._recompute.profile import Profiler
@@ -166,7 +166,13 @@ class Rematerialization(Technique):
                 " different ones, because a plan names each. Use policy='full', or name another stack by layers=."
             )
         refuse_checkpointed(session.module, stack)
-        refuse_compiled_around(session.module, stack.path)
+        refuse_compiled_around(
+            session.module,
+            stack.path,
+            who="Rematerialization",
+            way_out="Compile the blocks themselves, or set torch._functorch.config.activation_memory_budget and take"
+            " Rematerialization out.",
+        )
 
     @override
     def on_optimizers(self, session: Session) -> None:

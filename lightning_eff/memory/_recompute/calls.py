@@ -91,17 +91,3 @@ def refuse_checkpointed(module: nn.Module, stack: BlockStack) -> None:
                     f"Rematerialization: {stack} has blocks in torch's checkpoint_wrapper; expected plain ones, because"
                     " they would be run again twice. Take the wrapper or Rematerialization out."
                 )
-
-
-def refuse_compiled_around(module: nn.Module, path: str) -> None:
-    """Within a module that is compiled as a whole, the blocks' own calls are not seen."""
-    parts = path.split(".")
-    for depth in range(len(parts)):
-        outer = ".".join(parts[:depth])
-        found = module.get_submodule(outer)
-        if "_orig_mod" in found._modules or found._compiled_call_impl is not None:
-            raise ValueError(
-                f"Rematerialization: the blocks at {path!r} lie within {outer or 'the LightningModule'!r}, which is"
-                " compiled as a whole; expected blocks that are called one by one. Compile the blocks themselves, or set"
-                " torch._functorch.config.activation_memory_budget and take Rematerialization out."
-            )
