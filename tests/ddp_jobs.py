@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_eff.memory.act_precision import ACTPrecision
 from lightning_eff.optim.latest_weight_averaging import LatestWeightAveraging
 from lightning_eff.optim.sharpness_aware_minimization import SharpnessAwareMinimization
 from tests.cases import ALL
@@ -121,6 +122,38 @@ def sharpness(accumulate: str, root: Path) -> dict[str, Any]:
     ranks: list[Any] = [None, None]
     torch.distributed.all_gather_object(ranks, {key: value.tolist() for key, value in net.state_dict().items()})
     return {"ranks": ranks}
+
+
+def act_precision(model: str, root: Path) -> dict[str, Any]:
+    """Train and resume with compressed activations as a precision plugin; whether ranks round differently and end alike."""
+    plugin = ACTPrecision(bits=2)
+
+    def build() -> list[Any]:
+        return [ALL["LatestWeightAveraging"].neutral()]
+
+    seeds: list[Any] = [None, None]
+    directory = root / model
+
+    class Look(pl.Callback):
+        def on_train_end(self, *args: Any) -> None:
+            torch.distributed.all_gather_object(seeds, plugin._next_seed())
+            plugin._passes -= 1
+
+    net, t = fit(model, build, directory=directory, plugins=[plugin], callbacks=[Look()], **DDP)
+    whole = final_state(net, t)
+    torch.distributed.barrier()
+    path = checkpoints(directory)[6]
+    again = final_state(*fit(model, build, resume=path, plugins=[ACTPrecision(bits=2)], **DDP))
+    found: list[Any] = [None, None]
+    torch.distributed.all_gather_object(found, differences(whole, again))
+    plain, _ = fit(model, build, **DDP)
+    return {
+        "alike": _same_on_all_ranks(flat(net)),
+        "finite": bool(flat(net).isfinite().all()),
+        "differences": found,
+        "compressed": not torch.equal(flat(net), flat(plain)),
+        "apart": seeds[0] != seeds[1],
+    }
 
 
 def main() -> None:

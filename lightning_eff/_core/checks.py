@@ -26,6 +26,12 @@ def check_run(trainer: Trainer, module: LightningModule, techniques: "list[Techn
         who = type(technique).__name__
         for other in techniques[:i]:
             _check_pair(other, technique)
+        for cls in type(trainer.precision_plugin).__mro__:
+            if cls.__name__ in technique.conflicts:
+                raise ValueError(
+                    f"{who}: the precision plugin {cls.__name__} cannot train together with it:"
+                    f" {technique.conflicts[cls.__name__]}. Take one of them out."
+                )
         if technique.needs_automatic_optimization and not module.automatic_optimization:
             raise ValueError(
                 f"{who}: {type(module).__name__} has automatic_optimization=False; expected True, because under manual"

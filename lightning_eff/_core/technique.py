@@ -47,7 +47,7 @@ class Technique(Callback):
         paper: where it comes from.
         constraints: where it does not work.
         control: what an honest comparison must hold it against; required of every exported technique.
-        conflicts: names of techniques that it cannot train with, and why.
+        conflicts: names of techniques and precision plugins that it cannot train with, and why.
         needs_automatic_optimization: refuses modules with ``automatic_optimization = False``.
         needs_budget: refuses runs without any of ``max_steps``, ``max_epochs`` and ``max_time``.
         any_strategy: works under strategies that shard parameters too; others are refused there.

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -169,6 +169,9 @@ class ActivationOffload(Technique):
     paper: ClassVar[str] = "Rhu et al. 2016, arXiv:1602.08124 (vDNN)"
     constraints: ClassVar[str] = "gains on an accelerator alone; layers= not within a compiled module"
     control: ClassVar[Control] = Control("the baseline for as many seconds: gradients are bit for bit the same")
+    conflicts: ClassVar[Mapping[str, str]] = {
+        "ACTPrecision": "each decides what becomes of a saved tensor, and autograd asks the inner one alone"
+    }
     needs_automatic_optimization: ClassVar[bool] = False
     any_strategy: ClassVar[bool] = True
 
