@@ -9,13 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_eff.kernels import _launch
 from lightning_eff.kernels._group_quantization_triton import (
     BLOCK,
+    buffers,
     byte_index,
     decode,
     encode,
-    num_warps,
+    over_groups,
     tile_index,
 )
 from lightning_eff.kernels.group_quantization import Packed
@@ -81,47 +81,31 @@ def forward(
 ) -> tuple[Tensor, Packed]:
     """``gelu(x)`` and its compressed derivative."""
     x = x.contiguous()
-    y = torch.empty_like(x)
-    num_groups, block_groups = -(-x.numel() // group_size), max(block // group_size, 1)
-    codes = torch.empty(num_groups * group_size * bits // 8, dtype=torch.uint8, device=x.device)
-    scale, minimum = (torch.empty(num_groups, dtype=torch.float32, device=x.device) for _ in range(2))
-    if num_groups:
-        with _launch.current(x.device):
-            forward_kernel[(triton.cdiv(num_groups, block_groups),)](
-                x,
-                y,
-                codes,
-                scale,
-                minimum,
-                x.numel(),
-                seed or 0,
-                TANH=approximate == "tanh",
-                GROUP=group_size,
-                BITS=bits,
-                STOCHASTIC=seed is not None,
-                BLOCK_GROUPS=block_groups,
-                num_warps=num_warps(group_size),
-            )
-    return y, Packed(codes, scale, minimum, x.shape, x.dtype, bits, group_size)
+    y, packed = torch.empty_like(x), buffers(x.numel(), bits, group_size, x.device)
+    over_groups(
+        forward_kernel,
+        (x, y, *packed),
+        x.numel(),
+        seed or 0,
+        group_size=group_size,
+        block=block,
+        TANH=approximate == "tanh",
+        BITS=bits,
+        STOCHASTIC=seed is not None,
+    )
+    return y, Packed(*packed, x.shape, x.dtype, bits, group_size)
 
 
 def backward(g: Tensor, packed: Packed, *, block: int = BLOCK) -> Tensor:
     """``dx``, of the shape of ``g`` and the dtype of ``x``."""
-    g = g.contiguous()
     dx = torch.empty(packed.shape, dtype=packed.dtype, device=g.device)
-    block_groups = max(block // packed.group_size, 1)
-    if dx.numel():
-        with _launch.current(g.device):
-            backward_kernel[(triton.cdiv(packed.scale.numel(), block_groups),)](
-                g,
-                packed.codes,
-                packed.scale,
-                packed.minimum,
-                dx,
-                dx.numel(),
-                GROUP=packed.group_size,
-                BITS=packed.bits,
-                BLOCK_GROUPS=block_groups,
-                num_warps=num_warps(packed.group_size),
-            )
+    held = packed.codes, packed.scale, packed.minimum
+    over_groups(
+        backward_kernel,
+        (g.contiguous(), *held, dx),
+        dx.numel(),
+        group_size=packed.group_size,
+        block=block,
+        BITS=packed.bits,
+    )
     return dx

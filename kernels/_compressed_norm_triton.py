@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_eff.kernels import _launch
-from lightning_eff.kernels._group_quantization_triton import byte_index, decode, encode, tile_index
+from lightning_eff.kernels._group_quantization_triton import buffers, byte_index, decode, encode, tile_index
 from lightning_eff.kernels.group_quantization import Packed
 
 
@@ -143,9 +143,7 @@ def forward(
     """``y``, the compressed ``n`` and ``r`` (..., 1) of ``x`` (..., D); ``D`` a multiple of ``group_size``."""
     x = x.contiguous()
     y, size = torch.empty_like(x), x.shape[-1]
-    rows, num_groups = x.numel() // size, x.numel() // group_size
-    codes = torch.empty(x.numel() * bits // 8, dtype=torch.uint8, device=x.device)
-    scale, minimum = (torch.empty(num_groups, dtype=torch.float32, device=x.device) for _ in range(2))
+    rows, packed = x.numel() // size, buffers(x.numel(), bits, group_size, x.device)
     r = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
     with _launch.current(x.device):
         forward_kernel[(rows,)](
@@ -153,9 +151,7 @@ def forward(
             weight,
             bias,
             y,
-            codes,
-            scale,
-            minimum,
+            *packed,
             r,
             eps,
             seed or 0,
@@ -169,7 +165,7 @@ def forward(
             STOCHASTIC=seed is not None,
             num_warps=num_warps(size),
         )
-    return y, Packed(codes, scale, minimum, x.shape, x.dtype, bits, group_size), r
+    return y, Packed(*packed, x.shape, x.dtype, bits, group_size), r
 
 
 def backward(

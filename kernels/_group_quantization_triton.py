@@ -14,6 +14,8 @@ is uniform within 2^-17 of a step.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -141,47 +143,63 @@ def dequantize_kernel(
     tl.store(out + index, decode(byte, step, low, BITS).to(out.dtype.element_ty), mask=index < num)
 
 
+def buffers(num: int, bits: int, group_size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for the codes, scales and minima of ``num`` elements."""
+    num_groups = -(-num // group_size)
+    codes = torch.empty(num_groups * group_size * bits // 8, dtype=torch.uint8, device=device)
+    scale, minimum = (torch.empty(num_groups, dtype=torch.float32, device=device) for _ in range(2))
+    return codes, scale, minimum
+
+
+def over_groups(
+    kernel: Any, tensors: tuple[Tensor, ...], num: int, *scalars: int, group_size: int, block: int, **constants: Any
+) -> None:
+    """Launch ``kernel(*tensors, num, *scalars)`` over the groups of ``num`` elements.
+
+    Args:
+        kernel: one that works on BLOCK_GROUPS groups of GROUP elements a program.
+        tensors: its pointers.
+        num: elements; nothing is launched for none.
+        scalars: its arguments after ``num``.
+        group_size: GROUP.
+        block: elements, or one group, for each program.
+        constants: its other constants.
+    """
+    block_groups = max(block // group_size, 1)
+    if num:
+        with _launch.current(tensors[0].device):
+            kernel[(triton.cdiv(num, group_size * block_groups),)](
+                *tensors,
+                num,
+                *scalars,
+                GROUP=group_size,
+                BLOCK_GROUPS=block_groups,
+                num_warps=num_warps(group_size),
+                **constants,
+            )
+
+
 def quantize(
     x: Tensor, bits: int, group_size: int, seed: int | None, *, block: int = BLOCK
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scales and minima of a contiguous ``x``; ``block`` elements, or one group, for each program."""
-    num_groups = -(-x.numel() // group_size)
-    codes = torch.empty(num_groups * group_size * bits // 8, dtype=torch.uint8, device=x.device)
-    scale, minimum = (torch.empty(num_groups, dtype=torch.float32, device=x.device) for _ in range(2))
-    block_groups = max(block // group_size, 1)
-    if num_groups:
-        with _launch.current(x.device):
-            quantize_kernel[(triton.cdiv(num_groups, block_groups),)](
-                x,
-                codes,
-                scale,
-                minimum,
-                x.numel(),
-                seed or 0,
-                GROUP=group_size,
-                BITS=bits,
-                STOCHASTIC=seed is not None,
-                BLOCK_GROUPS=block_groups,
-                num_warps=num_warps(group_size),
-            )
-    return codes, scale, minimum
+    packed = buffers(x.numel(), bits, group_size, x.device)
+    over_groups(
+        quantize_kernel,
+        (x, *packed),
+        x.numel(),
+        seed or 0,
+        group_size=group_size,
+        block=block,
+        BITS=bits,
+        STOCHASTIC=seed is not None,
+    )
+    return packed
 
 
 def dequantize(
     codes: Tensor, scale: Tensor, minimum: Tensor, out: Tensor, bits: int, group_size: int, *, block: int = BLOCK
 ) -> None:
     """Decode into a contiguous ``out``."""
-    block_groups = max(block // group_size, 1)
-    if out.numel():
-        with _launch.current(out.device):
-            dequantize_kernel[(triton.cdiv(scale.numel(), block_groups),)](
-                codes,
-                scale,
-                minimum,
-                out,
-                out.numel(),
-                GROUP=group_size,
-                BITS=bits,
-                BLOCK_GROUPS=block_groups,
-                num_warps=num_warps(group_size),
-            )
+    held = codes, scale, minimum
+    over_groups(dequantize_kernel, (*held, out), out.numel(), group_size=group_size, block=block, BITS=bits)
