@@ -1,0 +1,1 @@
+"""Precision plugins: an unchanged module computes in fewer bits."""

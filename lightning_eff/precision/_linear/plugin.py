@@ -1,0 +1,147 @@
+"""The base of plugins that run linear maps in an arithmetic of their own."""
+
+import copy
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_eff._core.patches import Patches
+from lightning_eff._core.wrapping import WrappingPrecision
+from lightning_eff.precision._linear.maps import LinearMap, Rule, sort_out
+
+Arithmetic = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""``f(x, weight, bias)`` is ``x weight^T + bias``, of shape (..., N), for ``x`` (..., K) and ``weight`` (N, K)."""
+
+
+class _Swapped:
+    """Stands on a linear map's instance for its class's ``forward``."""
+
+    def __init__(self, module: nn.Module, run: Callable[[Tensor], Tensor]) -> None:
+        self._module, self._run = module, run
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._run(x)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MethodType:
+        """A copy of the map runs plainly, and not in this map's place."""
+        return MethodType(type(self._module).forward, copy.deepcopy(self._module, memo))
+
+
+class LinearPrecision(WrappingPrecision):
+    """Exchanges the ``forward`` of linear maps for the length of a run; parameters, names and checkpoints stay.
+
+    The arithmetic applies to training and evaluation. Everything else is computed as the inner plugin has it. Maps that
+    stay as they are are told with the reason, once; and a warning names maps that no training step has called, since
+    code that uses their weights past ``forward`` is not seen.
+
+    Args:
+        base: the inner plugin, or its name.
+        skip: what stays as it is, see :func:`.maps.sort_out`.
+
+    Raises:
+        ValueError: at setup, if no linear map is left to exchange, or parameters are sharded over a mesh (DTensor) at
+            the first call.
+    """
+
+    def __init__(self, base: str | Precision, *, skip: Collection[str]) -> None:
+        super().__init__(base, argument="base")
+        if isinstance(skip, str):
+            raise TypeError(f"{type(self).__name__}(skip={skip!r}): expected a tuple of words, such as ({skip!r},).")
+        self.skip = tuple(skip)
+        self._patches = Patches()
+        self._maps: list[LinearMap] = []
+        self._called: set[str] = set()
+        self._draws: Counter[str] = Counter()
+
+    @abstractmethod
+    def arithmetic(self, m: LinearMap) -> Arithmetic:
+        """What computes the map ``m`` from now on."""
+
+    def rules(self) -> Sequence[Rule]:
+        """Further reasons for which a map stays as it is."""
+        return ()
+
+    def generator(self, path: str, device: torch.device) -> torch.Generator:
+        """Random numbers for one use in the map at ``path``, the next one each time; the same in a resumed run."""
+        number, self._draws[path] = self._draws[path], self._draws[path] + 1
+        return torch.Generator(device).manual_seed(self.seed(path, number))
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        self._patches.restore()
+        module = super().convert_module(module)
+        who = type(self).__name__
+        self._maps, kept = sort_out(module, self.skip, self.rules())
+        if not self._maps:
+            reasons = "".join(f"\n  {path}: {reason}" for path, reason in kept.items()) or " none was found"
+            raise ValueError(
+                f"{who}: no linear map is left to run in another arithmetic; expected one nn.Linear or Conv1D at least."
+                f" What stays as it is:{reasons}\nTake words out of skip, or the plugin out."
+            )
+        for m in self._maps:
+            self._patches.set(m.module, "forward", _Swapped(m.module, self._forward(m)))
+        self._tell(kept)
+        self._called = set()
+        return module
+
+    def _forward(self, m: LinearMap) -> Callable[[Tensor], Tensor]:
+        compute = self.arithmetic(m)
+
+        def forward(x: Tensor) -> Tensor:
+            self._called.add(m.path)
+            weight, bias = m.module.weight, m.module.bias
+            assert isinstance(weight, Tensor)
+            if hasattr(weight, "device_mesh"):
+                raise ValueError(
+                    f"{type(self).__name__}: the weight of {m} is a {type(weight).__name__}; expected a plain tensor when"
+                    " the map runs. Do not shard linear maps by tensor parallelism under this plugin."
+                )
+            device = x.device.type
+            if not torch.is_autocast_enabled(device):
+                return compute(x, weight.t() if m.transposed else weight, bias)  # pyright: ignore[reportArgumentType]
+            dtype = torch.get_autocast_dtype(device)
+            with torch.autocast(device, enabled=False):
+                x = x.to(dtype) if x.is_floating_point() else x
+                return compute(x, weight.t() if m.transposed else weight, bias)  # pyright: ignore[reportArgumentType]
+
+        return forward
+
+    def _tell(self, kept: dict[str, str]) -> None:
+        lines = [f"{type(self).__name__}: {len(self._maps)} linear maps run in {self.describe()}"]
+        reasons: dict[str, list[str]] = {}
+        for path, reason in kept.items():
+            reasons.setdefault(reason, []).append(path)
+        lines += [f"  as they are, {reason}: {', '.join(paths)}" for reason, paths in reasons.items()]
+        rank_zero_info("\n".join(lines))
+
+    @abstractmethod
+    def describe(self) -> str:
+        """The arithmetic in a few words, for the log."""
+
+    @override
+    @contextmanager
+    def train_step_context(self) -> Generator[None, None, None]:
+        self._draws.clear()
+        with super().train_step_context():
+            yield
+        missing = [m.path for m in self._maps if m.path not in self._called]
+        if missing and self._passes == 1:
+            rank_zero_warn(
+                f"{type(self).__name__}: the first training step did not call {', '.join(missing)}: if their weights are"
+                " used past forward, that part is computed as without the plugin."
+            )
+
+    @override
+    def teardown(self) -> None:
+        self._patches.restore()
+        self._maps = []
+        super().teardown()
