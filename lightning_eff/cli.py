@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import lightning_eff
 from lightning_eff._core.technique import Technique
+from lightning_eff._core.wrapping import WrappingPrecision
 from lightning_eff.report import TrainingReport
 
 _USAGE = """\
@@ -16,7 +17,8 @@ usage: lightning-eff {fit,validate,test,predict} --config recipe.yaml [options o
        lightning-eff techniques
 
   fit, validate, test, predict   a LightningModule and data named in a LightningCLI config, by their class_path;
-                                 techniques go into trainer.callbacks, by class name alone. More: lightning-eff fit --help
+                                 techniques go into trainer.callbacks, and precision plugins into trainer.plugins, by
+                                 class name alone. More: lightning-eff fit --help
   bench                          does a recipe pay, by how much, and how sure is that? More: lightning-eff bench --help
   techniques                     every technique: what it saves, how, its paper, its constraints
 
@@ -24,10 +26,10 @@ Modules are looked up from the current folder too.
 """
 
 
-def technique_classes() -> list[type[Technique]]:
-    """Every exported technique, by name."""
+def technique_classes() -> list[type[Technique] | type[WrappingPrecision]]:
+    """Every exported technique, callbacks and precision plugins, by name."""
     exported = (getattr(lightning_eff, name) for name in sorted(lightning_eff.__all__))
-    return [cls for cls in exported if isinstance(cls, type) and issubclass(cls, Technique)]
+    return [cls for cls in exported if isinstance(cls, type) and issubclass(cls, Technique | WrappingPrecision)]
 
 
 def techniques_table(width: int) -> str:

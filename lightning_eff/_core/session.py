@@ -18,8 +18,7 @@ from lightning_eff._core.blocks import BlockStack, PassThrough, find_stack
 from lightning_eff._core.checks import check_run
 from lightning_eff._core.loaders import ResumableLoader
 from lightning_eff._core.patches import Patches
-from lightning_eff._core.progress import Progress
-from lightning_eff._core.resume import mend_loops
+from lightning_eff._core.progress import Progress, mend_loops
 from lightning_eff._core.steps import Step, StepChain
 from lightning_eff._core.surgery import Surgery
 

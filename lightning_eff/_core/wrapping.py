@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -31,6 +31,10 @@ class WrappingPrecision(Precision):
     undisturbed one.
 
     Attributes:
+        kind: how it is used, for the table of techniques.
+        saves: what it saves, in a few words.
+        paper: its source.
+        constraints: what it needs or costs, in a few words.
         inner: the plugin inside.
 
     Args:
@@ -41,6 +45,11 @@ class WrappingPrecision(Precision):
         ValueError: if ``inner`` is another string.
         TypeError: if ``inner`` is neither a string nor a plugin, or is a plugin of the same class.
     """
+
+    kind: ClassVar[str] = "precision"
+    saves: ClassVar[str] = ""
+    paper: ClassVar[str] = ""
+    constraints: ClassVar[str] = ""
 
     def __init__(self, inner: str | Precision = "32-true", *, argument: str = "inner") -> None:
         who = type(self).__name__

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_eff import LatestWeightAveraging, ProgressiveLayerDropping, ProgressiveStacking
 from lightning_eff._core import session as sessions
-from lightning_eff._core.resume import mend_loops
+from lightning_eff._core.progress import mend_loops
 from lightning_eff._core.steps import Stage
 from lightning_eff._core.technique import Technique
 from tests.core.nop import Nop, Other

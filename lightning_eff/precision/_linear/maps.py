@@ -63,6 +63,15 @@ def heads(module: nn.Module, maps: Sequence[LinearMap]) -> set[str]:
     return found | {m.path for m in maps[-1:]}
 
 
+def block_of(path: str, module: nn.Module) -> str:
+    """The path of the repeated block that the submodule at ``path`` lies in; empty outside of blocks."""
+    for found in candidates(module):
+        prefix = f"{found.path}."
+        if path.startswith(prefix):
+            return prefix + path.removeprefix(prefix).split(".")[0]
+    return ""
+
+
 def sort_out(
     module: nn.Module, skip: Collection[str], rules: Sequence[Rule] = ()
 ) -> tuple[list[LinearMap], dict[str, str]]:

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_eff._core.patches import Patches
 from lightning_eff._core.wrapping import WrappingPrecision
-from lightning_eff.precision._linear.maps import LinearMap, Rule, sort_out
+from lightning_eff.precision._linear.maps import LinearMap, Rule, block_of, sort_out
 
 Arithmetic = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """``f(x, weight, bias)`` is ``x weight^T + bias``, of shape (..., N), for ``x`` (..., K) and ``weight`` (N, K)."""
@@ -28,7 +28,8 @@ class _Swapped:
     def __init__(self, module: nn.Module, run: Callable[[Tensor], Tensor]) -> None:
         self._module, self._run = module, run
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        (x,) = (*args, *kwargs.values())  # nn.Linear calls it input, Conv1D x
         return self._run(x)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MethodType:
@@ -133,8 +134,11 @@ class LinearPrecision(WrappingPrecision):
         self._draws.clear()
         with super().train_step_context():
             yield
-        missing = [m.path for m in self._maps if m.path not in self._called]
-        if missing and self._passes == 1:
+        if self._passes > 1 or self._module is None:
+            return
+        ran = {block_of(path, self._module) for path in self._called}  # a block that is left out calls none of its maps
+        missing = [m.path for m in self._maps if m.path not in self._called and block_of(m.path, self._module) in ran]
+        if missing:
             rank_zero_warn(
                 f"{type(self).__name__}: the first training step did not call {', '.join(missing)}: if their weights are"
                 " used past forward, that part is computed as without the plugin."
