@@ -60,6 +60,7 @@ class LinearPrecision(WrappingPrecision):
         self.skip = tuple(skip)
         self._patches = Patches()
         self._maps: list[LinearMap] = []
+        self._block: dict[str, str] = {}
         self._called: set[str] = set()
         self._draws: Counter[str] = Counter()
 
@@ -90,8 +91,9 @@ class LinearPrecision(WrappingPrecision):
             )
         for m in self._maps:
             self._patches.set(m.module, "forward", _Swapped(m.module, self._forward(m)))
-        self._tell(kept)
+        self._block = {m.path: block_of(m.path, module) for m in self._maps}
         self._called = set()
+        self._tell(kept)
         return module
 
     def _forward(self, m: LinearMap) -> Callable[[Tensor], Tensor]:
@@ -134,10 +136,10 @@ class LinearPrecision(WrappingPrecision):
         self._draws.clear()
         with super().train_step_context():
             yield
-        if self._passes > 1 or self._module is None:
+        if self._passes > 1:
             return
-        ran = {block_of(path, self._module) for path in self._called}  # a block that is left out calls none of its maps
-        missing = [m.path for m in self._maps if m.path not in self._called and block_of(m.path, self._module) in ran]
+        ran = {self._block[path] for path in self._called}  # a block that does not run yet calls none of its maps
+        missing = [m.path for m in self._maps if m.path not in self._called and self._block[m.path] in ran]
         if missing:
             rank_zero_warn(
                 f"{type(self).__name__}: the first training step did not call {', '.join(missing)}: if their weights are"
