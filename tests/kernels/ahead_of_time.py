@@ -23,14 +23,18 @@ from triton.compiler import ASTSource
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 from lightning_eff.kernels import (
+    _bf16_adamw_triton,
     _bit_mask_triton,
     _compressed_gelu_triton,
     _compressed_norm_triton,
     _group_quantization_triton,
+    _stochastic_rounding_triton,
 )
 
 POINTERS = {"codes": "u8", "packed": "u8", "mask": "u8"} | dict.fromkeys(("scale", "minimum", "reciprocal"), "fp32")
-SCALARS = {"num": "i64", "seed": "i64", "rows": "i32", "eps": "fp32"}
+SCALARS = {"num": "i64", "seed": "i64", "rows": "i32"} | dict.fromkeys(
+    ("eps", "keep", "size", "b1", "b2", "root"), "fp32"
+)
 
 
 def configurations() -> list[tuple[Any, str, dict[str, Any], int]]:
@@ -66,6 +70,10 @@ def configurations() -> list[tuple[Any, str, dict[str, Any], int]]:
     found += [
         (kernel, "u8", {"BLOCK": mask.BLOCK}, mask.NUM_WARPS) for kernel in (mask.pack_kernel, mask.unpack_kernel)
     ]
+    rounding, adamw = _stochastic_rounding_triton, _bf16_adamw_triton
+    found.append((rounding.round_kernel, "fp32", {"TILES": rounding.TILES}, rounding.NUM_WARPS))
+    for bits in (False, True):
+        found.append((adamw.adamw_kernel, "i16", {"HALF": bits, "TILES": adamw.TILES}, adamw.NUM_WARPS))
     return found
 
 
@@ -92,6 +100,10 @@ def main() -> None:
             name: "constexpr" if name in constants else SCALARS.get(name) or "*" + POINTERS.get(name, dtype)
             for name in names
         }
+        if kernel.__name__ == "round_kernel":
+            signature["out"] = "*i16"
+        if kernel.__name__ == "adamw_kernel" and not constants["HALF"]:
+            signature["g"] = "*fp32"
         if kernel.__name__ == "backward_kernel" and "dw" in names:
             signature |= {"dw": "*fp32", "db": "*fp32"}
         # Tensors from torch's allocator are aligned to 16 bytes, which the launcher tells the compiler too

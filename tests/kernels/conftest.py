@@ -13,7 +13,14 @@ import torch
 
 from lightning_eff.kernels import _launch
 
-KERNELS = ("group_quantization", "bit_mask", "compressed_norm", "compressed_gelu")
+KERNELS = (
+    "group_quantization",
+    "bit_mask",
+    "compressed_norm",
+    "compressed_gelu",
+    "stochastic_rounding",
+    "bf16_adamw",
+)
 
 
 def interpret(monkeypatch: pytest.MonkeyPatch) -> None:

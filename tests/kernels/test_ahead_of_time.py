@@ -10,6 +10,8 @@ import pytest
 
 SCRIPT = Path(__file__).parent / "ahead_of_time.py"
 KERNELS = {
+    "stochastic_rounding_triton.round_kernel",
+    "bf16_adamw_triton.adamw_kernel",
     "bit_mask_triton.pack_kernel",
     "bit_mask_triton.unpack_kernel",
     "compressed_gelu_triton.backward_kernel",
