@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_eff.memory.act_precision import ACTPrecision
 from lightning_eff.optim.latest_weight_averaging import LatestWeightAveraging
 from lightning_eff.optim.sharpness_aware_minimization import SharpnessAwareMinimization
+from lightning_eff.precision.stochastic_rounding_bf16 import StochasticRoundingBF16
 from tests.cases import ALL
 from tests.models import Samples, flat, loader, module, trainer
 from tests.runs import MODES, NUM_STEPS, checkpoints, differences, final_state, fit
@@ -153,6 +154,17 @@ def act_precision(model: str, root: Path) -> dict[str, Any]:
         "differences": found,
         "compressed": not torch.equal(flat(net), flat(plain)),
         "apart": seeds[0] != seeds[1],
+    }
+
+
+def stochastic_rounding(model: str, root: Path) -> dict[str, Any]:
+    """Train in bfloat16 alone, on other batches on each rank; whether the ranks end alike."""
+    net, _ = fit(model, list, plugins=[StochasticRoundingBF16()], **DDP)
+    nearest, _ = fit(model, list, precision="bf16-true", **DDP)
+    return {
+        "alike": _same_on_all_ranks(flat(net).float()),
+        "finite": bool(flat(net).isfinite().all()),
+        "rounded": not torch.equal(flat(net), flat(nearest)),
     }
 
 

@@ -9,6 +9,68 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+# torch.optim's own whose step asks, for each parameter, for its gradient and its own state alone
+PER_PARAMETER = (
+    "Adadelta",
+    "Adafactor",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "ASGD",
+    "Muon",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+    "SparseAdam",
+)
+
+
+def is_per_parameter(optimizer: Optimizer, *, but: tuple[str, ...] = ()) -> bool:
+    """Whether ``optimizer`` is one of ``PER_PARAMETER``, and no subclass of one."""
+    return type(optimizer) in [getattr(torch.optim, name, None) for name in PER_PARAMETER if name not in but]
+
+
+def step_in_parts(
+    optimizer: Optimizer,
+    closure: Callable[[], Any] | None,
+    keywords: dict[str, Any],
+    update: Callable[[tuple[Any, ...], dict[str, Any]], None],
+) -> Any:
+    """A step that is made in another way, or in parts: the optimizer's own hooks see one, with the module's parameters.
+
+    Args:
+        optimizer: whose step it is.
+        closure: run between the hooks before the step and the update, with gradients on.
+        keywords: of the step.
+        update: gets the step's arguments, as the hooks leave them, and may call the optimizer's step without hooks.
+
+    Returns:
+        What ``closure`` returned.
+    """
+    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    args: tuple[Any, ...] = (optimizer,)
+    keywords = {**keywords, "closure": closure}
+    for hook in list(before.values()):
+        changed: Any = hook(optimizer, args, keywords)
+        if changed is not None:
+            args, keywords = changed
+    closure = keywords.pop("closure", None)
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    try:
+        update(args[1:], keywords)
+    finally:
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before, after
+    for hook in list(after.values()):
+        hook(optimizer, args, {**keywords, "closure": closure})
+    return loss
+
 
 def keeps_state(optimizer: Optimizer, parameter: Tensor) -> bool | None:
     """Whether ``optimizer`` keeps state for ``parameter`` once it has stepped; None where that cannot be found out.

@@ -75,15 +75,18 @@ class WrappingPrecision(Precision):
         """The inner plugin's gradient scaler, if it has one."""
         return getattr(self.inner, "scaler", None)
 
-    def seed(self, *key: int | str) -> int:
-        """A number in [0, 2^63) that depends on the run's seed, the rank, the training pass and ``key`` alone."""
+    def seed(self, *key: int | str, shared: bool = False) -> int:
+        """A number in [0, 2^63) that depends on the run's seed, the training pass, ``key`` and the rank alone.
+
+        With ``shared`` it is the same on all ranks.
+        """
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if self._seed is None:
             seed = [torch.initial_seed() % 2**63]
             if distributed:
                 torch.distributed.broadcast_object_list(seed)
             self._seed = seed[0]
-        rank = torch.distributed.get_rank() if distributed else 0
+        rank = torch.distributed.get_rank() if distributed and not shared else 0
         return rng.keyed_generator(self._seed, type(self).__name__, rank, self._passes, *key).initial_seed()
 
     def _place(self) -> None:

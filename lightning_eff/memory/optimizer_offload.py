@@ -2,8 +2,8 @@
 
 import functools
 import time
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -14,26 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff._core.optimizers import PER_PARAMETER, is_per_parameter, step_in_parts
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, Technique
 
-# their state is of tensors on the parameter's device, and their step asks for gradients and nothing else
-_SUPPORTED = (
-    "Adadelta",
-    "Adafactor",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "ASGD",
-    "Muon",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "SGD",
-    "SparseAdam",
-)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -45,11 +29,11 @@ def check_optimizer(optimizer: Optimizer, *, scaled: bool) -> None:
         scaled: a gradient scaler is in use (precision "16-mixed").
     """
     who = f"OptimizerOffload: {type(optimizer).__name__}"
-    if type(optimizer) not in [getattr(torch.optim, name, None) for name in _SUPPORTED]:
+    if not is_per_parameter(optimizer):
         lbfgs = isinstance(optimizer, torch.optim.LBFGS)
         reason = "evaluates its closure on the device, several times a step" if lbfgs else "is not known"
         raise ValueError(
-            f"{who} {reason}; expected one of torch.optim's own: {', '.join(_SUPPORTED)}, whose step needs parameters,"
+            f"{who} {reason}; expected one of torch.optim's own: {', '.join(PER_PARAMETER)}, whose step needs parameters,"
             " gradients and states alone. Use one of them, or take the technique out."
         )
     for group in optimizer.param_groups:
@@ -175,33 +159,16 @@ class HostUpdate:
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """``optimizer.step``: its own hooks see the module's parameters, as does the closure."""
-        optimizer = self.optimizer
-        before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-        args: tuple[Any, ...] = (optimizer,)
-        keywords: dict[str, Any] = {**kwargs, "closure": closure}
-        for hook in list(before.values()):
-            changed: Any = hook(optimizer, args, keywords)
-            if changed is not None:
-                args, keywords = changed
-        closure = keywords.pop("closure", None)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        return step_in_parts(self.optimizer, closure, kwargs, self._update)
+
+    def _update(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         began = time.perf_counter()
         twins = self._send()
-        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-        try:
-            with self._swapped(), self._fused():
-                self._step(*args[1:], **keywords)
-        finally:
-            optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before, after
+        with self._swapped(), self._fused():
+            self._step(*args, **keywords)
         with torch.no_grad():
             self.bytes_to_device = sum(twin.fetch(pinned=self._pinned(twin.parameter)) for twin in twins)
         self.seconds = time.perf_counter() - began
-        for hook in list(after.values()):
-            hook(optimizer, args, {**keywords, "closure": closure})
-        return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """``optimizer.load_state_dict``, with the states in host memory."""
@@ -335,6 +302,9 @@ class OptimizerOffload(Technique):
         " gains on an accelerator alone"
     )
     control: ClassVar[Control] = Control("the baseline for as many seconds: each step is the plain optimizer's")
+    conflicts: ClassVar[Mapping[str, str]] = {
+        "StochasticRoundingBF16": "it makes each step of the optimizer in parts of its own, on the device"
+    }
     needs_automatic_optimization: ClassVar[bool] = False
 
     def __init__(self, *, pin_memory: bool = True) -> None:

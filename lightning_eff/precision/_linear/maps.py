@@ -99,6 +99,8 @@ def sort_out(
             reason = f"skip names {named[0]!r}"
         elif m.path in outside:
             reason = "a head's: outside the blocks"
+        elif isinstance(m.module, nn.Linear) and type(m.module).forward is not nn.Linear.forward:
+            reason = "a subclass of nn.Linear with a forward of its own"
         for rule in rules:
             reason = reason or rule(m)
         if reason is None:

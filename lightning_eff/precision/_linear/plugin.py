@@ -6,17 +6,18 @@ from collections import Counter
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core.patches import Patches
 from lightning_eff._core.wrapping import WrappingPrecision
-from lightning_eff.precision._linear.maps import LinearMap, Rule, block_of, sort_out
+from lightning_eff.precision._linear.maps import LinearMap, Rule, block_of, linear_maps, sort_out
 
 Arithmetic = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """``f(x, weight, bias)`` is ``x weight^T + bias``, of shape (..., N), for ``x`` (..., K) and ``weight`` (N, K)."""
@@ -44,14 +45,19 @@ class LinearPrecision(WrappingPrecision):
     stay as they are are told with the reason, once; and a warning names maps that no training step has called, since
     code that uses their weights past ``forward`` is not seen.
 
+    Attributes:
+        words: those of ``skip`` that are no paths.
+
     Args:
         base: the inner plugin, or its name.
         skip: what stays as it is, see :func:`.maps.sort_out`.
 
     Raises:
-        ValueError: at setup, if no linear map is left to exchange, or parameters are sharded over a mesh (DTensor) at
-            the first call.
+        ValueError: at setup, if no linear map is left to exchange, ``skip`` names no module, or the strategy is
+            DeepSpeed's; at the first call, if parameters are sharded over a mesh (DTensor).
     """
+
+    words: ClassVar[tuple[str, ...]] = ("head",)
 
     def __init__(self, base: str | Precision, *, skip: Collection[str]) -> None:
         super().__init__(base, argument="base")
@@ -82,6 +88,7 @@ class LinearPrecision(WrappingPrecision):
         self._patches.restore()
         module = super().convert_module(module)
         who = type(self).__name__
+        self._check(module)
         self._maps, kept = sort_out(module, self.skip, self.rules())
         if not self._maps:
             reasons = "".join(f"\n  {path}: {reason}" for path, reason in kept.items()) or " none was found"
@@ -95,6 +102,22 @@ class LinearPrecision(WrappingPrecision):
         self._called = set()
         self._tell(kept)
         return module
+
+    def _check(self, module: nn.Module) -> None:
+        who = type(self).__name__
+        if isinstance(getattr(getattr(module, "_trainer", None), "strategy", None), DeepSpeedStrategy):
+            raise ValueError(
+                f"{who}: got DeepSpeedStrategy, which casts and steps by its own rules; expected a single device, DDP or"
+                " ModelParallelStrategy. Take another strategy, or the plugin out."
+            )
+        paths = {path for path, _ in module.named_modules()}
+        unknown = [word for word in self.skip if word not in self.words and word not in paths]
+        if unknown:
+            maps = ", ".join(m.path for m in linear_maps(module))
+            raise ValueError(
+                f"{who}(skip={self.skip}): {', '.join(map(repr, unknown))} names no module; expected"
+                f" {', '.join(map(repr, self.words))}, or dotted paths. Linear maps: {maps}."
+            )
 
     def _forward(self, m: LinearMap) -> Callable[[Tensor], Tensor]:
         compute = self.arithmetic(m)
