@@ -81,6 +81,23 @@ def test_updates_are_right_on_average(name: str) -> None:
     assert set(p.detach().unique().tolist()) <= {1 - k * 2**-8 for k in range(9)}
 
 
+def test_states_are_right_on_average_and_parameters_are_rounded_apart() -> None:
+    """Adagrad's sums, which grow by a fortieth of a unit in the last place, of two parameters that are alike."""
+    num, steps = 2048, 40
+    pair = [nn.Parameter(torch.ones(num, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = torch.optim.Adagrad(pair, lr=1e-3, initial_accumulator_value=1.0)
+    for step in range(steps):
+        for p in pair:
+            p.grad = torch.full((num,), 2**-6.5, dtype=torch.bfloat16)
+        with torch.no_grad():
+            _update(optimizer, 7 + step, {})
+    sums = [optimizer.state[p]["sum"].double() for p in pair]
+    expected = 1 + steps * float(torch.tensor(2**-6.5).bfloat16()) ** 2
+    for found in sums:
+        assert abs(float(found.mean()) - expected) < 4 * float(found.std()) / math.sqrt(num)
+    assert abs(float(torch.corrcoef(torch.stack(sums))[0, 1])) < 0.1
+
+
 def test_parts_of_the_weights_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for chunk in (2**24, 1):
