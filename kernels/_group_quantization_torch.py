@@ -34,6 +34,8 @@ import threading
 import torch
 from torch import Tensor
 
+from lightning_eff.kernels._seeds import spread
+
 PERIOD = 131_071  # 2^17 - 1, a prime
 PIECE = 262_144  # elements that one thread works on at a time
 MAX_THREADS = 4  # a piece grows with the number of threads up to here; more threads than that do not help
@@ -62,11 +64,8 @@ def noise(device: torch.device, *, stochastic: bool) -> Tensor:
 
 
 def offset(seed: int) -> int:
-    """Where in the table element 0 reads: SplitMix64 of the seed (Steele et al. 2014), modulo PERIOD."""
-    z = (seed + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-    return (z ^ (z >> 31)) % PERIOD
+    """Where in the table element 0 reads: the seed, spread, modulo PERIOD."""
+    return spread(seed) % PERIOD
 
 
 class _Plan:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_eff.kernels import _launch
+from lightning_eff.kernels._seeds import spread
 
 
 def stochastic_round(x: Tensor, *, seed: int, out: Tensor | None = None) -> Tensor:
@@ -49,7 +50,7 @@ def stochastic_round(x: Tensor, *, seed: int, out: Tensor | None = None) -> Tens
     if _launch.uses_triton(x):
         _launch.triton_module("stochastic_rounding").stochastic_round(x, out, seed)
         return out
-    generator = torch.Generator(x.device).manual_seed(seed)
+    generator = torch.Generator(x.device).manual_seed(spread(seed) >> 1)
     bits = x.view(torch.int32)
     rounded = torch.empty_like(bits).random_(0, 1 << 16, generator=generator).add_(bits).bitwise_and_(-(1 << 16))
     rounded = torch.where(x.isfinite(), rounded.view(torch.float32), x)

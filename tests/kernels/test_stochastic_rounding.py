@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from lightning_eff.kernels._seeds import spread
 from lightning_eff.kernels.stochastic_rounding import reference_stochastic_round, stochastic_round
 
 ways = pytest.mark.parametrize("way", ["torch", "triton"])
@@ -25,7 +26,8 @@ def neighbours(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_the_bits_are_those_of_the_definition() -> None:
     x = torch.cat([torch.randn(5000) * torch.logspace(-40, 38, 5000), torch.tensor(HARD)])
-    noise = torch.empty(x.shape, dtype=torch.int32).random_(0, 1 << 16, generator=torch.Generator().manual_seed(7))
+    generator = torch.Generator().manual_seed(spread(7) >> 1)
+    noise = torch.empty(x.shape, dtype=torch.int32).random_(0, 1 << 16, generator=generator)
     expected = reference_stochastic_round(x, noise)
     found = stochastic_round(x, seed=7)
     assert torch.equal(found, expected)
@@ -69,6 +71,15 @@ def test_elements_are_rounded_independently(way: str, request: pytest.FixtureReq
     assert abs(float(up.mean()) - 0.5) < 0.02
     correlation = torch.corrcoef(up.T) - torch.eye(64, dtype=torch.float64, device=device)
     assert float(correlation.abs().max()) < 5.5 / math.sqrt(256)
+
+
+@ways
+def test_seeds_that_differ_in_any_bit_draw_apart(way: str, request: pytest.FixtureRequest) -> None:
+    x = torch.full((4096,), 1 + 2**-8, device=device_of(way, request))
+    first = (stochastic_round(x, seed=1) > 1).double()
+    for bit in (1, 31, 32, 40, 62):
+        other = (stochastic_round(x, seed=1 + (1 << bit)) > 1).double()
+        assert abs(float(torch.corrcoef(torch.stack([first, other]))[0, 1])) < 5 / math.sqrt(4096), bit
 
 
 @ways
