@@ -89,6 +89,7 @@ CASES: dict[str, Case] = {
     "ActivationCompression": Case(
         active=lambda: eff.ActivationCompression(bits=2),
         neutral=lambda: eff.ActivationCompression(bits=32),
+        lost=(_classifier, "classifier", "none of the [0-9,]+ bytes that the first step saves could be compressed"),
     ),
     "ActivationOffload": Case(
         active=lambda: eff.ActivationOffload(min_bytes=64),

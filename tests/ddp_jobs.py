@@ -12,12 +12,11 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_eff.memory.act_precision import ACTPrecision
 from lightning_eff.optim.latest_weight_averaging import LatestWeightAveraging
 from lightning_eff.optim.sharpness_aware_minimization import SharpnessAwareMinimization
-from lightning_eff.precision.stochastic_rounding_bf16 import StochasticRoundingBF16
 from tests.cases import ALL
 from tests.models import Samples, flat, loader, module, trainer
+from tests.plugins import PLUGINS
 from tests.runs import MODES, NUM_STEPS, checkpoints, differences, final_state, fit
 
 DDP: dict[str, Any] = {"strategy": "ddp", "devices": 2, "samples": 40}
@@ -125,46 +124,30 @@ def sharpness(accumulate: str, root: Path) -> dict[str, Any]:
     return {"ranks": ranks}
 
 
-def act_precision(model: str, root: Path) -> dict[str, Any]:
-    """Train and resume with compressed activations as a precision plugin; whether ranks round differently and end alike."""
-    plugin = ACTPrecision(bits=2)
+def plugins(name: str, root: Path) -> dict[str, Any]:
+    """Train and resume with a precision plugin; whether ranks end alike, and otherwise than without it."""
+    case = PLUGINS[name]
+    precision = case.precisions[0]
+    directory = root / name
 
     def build() -> list[Any]:
         return [ALL["LatestWeightAveraging"].neutral()]
 
-    seeds: list[Any] = [None, None]
-    directory = root / model
+    def run(**kwargs: Any) -> Any:
+        return fit("tiny_gpt", build, plugins=[case.build(precision)], **DDP, **kwargs)
 
-    class Look(pl.Callback):
-        def on_train_end(self, *args: Any) -> None:
-            torch.distributed.all_gather_object(seeds, plugin._next_seed())
-            plugin._passes -= 1
-
-    net, t = fit(model, build, directory=directory, plugins=[plugin], callbacks=[Look()], **DDP)
+    net, t = run(directory=directory)
     whole = final_state(net, t)
     torch.distributed.barrier()
-    path = checkpoints(directory)[6]
-    again = final_state(*fit(model, build, resume=path, plugins=[ACTPrecision(bits=2)], **DDP))
+    again = final_state(*run(resume=checkpoints(directory)[6]))
     found: list[Any] = [None, None]
     torch.distributed.all_gather_object(found, differences(whole, again))
-    plain, _ = fit(model, build, **DDP)
-    return {
-        "alike": _same_on_all_ranks(flat(net)),
-        "finite": bool(flat(net).isfinite().all()),
-        "differences": found,
-        "compressed": not torch.equal(flat(net), flat(plain)),
-        "apart": seeds[0] != seeds[1],
-    }
-
-
-def stochastic_rounding(model: str, root: Path) -> dict[str, Any]:
-    """Train in bfloat16 alone, on other batches on each rank; whether the ranks end alike."""
-    net, _ = fit(model, list, plugins=[StochasticRoundingBF16()], **DDP)
-    nearest, _ = fit(model, list, precision="bf16-true", **DDP)
+    plain, _ = fit("tiny_gpt", build, precision=precision, **DDP)  # pyright: ignore[reportArgumentType]
     return {
         "alike": _same_on_all_ranks(flat(net).float()),
         "finite": bool(flat(net).isfinite().all()),
-        "rounded": not torch.equal(flat(net), flat(nearest)),
+        "differences": found,
+        "acts": not torch.equal(flat(net), flat(plain)),
     }
 
 

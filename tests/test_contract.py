@@ -83,7 +83,7 @@ def test_trains_hugging_face_models(name: str, model: str) -> None:
 def test_raises_where_it_finds_nothing(name: str) -> None:
     lost = ALL[name].lost
     if lost is None:  # acts on weights or samples that every module has: there is nothing to be found
-        assert name in ("ActivationCompression", "LatestWeightAveraging", "SharpnessAwareMinimization", "RandomSubset")
+        assert name in ("LatestWeightAveraging", "SharpnessAwareMinimization", "RandomSubset")
         return
     build, data, message = lost
     net = build()
@@ -125,7 +125,7 @@ def test_resume_equals_uninterrupted_from_every_step(name: str, mode: str, tmp_p
 
 @every
 def test_resume_without_dropout_layers_but_with_batch_norm(name: str, tmp_path: Path) -> None:
-    if name == "SequenceLengthWarmup":  # needs sequences
+    if name in ("ActivationCompression", "SequenceLengthWarmup"):  # need tensors of some size, or sequences
         assert resume_from_every_step("gpt2", lambda: [CASES[name].active()], tmp_path) == {}
         return
     build = CASES[name].on_classifier or CASES[name].active

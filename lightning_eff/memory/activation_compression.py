@@ -1,7 +1,7 @@
 """Compressed activations: an exact forward pass, and a backward pass from quantised copies of what it saved.
 
 ActNN (Chen et al. 2021, arXiv:2104.14129): groups, stochastic rounding; GACT (Liu et al. 2022, arXiv:2206.11357): any
-network, bits by measured sensitivity.
+network, bits by measured sensitivity; Mesa (Pan et al. 2021, arXiv:2111.11124): running ranges.
 """
 
 import contextlib
@@ -17,23 +17,37 @@ from lightning_eff._core import rng
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.losses import loss_of
 from lightning_eff._core.session import Session
-from lightning_eff._core.steps import Proceed, Stage, Step, silent
+from lightning_eff._core.steps import Proceed, Stage, Step, silent, snapshot
 from lightning_eff._core.technique import Control, Technique
-from lightning_eff.memory._compression.arguments import Bits, check_arguments, check_not_compiled
+from lightning_eff.memory._compression.arguments import Bits, Method, check_arguments, check_not_compiled
 from lightning_eff.memory._compression.bits import (
+    CHOICES,
     PROBE_BITS,
     Allocation,
     Statistics,
     divide,
     is_direct,
     kinds,
+    squared_distance,
     step_error,
 )
 from lightning_eff.memory._compression.engine import Engine
 from lightning_eff.memory._compression.held import EXACT_BITS
-from lightning_eff.memory._compression.saved import COMPRESSED
+from lightning_eff.memory._compression.ranges import RunningRanges, of_rank
+from lightning_eff.memory._compression.report import refuse_idle
+from lightning_eff.memory._compression.report import report as report_of
+from lightning_eff.memory._compression.saved import CONVOLUTIONS
+from lightning_eff.memory._hosting.host import HostStore
 
 DEFAULT_BUDGET = 3.0
+Level = Literal["L0", "L1", "L2", "L3", "L4"]
+LEVELS: dict[str, dict[str, Any]] = {
+    "L0": {"bits": 32},
+    "L1": {"bits": 4, "convolutions_only": True},
+    "L2": {"bits": 4},
+    "L3": {"bits": "auto", "budget": 2.0},
+    "L4": {"bits": "auto", "budget": 2.0, "offload": True},
+}
 
 
 class ActivationCompression(Technique):
@@ -47,44 +61,62 @@ class ActivationCompression(Technique):
     attention's log-sum-exp; integers; statistics of norms; tensors of fewer than 256 elements; what custom autograd
     Functions and checkpoints save; what is saved by operations whose derivative has a pole or a jump; and, counted in
     ``unfit``, tensors that hold NaN or infinity or would round too badly. Two-valued tensors, such as dropout masks, and
-    what ReLU saves take one bit, exactly. Queries and keys of fused attention, and what linear maps and norms outside
-    the blocks (the head's) save, get 8 bits. A tensor that several operations save is compressed once, and one that is
-    changed in place after it was saved raises as in plain autograd.
+    what ReLU saves take one bit, exactly. Queries and keys of fused attention, and what linear maps and norms behind the
+    blocks (the head's) save, get 8 bits; those before the blocks (the embeddings') twice the bits, up to 8. A tensor that
+    several operations save is compressed once, one that is ``a x + b`` of a saved ``x`` (numbers ``a`` and ``b``; half of
+    what GELU's tanh form saves) needs no codes of its own, and one that is changed in place after it was saved raises as
+    in plain autograd.
 
-    ``bits="auto"`` (GACT) gives each tensor 2, 4 or 8 bits, so that the gradient's expected error is least at an average
-    of ``budget`` bits. The sensitivities are measured on the step's batch, at the first step, at a tenth of ``interval``
-    and at every ``interval``-th: one pass for those of all linear maps' inputs, and one for each other kind of tensor,
-    all blocks together; a GPT-2 has a dozen kinds. For as long the memory of two more gradients is taken.
+    ``bits="auto"`` (GACT) gives each tensor 1, 2, 4 or 8 bits, so that the gradient's expected error is least at an
+    average of ``budget`` bits, in which a tensor without codes of its own counts with 0. One bit is given where it costs
+    little: that of a tensor which is no linear map's input counts four times. The sensitivities are measured on the
+    step's batch, at the first step, at a tenth of ``interval`` and at every ``interval``-th: one pass for those of all
+    linear maps' inputs, and one for each other kind of tensor, all blocks together; a GPT-2 has a dozen kinds. For as
+    long the memory of two more gradients is taken.
+
+    ``method="mesa"`` codes in 8 bits by running minima and ranges (decay 0.9), one of each head for attention's tensors
+    and one of each other tensor, so that hardly anything is kept beside the codes. They are clamped at both ends; a tensor
+    of which clamping takes more than 1 % of the variance is kept exact, and counted in ``unfit``. Each process has its own
+    ranges, which are part of a checkpoint.
 
     Logged: ``saved_bytes``, held between forward and backward; ``exact_bytes``, what plain autograd would hold;
-    ``ratio``, the latter over the former; ``bits``, the mean of what was compressed by groups; ``unfit``, see above; the
-    bytes held of each category: ``linear_bytes``, ``attention_bytes``, ``norm_bytes``, ``activation_bytes``,
-    ``elementwise_bytes``, ``mask_bytes``, and ``kept_bytes`` of all that is exact; on CUDA ``allocated_bytes``, by how
-    much the forward pass raised what the allocator has handed out. All of the last forward pass of the step.
+    ``ratio``, the latter over the former; ``bits``, the mean of what is held in codes; ``unfit``, see above; the bytes
+    held of each category: ``linear_bytes``, ``attention_bytes``, ``norm_bytes``, ``activation_bytes``,
+    ``elementwise_bytes``, ``mask_bytes``, and ``kept_bytes`` of all that is exact; with ``offload`` ``host_bytes``, which
+    are not among ``saved_bytes``; on CUDA ``allocated_bytes``, by how much the forward pass raised what the allocator has
+    handed out. All of the last forward pass of the step.
 
     Args:
         bits: 8, 4 or 2, or "auto"; 32 compresses nothing, which is plain training.
-        method: "group", the only one.
-        group_size: elements, a power of two from 16 to 8192. Scale and minimum take 64 bits of each group.
+        method: "group", or "mesa", which needs ``bits=8``.
+        group_size: elements, a power of two from 16 to 8192; "mesa" does not use it. Scale and minimum take 64 bits of
+            each group.
         stochastic_rounding: round up with the probability that makes the mean right; else to nearest, which is biased.
-        budget: with "auto" alone, the average bits of an element compressed by groups, from 2 to 8; None is 3.
+        budget: with "auto" alone, the average bits of an element, from 1 to 8; None is 3.
         layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks whose tensors are compressed; None
             compresses those of the whole ``training_step``.
+        convolutions_only: compress what convolutions save, and keep all else as it is.
+        offload: hold the codes in host memory: copied there and back beside the computing, through pinned memory. Scales,
+            minima and masks stay.
         interval: optimizer steps, >= 1, from one measurement to the next with "auto".
 
     Raises:
         ValueError: if an argument is out of range; at setup, if ``layers`` names no stack of blocks, if a submodule is
-            compiled, if the precision plugin compresses too, or with "auto" under manual optimization.
+            compiled, if the precision plugin compresses too, with ``offload`` on a CPU, or with "auto" under manual
+            optimization; in the first step, before any weight changes, if nothing that it saves can be compressed.
     """
 
-    saves: ClassVar[str] = "activation memory: 4, 7 or 14 times less at 8, 4 or 2 bits"
-    paper: ClassVar[str] = "Chen et al. 2021, arXiv:2104.14129; Liu et al. 2022, arXiv:2206.11357"
+    saves: ClassVar[str] = "activation memory: 4, 7 or 12 times less at 8, 4 or 2 bits, or more"
+    paper: ClassVar[str] = (
+        "Chen et al. 2021, arXiv:2104.14129; Liu et al. 2022, arXiv:2206.11357; Pan et al. 2021, arXiv:2111.11124"
+    )
     constraints: ClassVar[str] = "no compiled submodules; time for coding and decoding; noise in the gradient"
     control: ClassVar[Control] = Control(
         "the baseline for as many seconds, where it fits in memory; where it does not, block checkpointing"
     )
     conflicts: ClassVar[Mapping[str, str]] = {
-        "ActivationOffload": "each decides what becomes of a saved tensor, and autograd asks the inner one alone"
+        "ACTPrecision": "it compresses activations too",
+        "ActivationOffload": "each decides what becomes of a saved tensor, and autograd asks the inner one alone",
     }
     needs_automatic_optimization: ClassVar[bool] = False
 
@@ -92,11 +124,13 @@ class ActivationCompression(Technique):
         self,
         *,
         bits: Bits = 4,
-        method: Literal["group"] = "group",
+        method: Method = "group",
         group_size: int = 256,
         stochastic_rounding: bool = True,
         budget: float | None = None,
         layers: str | None = None,
+        convolutions_only: bool = False,
+        offload: bool = False,
         interval: int = 1000,
     ) -> None:
         check_arguments("ActivationCompression", bits=bits, method=method, group_size=group_size)
@@ -105,9 +139,9 @@ class ActivationCompression(Technique):
                 f"ActivationCompression({bits=}, {budget=}): expected budget=None, because {bits} bits are the same for"
                 " every tensor. Use bits='auto' to have an average kept."
             )
-        if budget is not None and not 2 <= budget <= 8:
+        if budget is not None and not CHOICES[0] <= budget <= CHOICES[-1]:
             raise ValueError(
-                f"ActivationCompression({budget=}): expected an average from 2 to 8 bits, those a tensor can get."
+                f"ActivationCompression({budget=}): expected an average from 1 to 8 bits, those a tensor can get."
             )
         if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
             raise ValueError(
@@ -119,17 +153,38 @@ class ActivationCompression(Technique):
         self.stochastic_rounding = stochastic_rounding
         self.budget = DEFAULT_BUDGET if budget is None and bits == "auto" else budget
         self.layers = layers
+        self.convolutions_only = convolutions_only
+        self.offload = offload
         self.interval = interval
         self._reset()
+
+    @classmethod
+    def level(cls, level: Level) -> "ActivationCompression":
+        """The technique at one of ActNN's levels (Chen et al. 2021).
+
+        Args:
+            level: "L0" compresses nothing; "L1" to 4 bits what convolutions save, and nothing else; "L2" all to 4 bits;
+                "L3" to 2 bits on average, by sensitivity; "L4" as "L3", with the codes in host memory.
+
+        Raises:
+            ValueError: for any other level.
+        """
+        if level not in LEVELS:
+            raise ValueError(f"ActivationCompression.level({level!r}): expected one of {', '.join(LEVELS)}.")
+        return cls(**LEVELS[level])
 
     def _reset(self) -> None:
         self._engine: Engine | None = None
         self._allocation: Allocation | None = None
         self._learnt: dict[str, Any] | None = None
+        self._ranges: RunningRanges | None = None
+        self._all_ranges: list[dict[str, Tensor]] | None = None
+        self._host: HostStore | None = None
+        self._acts = False
         self._inside = 0
         self._passes = 0
         self._measured = 0
-        self._last: dict[str, float | int] = _report(None)
+        self._last: dict[str, float | int] = report_of(None, offload=self.offload)
 
     @property
     @override
@@ -144,11 +199,10 @@ class ActivationCompression(Technique):
                 " expected True, because each pass that measures sensitivities would take the module's optimizer steps"
                 " too. Give a number of bits."
             )
-        plugin = session.trainer.precision_plugin
-        if isinstance(getattr(plugin, "compresses", None), int | str):
+        if self.offload and session.trainer.strategy.root_device.type == "cpu":
             raise ValueError(
-                f"ActivationCompression: the precision plugin {type(plugin).__name__} compresses activations too;"
-                " expected one of the two. Take one of them out."
+                "ActivationCompression(offload=True): the module is on the CPU, whose memory is the host's; expected a"
+                " device of its own to move codes off. Leave offload out."
             )
 
     @override
@@ -164,13 +218,18 @@ class ActivationCompression(Technique):
         if self.layers is not None:
             for block in {id(b): b for b in session.stack(self.layers, who="ActivationCompression").blocks}.values():
                 session.patches.set(block, "_call_impl", self._noting(block))
-        only = None if self.layers is None else lambda: self._inside > 0
+        if self.method == "mesa":
+            past = None if self._all_ranges is None else of_rank(self._all_ranges, session.rank)
+            self._ranges = RunningRanges(past)
+        self._host = HostStore() if self.offload else None
         engine = self._engine = Engine(
             session.module,
             bits=4,
             group_size=self.group_size,
+            ranges=self._ranges,
+            host=self._host,
             stochastic=self.stochastic_rounding,
-            only=only,
+            only=self._is_asked if self.layers is not None or self.convolutions_only else None,
         )
         if isinstance(self.bits, int):
             engine.bits = self.bits
@@ -180,6 +239,13 @@ class ActivationCompression(Technique):
             if self._learnt is not None:
                 self._allocation.load_state_dict(self._learnt)
             engine.bits = self._allocation
+
+    def _is_asked(self) -> bool:
+        """Whether what is saved now is of the blocks and of the operations that are to be compressed."""
+        assert self._engine is not None, "it asks"
+        if self.layers is not None and not self._inside:
+            return False
+        return not self.convolutions_only or self._engine.tensors.operation in CONVOLUTIONS
 
     def _noting(self, block: nn.Module) -> Callable[..., Any]:
         call = block._call_impl
@@ -203,9 +269,17 @@ class ActivationCompression(Technique):
         if self._allocation is not None and self._passes == 0 and self._is_due(step):
             self._measure(step, batch, proceed)
         self._passes += 1
+        put_back = None if self._acts else snapshot(step.module)  # the first pass may be an error, which loses nothing
         with engine.forward(self._seed(step, self._passes), batch):
             output = proceed(batch)
-        self._last = _report(engine)
+        if put_back is not None and engine.ledger.exact_bytes:
+            try:
+                refuse_idle("ActivationCompression", engine.ledger)
+            except ValueError:
+                put_back()
+                raise
+            self._acts = True
+        self._last = report_of(engine, offload=self.offload)
         return output
 
     def _seed(self, step: Step, number: int) -> int:
@@ -227,9 +301,10 @@ class ActivationCompression(Technique):
         began, seed, passes = time.perf_counter(), self._seed(step, 0), 1
         statistics = Statistics()
         engine.on_groups, engine.on_output = statistics.on_groups, statistics.on_output
+        engine.on_shared = statistics.on_shared
         try:
             first = self._gradient(engine, seed, step, batch, proceed)
-            engine.on_groups = engine.on_output = None
+            engine.on_groups = engine.on_shared = engine.on_output = None
             guesses = statistics.guesses()
             sensitivity = {key: guess for key, guess in guesses.items() if is_direct(key)}
             found = kinds(statistics, engine.tensors.family)
@@ -239,15 +314,15 @@ class ActivationCompression(Technique):
                 members = frozenset(keys)
                 engine.bits = lambda key, wide: PROBE_BITS if key in members else allocation(key, wide)  # noqa: B023
                 engine.reseeded = members.__contains__
-                difference = _squared_distance(first, self._gradient(engine, seed, step, batch, proceed))
+                difference = squared_distance(first, self._gradient(engine, seed, step, batch, proceed))
                 passes += 1
                 if keys:
                     unit = step_error(PROBE_BITS) + step_error(statistics.bits[keys[0]])
                     sensitivity |= divide(difference / unit, keys, guesses)
         finally:
             engine.bits, engine.reseeded = allocation, None
-            engine.on_groups = engine.on_output = None
-        self._learn(session.gather((sensitivity, statistics.numel)))
+            engine.on_groups = engine.on_shared = engine.on_output = None
+        self._learn(session.gather((sensitivity, statistics.numel, statistics.shared)))
         self._measured += 1
         cost = session.chain.cost
         cost.forward_passes += passes
@@ -256,17 +331,19 @@ class ActivationCompression(Technique):
             cost.forward_samples += passes * num_samples(batch)
         cost.seconds += time.perf_counter() - began
 
-    def _learn(self, of_ranks: list[tuple[dict[str, float], dict[str, int]]]) -> None:
+    def _learn(self, of_ranks: list[tuple[dict[str, float], dict[str, int], dict[str, int]]]) -> None:
         """Take over the sum over all ranks, unless it is not finite, as with an overflowing gradient."""
         assert self._allocation is not None, "on_model has made it"
         sensitivity: dict[str, float] = {}
         numel: dict[str, int] = {}
-        for values, sizes in of_ranks:
+        shared: dict[str, int] = {}
+        for values, sizes, others in of_ranks:
             for key, value in values.items():
                 sensitivity[key] = sensitivity.get(key, 0.0) + value
                 numel[key] = max(sizes[key], numel.get(key, 0))
+                shared[key] = max(others.get(key, 0), shared.get(key, 0))
         if sensitivity and sum(sensitivity.values()) < float("inf"):
-            self._allocation.learn(sensitivity, numel)
+            self._allocation.learn(sensitivity, numel, shared)
 
     def _gradient(self, engine: Engine, seed: int, step: Step, batch: Any, proceed: Proceed) -> list[Tensor | None]:
         """The gradient of every parameter in a pass that leaves no trace; empty where the step has no loss."""
@@ -292,17 +369,28 @@ class ActivationCompression(Technique):
     def detach(self, session: Session) -> None:
         if self._allocation is not None:
             self._learnt = self._allocation.state_dict()
-        self._engine = self._allocation = None
+        if self._host is not None:
+            self._host.release()
+        self._engine = self._allocation = self._host = None
 
     @override
     def state_dict(self) -> dict[str, Any]:
         learnt = self._learnt if self._allocation is None else self._allocation.state_dict()
-        return {"allocation": learnt, "measured": self._measured, "last": dict(self._last)}
+        state = {"allocation": learnt, "measured": self._measured, "last": dict(self._last)}
+        if self.method == "mesa":
+            state["ranges"] = self._all_ranges if self._ranges is None else self._gathered(self._ranges.state_dict())
+        return state
+
+    def _gathered(self, own: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+        """The running ranges of every rank, each of which has its own."""
+        session = self._session or self._past
+        return [own] if session is None else session.gather(own)
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._learnt, self._measured = state_dict["allocation"], state_dict["measured"]
         self._last = dict(state_dict["last"])
+        self._all_ranges = state_dict.get("ranges")
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:
@@ -318,28 +406,3 @@ class ActivationCompression(Technique):
             f" {self._last['exact_bytes'] / 1e6:,.1f} ({self._last['ratio']:.1f} times less), {self._last['bits']:.2f}"
             f" bits an element{measured}"
         )
-
-
-def _report(engine: Engine | None) -> dict[str, float | int]:
-    ledger = None if engine is None else engine.ledger
-    of = {} if ledger is None else ledger.by_category
-    saved = 0 if ledger is None else ledger.saved_bytes
-    exact = 0 if ledger is None else ledger.exact_bytes
-    found: dict[str, float | int] = {
-        "saved_bytes": saved,
-        "exact_bytes": exact,
-        "ratio": exact / saved if saved else 1.0,
-        "bits": 0.0 if ledger is None else ledger.bits,
-        "unfit": 0 if ledger is None else ledger.unfit,
-        **{f"{category}_bytes": of.get(category, 0) for category in COMPRESSED},
-        "kept_bytes": sum(count for category, count in of.items() if category not in COMPRESSED),
-    }
-    if torch.cuda.is_available():
-        found["allocated_bytes"] = 0 if ledger is None else ledger.allocated_bytes
-    return found
-
-
-def _squared_distance(a: list[Tensor | None], b: list[Tensor | None]) -> float:
-    """``|a - b|^2`` over all tensors; of those that are in both."""
-    pairs = zip(a, b, strict=False)
-    return sum(float((x - y).double().square().sum()) for x, y in pairs if x is not None and y is not None)

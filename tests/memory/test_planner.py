@@ -33,7 +33,8 @@ def chain(n: int, seed: int, *, kinds: int = 0, unit: int = 1) -> tuple[Stage, .
         interior, forward, backward = sizes[i * kinds // n if kinds else i]
         seconds = rng.uniform(0.5, 10), rng.uniform(1, 20)
         counts = x[i], interior + x[i + 1], x[i + 1], forward, backward
-        stages.append(Stage(f"h.{i}", *seconds, *(count * unit for count in counts)))
+        again = seconds[0] * rng.uniform(0.3, 1)
+        stages.append(Stage(f"h.{i}", *seconds, *(count * unit for count in counts), again))
     return tuple(stages)
 
 
@@ -83,7 +84,8 @@ def least_seconds(stages: tuple[Stage, ...], budget: int) -> float:
             for new in {(inputs, saved), (inputs | 1 << p, saved), (inputs | 1 << p, saved | 1 << p)}:
                 there = new[0] >> (p + 1) & 1 or new[1] >> p & 1
                 if held(t, p, *new) + (0 if there else x[p + 1]) + stages[p].forward_peak_bytes <= budget:
-                    reached.append((stages[p].forward_seconds, (t, p + 1, *new)))
+                    stops = p == t < n - 1 and new[1] >> p & 1  # its output is not needed again
+                    reached.append((stages[p].last_seconds if stops else stages[p].forward_seconds, (t, p + 1, *new)))
         for cost, then in reached:
             if now + cost < seconds.get(then, math.inf):
                 seconds[then] = now + cost
@@ -155,7 +157,13 @@ def test_never_slower_than_chen_at_the_memory_that_he_takes(n: int, kinds: int) 
 def odd(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
     """The same chain a million times as large and less than 0.1 % off: its sizes are too many to be told apart."""
     return tuple(
-        Stage(s.name, s.forward_seconds, s.backward_seconds, *(10**6 * b + 7919 * b * (i + 1) % 991 for b in sizes))
+        Stage(
+            s.name,
+            s.forward_seconds,
+            s.backward_seconds,
+            *(10**6 * b + 7919 * b * (i + 1) % 991 for b in sizes),
+            s.again_seconds,
+        )
         for i, s in enumerate(stages)
         for sizes in [(s.input_bytes, s.saved_bytes, s.output_bytes, s.forward_peak_bytes, s.backward_peak_bytes)]
     )
@@ -233,7 +241,7 @@ def test_offload_in_long_chains_is_within_the_budget_and_never_slower_than_witho
     for budget in budgets(stages, 6)[1:2] if n == 48 else budgets(stages, 4)[1:3]:
         before = time.process_time()
         plan = optimal_with_offload(stages, budget, 20_000.0)
-        assert time.process_time() - before < 20
+        assert time.process_time() - before < (2 if n == 12 else 10), "0.03 s and 0.8 s on an idle machine"
         assert plan.peak_bytes <= budget
         assert plan.seconds <= optimal(stages, budget).seconds * ROUNDING
         assert plan.offloaded_bytes > 0
@@ -264,6 +272,14 @@ def test_the_prediction_counted_by_hand() -> None:
     assert [event.block for event in plan.schedule] == [0, 1, 2, 3, 3, 0, 1, 2, 2, 0, 1, 1, 0]
     assert plan.peak_bytes == 154
     assert plan.actions == (Action.RECOMPUTE,) * 3 + (Action.KEEP,)
+
+
+def test_only_the_last_block_of_a_segment_stops_at_what_it_saves_last() -> None:
+    stages = tuple(Stage(f"h.{i}", 1.0, 2.0, 10, 60, 10, 3, 4, 0.25) for i in range(4))
+    plan = Plan(stages, two_of_each().items)
+    again = {(event.block, event.end_seconds - event.start_seconds) for event in plan.schedule if event.kind == "again"}
+    assert again == {(0, 1.0), (1, 1.0), (2, 0.25), (1, 0.25)}, "block 1 runs again without saving, and once to save"
+    assert keep_all(stages).seconds == 4 * 3.0 and full(stages).seconds == 4 * 3.25
 
 
 def test_a_segment_at_the_end_leaves_no_output_behind() -> None:
@@ -333,6 +349,8 @@ def test_what_cannot_be_is_refused() -> None:
         Stage("h", -1.0, 0.0, 1, 1, 1, 0, 0)
     with pytest.raises(ValueError, match="expected output_bytes <= saved_bytes"):
         Stage("h", 1.0, 1.0, 1, 1, 2, 0, 0)
+    with pytest.raises(ValueError, match="expected again_seconds <= forward_seconds"):
+        Stage("h", 1.0, 1.0, 1, 1, 1, 0, 0, 1.1)
 
 
 @pytest.mark.parametrize("n", [6, 24])

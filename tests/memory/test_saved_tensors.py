@@ -189,6 +189,23 @@ def test_head_and_loss_of_a_language_model() -> None:
     assert [f[3] for f in found if f[0] == "softmax"] == [Treatment.GROUPS] * 2
 
 
+def test_what_stands_before_the_blocks_gets_twice_the_bits() -> None:
+    """As it was registered and as it runs: TinyGPT's last norm is registered before its blocks, and runs behind them."""
+    bert = hugging_face("bert", num_layers=2)
+    found = roles(lambda: bert.training_step(make_batch("bert"), 0), module=bert)
+    assert [f[0] for f in found if f[3] is Treatment.DOUBLE] == ["layer_norm"]
+    assert [f[0] for f in found if f[3] is Treatment.WIDE and f[0] != "scaled_dot_product_attention"] == [
+        "linear",
+        "layer_norm",
+        "linear",
+    ]
+    tensors = SavedTensors(bert)
+    assert "model.bert.embeddings.LayerNorm" in tensors._early and "model.cls.predictions.decoder" not in tensors._early
+    # where no block was seen to run, as under checkpoints, what was registered behind them is still the head's
+    found = roles(lambda: bert.model.cls.predictions.decoder(leaf(64, 32)), module=bert)
+    assert [f[3] for f in found if f[2] == "linear"] == [Treatment.WIDE]
+
+
 def test_names_and_kinds() -> None:
     net = TinyGPT(num_layers=2)
     tensors = SavedTensors(net)

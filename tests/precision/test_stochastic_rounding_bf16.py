@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,14 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_eff import LatestWeightAveraging
 from lightning_eff._core.optimizers import PER_PARAMETER
 from lightning_eff.precision import stochastic_rounding_bf16 as _module
 from lightning_eff.precision.stochastic_rounding_bf16 import StochasticRoundingBF16, _update
-from tests.ddp import launch
 from tests.kernels.test_stochastic_rounding import neighbours
 from tests.models import flat, loader, module, trainer
-from tests.runs import MODES, NUM_STEPS, checkpoints, fit, resume_from_every_step
+from tests.runs import NUM_STEPS, fit
 
 SUPPORTED = [name for name in PER_PARAMETER if name != "SparseAdam" and hasattr(torch.optim, name)]
 SETTINGS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9}, "Adam": {"amsgrad": True}}
@@ -156,23 +153,6 @@ def test_trains_hugging_face_models_in_bfloat16_alone(model: str) -> None:
         assert {v.dtype for v in state.values() if v.ndim} == {torch.bfloat16}
     nearest, _ = fit(model, list, precision="bf16-true")
     assert not torch.equal(flat(nearest), flat(net))
-
-
-@pytest.mark.parametrize("mode", sorted(set(MODES) - {"bf16"}))
-def test_resume_equals_uninterrupted_from_every_step(mode: str, tmp_path: Path) -> None:
-    def resuming() -> list:
-        return [LatestWeightAveraging(start=1.0)]
-
-    plugins = [StochasticRoundingBF16()]
-    assert resume_from_every_step("tiny_gpt", resuming, tmp_path, plugins=plugins, **MODES[mode]) == {}
-    for path in checkpoints(tmp_path)[:1]:
-        state = torch.load(path, weights_only=True)["state_dict"]
-        module("tiny_gpt").load_state_dict(state, strict=True)
-
-
-def test_ranks_round_alike() -> None:
-    found = launch("stochastic_rounding", "tiny_gpt")["tiny_gpt"]
-    assert found == {"alike": True, "finite": True, "rounded": True}
 
 
 def test_schedulers_hooks_and_several_optimizers_see_plain_steps() -> None:

@@ -5,6 +5,7 @@ from typing import Literal
 from torch import nn
 
 Bits = Literal[2, 4, 8, 32, "auto"]
+Method = Literal["group", "mesa"]
 
 
 def check_arguments(who: str, *, bits: object, method: object, group_size: int) -> None:
@@ -13,13 +14,20 @@ def check_arguments(who: str, *, bits: object, method: object, group_size: int) 
     Args:
         who: the class's name, for the message.
         bits: 2, 4, 8, 32 or "auto".
-        method: "group".
+        method: "group" or "mesa", which has 8 bits alone.
         group_size: a power of two from 16 to 8192.
     """
     if isinstance(bits, bool) or bits not in (2, 4, 8, 32, "auto"):
         raise ValueError(f"{who}({bits=}): expected 8, 4 or 2 bits, 'auto', or 32 to compress nothing.")
-    if method != "group":
-        raise ValueError(f"{who}({method=}): expected 'group', scale and minimum for each group of elements.")
+    if method not in ("group", "mesa"):
+        raise ValueError(
+            f"{who}({method=}): expected 'group', scale and minimum for each group of elements, or 'mesa', running ranges."
+        )
+    if method == "mesa" and bits != 8:
+        raise ValueError(
+            f"{who}({bits=}, {method=}): expected bits=8, because one running range for a whole head or layer is too wide"
+            " for fewer. Give bits=8, or method='group'."
+        )
     if isinstance(group_size, bool) or not 16 <= group_size <= 8192 or group_size & (group_size - 1):
         raise ValueError(f"{who}({group_size=}): expected a power of two from 16 to 8192, such as 256.")
 

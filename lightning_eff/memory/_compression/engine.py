@@ -15,12 +15,14 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from lightning_eff.kernels.group_quantization import BITS, dequantize, quantize
-from lightning_eff.memory._compression.held import EXACT_BITS, Held, dense, fits, mask, sign
-from lightning_eff.memory._compression.saved import COMPRESSED, KEPT, SavedTensors, Treatment, storage_id
+from lightning_eff.kernels.group_quantization import BITS, quantize
+from lightning_eff.memory._compression.codes import Codes, GroupCodes, Host
+from lightning_eff.memory._compression.held import EXACT_BITS, Held, dense, fits, mask, memory_order, sign
+from lightning_eff.memory._compression.identity import Identity, Storages, identity
+from lightning_eff.memory._compression.ranges import RunningRanges
+from lightning_eff.memory._compression.saved import COMPRESSED, KEPT, SavedTensors, Treatment
 
 WIDE_BITS = 8
 CATEGORIES = (*COMPRESSED, *KEPT)
@@ -49,8 +51,9 @@ class Ledger:
             parameters, buffers and the batch, which stay alive anyway.
         exact_by_category: ``exact_bytes`` by category; a storage counts where it was saved first.
         by_category: what is held instead, by category.
-        bits: the mean bits of an element of what was compressed by groups.
+        bits: the mean bits of an element of what is held in codes; a tensor that needs none of its own counts with 0.
         unfit: tensors kept exact because they hold NaN or infinity, or would round too badly.
+        host_bytes: what is held in host memory beside that.
         allocated_bytes: by how much the forward pass raised what CUDA's allocator has handed out; 0 elsewhere.
     """
 
@@ -59,6 +62,7 @@ class Ledger:
     by_category: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0))
     bits: float = 0.0
     unfit: int = 0
+    host_bytes: int = 0
     allocated_bytes: int = 0
 
     @property
@@ -76,6 +80,8 @@ class Engine:
             :meth:`key`) and of whether it is one of those that get 8 bits at least where the rule is one number.
             ``EXACT_BITS`` keeps a tensor as it is.
         group_size: elements of a group that share scale and minimum, a power of two from 16 to 8192.
+        ranges: where given, codes tensors instead of groups; ``bits`` are 8 then.
+        host: where given, codes wait there instead of on their device.
         stochastic: round stochastically, else to nearest.
         only: where given, says whether what is saved now is to be compressed at all.
 
@@ -83,6 +89,7 @@ class Engine:
         bits: as above; may be set between passes.
         reseeded: where set, says by key whose rounding draws from other numbers than it would.
         on_groups: where set, called with each tensor compressed by groups, its key and its codes.
+        on_shared: where set, called with the key of codes that serve another tensor too, and its number of elements.
         on_output: where set, called with the keys of what an operation saved, and with what the operation returns.
         ledger: of the last pass.
     """
@@ -93,16 +100,21 @@ class Engine:
         *,
         bits: int | BitsOf,
         group_size: int = 256,
+        ranges: RunningRanges | None = None,
+        host: Host | None = None,
         stochastic: bool = True,
         only: Callable[[], bool] | None = None,
     ) -> None:
         self.tensors = SavedTensors(module)
         self.bits = bits
         self.group_size = group_size
+        self.ranges = ranges
+        self.host = host
         self.stochastic = stochastic
         self.only = only
         self.reseeded: Callable[[str], bool] | None = None
         self.on_groups: Callable[[str, Any], None] | None = None
+        self.on_shared: Callable[[str, int], None] | None = None
         self.on_output: Callable[[list[str], Any], None] | None = None
         self.ledger = Ledger()
         self._clear(0)
@@ -113,11 +125,12 @@ class Engine:
         self._unfit = 0
         self._counted = False
         self._entries: list[Entry] = []
-        self._known: dict[Any, ReferenceType[Held]] = {}
-        self._storages: dict[int, StorageWeakRef] = {}
+        self._known: dict[tuple[Identity, bool], ReferenceType[Held]] = {}
+        self._storages = Storages()
         self._occurrences: dict[str, int] = {}
         self._open: deque[tuple[Held, Tensor, torch.cuda.Event]] = deque()
         self._keys: list[str] = []
+        self.tensors.notes.clear()
 
     @contextmanager
     def forward(self, seed: int, batch: Any) -> Iterator[None]:
@@ -150,19 +163,58 @@ class Engine:
             return Held.exact(x)
         if self.only is not None and not self.only():
             treatment, role = Treatment.EXACT, role if role in KEPT else "other"
-        storage = storage_id(x)
-        identity = (storage, x.storage_offset(), x.shape, x.stride(), x.dtype, x._version, treatment is Treatment.SIGN)
-        known = self._known.get(identity)
-        held = None if known is None else known()
-        if held is not None and held.bits >= _least(treatment):
+        place, signs = identity(x), treatment is Treatment.SIGN
+        held = self._find(place, signs=signs)
+        if held is not None and held.bits >= self._least(treatment):
             self._keys.append(held.key)
             return held
-        if storage not in self._storages:
-            self._storages[storage] = StorageWeakRef(x.untyped_storage())  # no other storage gets its number
-        held, role = self._hold(x, role, treatment)
-        self._known[identity] = kept = ref(held)
-        self._entries.append(Entry(kept, role, storage, x.untyped_storage().nbytes()))
+        self._storages.keep(x)
+        held = self._line(x, place, treatment)
+        if held is None:
+            held, role = self._hold(x, role, treatment)
+        self._known[place, signs] = kept = ref(held)
+        self._entries.append(Entry(kept, role, place.storage, x.untyped_storage().nbytes()))
         return held
+
+    @property
+    def _named(self) -> bool:
+        """Whether tensors need names."""
+        return self.ranges is not None or callable(self.bits)
+
+    def _find(self, place: Identity, *, signs: bool = False) -> Held | None:
+        known = self._known.get((place, signs))
+        return None if known is None else known()
+
+    def _least(self, treatment: Treatment) -> int:
+        """The fewest bits with which an earlier copy of a tensor serves this treatment."""
+        if treatment is Treatment.EXACT:
+            return EXACT_BITS
+        if treatment in (Treatment.WIDE, Treatment.DOUBLE):
+            return WIDE_BITS if callable(self.bits) or treatment is Treatment.WIDE else min(2 * self.bits, WIDE_BITS)
+        return 1
+
+    def _line(self, x: Tensor, place: Identity, treatment: Treatment) -> Held | None:
+        """``x`` by the codes of a tensor that it is an affine function of, if one is held that serves."""
+        if treatment not in (Treatment.GROUPS, Treatment.DOUBLE, Treatment.WIDE):
+            return None
+        for source, line in self.tensors.notes.sources(place):
+            held = self._find(source)
+            if held is None or held.codes is None or held.bits < self._least(treatment):
+                continue
+            whole = line.after(held.line)
+            if whole is None:
+                continue
+            if self._named:
+                self.key()  # names do not depend on whether this way was open
+            also = [(verdict, event) for other, verdict, event in self._open if other is held]
+            kept = Held.of_codes(x, held.codes, held.restore, whole, keep=bool(also))
+            kept.key = held.key
+            if self.on_shared is not None:
+                self.on_shared(held.key, x.numel())
+            self._keys.append(held.key)
+            self._open.extend((kept, *verdict) for verdict in also)  # fit for use where the source is
+            return kept
+        return None
 
     def _unpack(self, held: Held) -> Tensor:
         if self._entries:  # a backward pass inside the forward context
@@ -180,15 +232,14 @@ class Engine:
                 return held, "mask"
             if treatment is Treatment.MASK:
                 return Held.exact(x), role if role in KEPT else "statistic"
-        return self._groups(x, wide=treatment is Treatment.WIDE), role
+        return self._groups(x, treatment), role
 
-    def _groups(self, x: Tensor, *, wide: bool) -> Held:
-        key = ""
+    def _groups(self, x: Tensor, treatment: Treatment) -> Held:
+        key = self.key() if self._named else ""
         if callable(self.bits):
-            key = self.key()
-            bits = self.bits(key, wide)
+            bits = self.bits(key, treatment in (Treatment.WIDE, Treatment.DOUBLE))
         else:
-            bits = max(self.bits, WIDE_BITS) if wide else self.bits
+            bits = max(self.bits, self._least(treatment))
         number, self._number = self._number, self._number + 1
         if bits == EXACT_BITS:
             return Held.exact(x)
@@ -198,12 +249,11 @@ class Engine:
             number += _OTHER_ROUNDING if self.reseeded is not None and self.reseeded(key) else 0
             seed = (self._seed + _ODD * number) % 2**63
         y, restore = dense(x)
-        packed = quantize(y, bits, self.group_size, seed=seed)
-        fit = fits(y, packed)
+        codes, fit = self._coded(x, y, key, bits, seed)
         if not x.is_cuda and not fit:
             self._unfit += 1
             return Held.exact(x)
-        held = Held.coded(x, lambda: restore(dequantize(packed)), bits, packed.num_bytes, keep=x.is_cuda)
+        held = Held.of_codes(x, codes, restore, keep=x.is_cuda)
         held.key = key
         if x.is_cuda:  # the host does not wait for the verdict, but keeps the tensor until it is known
             verdict = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(fit, non_blocking=True)
@@ -211,10 +261,25 @@ class Engine:
             event.record()
             self._open.append((held, verdict, event))
             self._settle(_IN_FLIGHT)
-        if self.on_groups is not None:
-            self.on_groups(key, packed)
         self._keys.append(key)
         return held
+
+    def _coded(self, x: Tensor, y: Tensor, key: str, bits: int, seed: int | None) -> tuple[Codes, Tensor]:
+        """Codes of ``y``, which is ``x`` in its memory's order, and whether they are fit for use."""
+        if self.ranges is not None:
+            return self.ranges.encode(key, y, self._heads(x, y), seed, self.host)
+        packed = quantize(y, bits, self.group_size, seed=seed)
+        fit = fits(y, packed)
+        if self.on_groups is not None and (x.is_cuda or fit):
+            self.on_groups(key, packed)
+        return GroupCodes(packed, self.host), fit
+
+    def _heads(self, x: Tensor, y: Tensor) -> tuple[int, int] | None:
+        """The dimension of ``y`` along which attention's heads lie, and their number; None where it is not attention's."""
+        found = self.tensors.heads(x)
+        if found is None or y.shape.numel() != x.shape.numel():  # expanded, and kept once
+            return None
+        return memory_order(x).index(found[0]), found[1]
 
     def _settle(self, in_flight: int) -> None:
         """Hear the verdicts on compressed tensors until that many are open."""
@@ -250,6 +315,7 @@ class Engine:
         ledger = self.ledger = Ledger(unfit=self._unfit)
         seen: set[int] = set()
         whole: set[int] = set()
+        coded: set[int] = set()
         elements = bits = 0
         for entry in self._entries:
             held = entry.held()
@@ -257,23 +323,21 @@ class Engine:
                 continue
             exact = held.bits == EXACT_BITS
             category = "unfit" if exact and entry.category in COMPRESSED else entry.category
-            if not exact:
+            codes = held.codes
+            if codes is not None:
+                elements += codes.numel
+                if id(codes) not in coded:  # else counted with the first tensor that it serves
+                    coded.add(id(codes))
+                    ledger.by_category[category] += codes.num_bytes
+                    ledger.host_bytes += codes.host_bytes
+                    bits += codes.bits * codes.numel
+            elif not exact:
                 ledger.by_category[category] += held.num_bytes
             elif entry.storage not in whole:
                 whole.add(entry.storage)
                 ledger.by_category[category] += entry.storage_bytes
-            if not exact and held.bits > 1:
-                elements += held.numel
-                bits += held.bits * held.numel
             if entry.storage not in seen:
                 seen.add(entry.storage)
                 ledger.exact_bytes += entry.storage_bytes
                 ledger.exact_by_category[entry.category] += entry.storage_bytes
         ledger.bits = bits / elements if elements else 0.0
-
-
-def _least(treatment: Treatment) -> int:
-    """The fewest bits with which an earlier copy of a tensor serves this treatment."""
-    if treatment is Treatment.EXACT:
-        return EXACT_BITS
-    return WIDE_BITS if treatment is Treatment.WIDE else 1

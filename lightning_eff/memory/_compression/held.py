@@ -7,11 +7,15 @@ from torch import Tensor
 
 from lightning_eff.kernels.bit_mask import pack_mask, pack_pair, unpack_mask, unpack_pair
 from lightning_eff.kernels.group_quantization import Packed
+from lightning_eff.memory._compression.affine import SAME, Line
+from lightning_eff.memory._compression.codes import Codes
 
 EXACT_BITS = 32  # said of what is kept as it is, whatever its dtype
 _SAMPLED_GROUPS = 64
 # A tensor is kept exact where rounding's expected squared error is above this part of its variance inside a group.
 WORST_ERROR = 4.0
+# The same at 1 bit, which is given by measured sensitivity alone: it is 7.5 in groups of 256 normal numbers.
+WORST_ERROR_OF_ONE_BIT = 16.0
 
 Restore = Callable[[Tensor], Tensor]
 _nothing: dict[tuple[torch.dtype, torch.device], Tensor] = {}
@@ -60,12 +64,15 @@ class Held:
 
     Attributes:
         bits: of each element; ``EXACT_BITS`` where the tensor is kept as it is.
-        num_bytes: of the compressed form; 0 where the tensor is kept as it is.
-        numel: elements of the tensor.
+        num_bytes: of masks and signs; what ``codes`` take is theirs to say, as several tensors may be held in one.
+        codes: the codes that it is a ``line`` of, where it is held in such.
+        restore: what gives the decoded codes the form of the tensor.
         key: the name under which its bits are decided; empty where it has none.
     """
 
-    __slots__ = ("__weakref__", "_decode", "_tensor", "_version", "bits", "key", "num_bytes", "numel")
+    __slots__ = (
+        "__weakref__", "_decode", "_tensor", "_version", "bits", "codes", "key", "line", "num_bytes", "restore"
+    )  # fmt: skip
 
     def __init__(self, x: Tensor, version: Version, tensor: Tensor | None) -> None:
         self._version = version
@@ -73,7 +80,9 @@ class Held:
         self._decode: Callable[[], Tensor] | None = None
         self.bits = EXACT_BITS
         self.num_bytes = 0
-        self.numel = x.numel()
+        self.codes: Codes | None = None
+        self.line = SAME
+        self.restore: Restore = _as_it_is
         self.key = ""
 
     @classmethod
@@ -83,10 +92,17 @@ class Held:
         return cls(x, Version(x, tensor), tensor)
 
     @classmethod
-    def coded(cls, x: Tensor, decode: Callable[[], Tensor], bits: int, num_bytes: int, *, keep: bool = False) -> "Held":
-        """Holds what ``decode`` needs, of ``num_bytes``; and ``x`` too if ``keep``, until :meth:`settle`."""
-        held = cls(x, Version(x), x.detach() if keep else None)
+    def coded(cls, x: Tensor, decode: Callable[[], Tensor], bits: int, num_bytes: int) -> "Held":
+        """Holds what ``decode`` needs, of ``num_bytes``."""
+        held = cls(x, Version(x), None)
         held._decode, held.bits, held.num_bytes = decode, bits, num_bytes
+        return held
+
+    @classmethod
+    def of_codes(cls, x: Tensor, codes: Codes, restore: Restore, line: Line = SAME, *, keep: bool = False) -> "Held":
+        """Holds ``codes``, of which ``x`` is that ``line``; and ``x`` too if ``keep``, until :meth:`settle`."""
+        held = cls(x, Version(x), x.detach() if keep else None)
+        held.bits, held.codes, held.restore, held.line = codes.bits, codes, restore, line
         return held
 
     def settle(self, *, fit: bool) -> None:
@@ -94,7 +110,7 @@ class Held:
         if fit:
             self._tensor = None
         else:
-            self._decode, self.bits, self.num_bytes = None, EXACT_BITS, 0
+            self.codes, self.bits = None, EXACT_BITS
 
     def get(self) -> Tensor:
         """The tensor, decoded anew at each call.
@@ -105,8 +121,16 @@ class Held:
         self._version.check()
         if self._tensor is not None:
             return self._tensor
-        assert self._decode is not None, "one of the two is kept"
+        if self.codes is not None:
+            return self.restore(self.codes.decode(self.line))
+        assert self._decode is not None, "one of the three is kept"
         return self._decode()
+
+
+def memory_order(x: Tensor) -> list[int]:
+    """The dimensions of ``x`` from the one with the longest stride on, as :func:`dense` orders them."""
+    stride = x.stride()
+    return list(range(x.ndim)) if x.is_contiguous() else sorted(range(x.ndim), key=lambda dim: -stride[dim])
 
 
 def dense(x: Tensor) -> tuple[Tensor, Restore]:
@@ -122,8 +146,7 @@ def dense(x: Tensor) -> tuple[Tensor, Restore]:
     for dim, step in enumerate(x.stride()):
         if step == 0 and shape[dim] > 1:
             x, expanded = x.narrow(dim, 0, 1), True
-    stride = x.stride()
-    order = sorted(range(x.ndim), key=lambda dim: -stride[dim])
+    order = memory_order(x)
     inverse = [order.index(dim) for dim in range(x.ndim)]
 
     def restore(y: Tensor) -> Tensor:
@@ -166,13 +189,14 @@ def fits(y: Tensor, packed: Packed) -> Tensor:
     """
     fit = (packed.scale.sum() + packed.minimum.sum()).isfinite()
     size, levels = packed.group_size, 2**packed.bits - 1
+    worst = WORST_ERROR_OF_ONE_BIT if packed.bits == 1 else WORST_ERROR
     whole = y.numel() // size
     # n elements of range R have a deviation of at least R / sqrt(2 n), f (1 - f) is at most 1/4, and scale = R / levels
-    if whole and 2 * size > 4 * levels**2 * WORST_ERROR:
+    if whole and 2 * size > 4 * levels**2 * worst:
         every = -(-whole // _SAMPLED_GROUPS)
         groups = y.view(-1)[: whole * size].view(whole, size)[::every].float()
         scale, minimum = packed.scale[:whole:every, None], packed.minimum[:whole:every, None]
         f = ((groups - minimum) / scale.clamp_min(torch.finfo(torch.float32).tiny)).frac_()
         error = (scale.square() * f * (1 - f)).mean()
-        fit = fit & ~(error > WORST_ERROR * groups.var(dim=1, correction=0).mean())
+        fit = fit & ~(error > worst * groups.var(dim=1, correction=0).mean())
     return fit

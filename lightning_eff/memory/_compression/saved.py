@@ -19,6 +19,8 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_eff._core.blocks import candidates
+from lightning_eff.memory._compression.affine import OPERATIONS, AffineNotes
+from lightning_eff.memory._compression.identity import storage_id
 
 SMALL = 256  # elements; compressing fewer saves nothing worth having
 
@@ -29,6 +31,7 @@ class Treatment(Enum):
     ALIVE = "its storage stays alive anyway: neither compressed nor counted"
     EXACT = "kept as it is"
     GROUPS = "compressed by groups"
+    DOUBLE = "compressed by groups, at twice the bits, or 8"
     WIDE = "compressed by groups, at 8 bits or more"
     SIGN = "one bit an element: whether it is above zero, which is all that its operation needs"
     MASK = "one bit an element if it has two values, else kept as it is"
@@ -69,8 +72,10 @@ _FAMILIES = {
     "mask": "dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout feature_dropout"
     " native_dropout",
 }
+CONVOLUTIONS = frozenset(name for name in _FAMILIES["linear"].split() if name.startswith("conv"))
 FAMILY = {name: family for family, names in _FAMILIES.items() for name in names.split()}
 _FUSED = ("scaled_dot_product_attention", "multi_head_attention_forward")
+_PRODUCTS = frozenset(("matmul", "__matmul__", "softmax", "_softmax"))
 _WEIGHTED = (F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 _OF_LOSSES = ("LogSoftmax", "Logsumexp", "LogSigmoid", "NllLoss")
 _VIEWS = (
@@ -79,11 +84,6 @@ _VIEWS = (
 )  # fmt: skip
 _INDEX = re.compile(r"^[^.:]+")
 _VIEW_NODES = frozenset(f"{name}Backward{number}" for name in _VIEWS for number in range(3))
-
-
-def storage_id(x: Tensor) -> int:
-    """What tells a storage from all others that exist, or to which a weak reference exists."""
-    return x.untyped_storage()._cdata
 
 
 def origin(x: Tensor) -> Any:
@@ -108,6 +108,7 @@ class SavedTensors(TorchFunctionMode):
 
     Attributes:
         on_output: where set, called with what each operation returns.
+        notes: of which tensors those of this pass are affine functions.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -115,8 +116,11 @@ class SavedTensors(TorchFunctionMode):
         self._module = module
         self._names = {id(m): path for path, m in module.named_modules()}
         self._blocks = tuple(f"{found.path}." for found in candidates(module))
+        self._early = self._before_blocks()
+        self._block_seen = False
         self._alive: frozenset[int] = frozenset()
         self.on_output: Callable[[Any], None] | None = None
+        self.notes = AffineNotes(SMALL)
         self._op: Any = None
         self._args: tuple[Any, ...] = ()
         self._kwargs: dict[str, Any] = {}
@@ -129,6 +133,8 @@ class SavedTensors(TorchFunctionMode):
         self._op, self._args, self._kwargs = func, args, kwargs or {}
         try:
             output = func(*args, **self._kwargs)
+            if (name := getattr(func, "__name__", "")) in OPERATIONS:
+                self.notes.note(name, args, self._kwargs, output)
             if self.on_output is not None:
                 self.on_output(output)
             return output
@@ -138,6 +144,7 @@ class SavedTensors(TorchFunctionMode):
     def begin(self, batch: Iterable[Tensor]) -> None:
         """A forward pass begins on these tensors, which stay alive too, as do parameters and buffers as they are now."""
         tensors = [*self._module.parameters(), *self._module.buffers(), *batch]
+        self._block_seen = False
         self._alive = frozenset(storage_id(t) for t in tensors if type(t) in (Tensor, nn.Parameter))
 
     @property
@@ -193,7 +200,8 @@ class SavedTensors(TorchFunctionMode):
             if node is not None and node.name().startswith(_OF_LOSSES):
                 return Role("loss", Treatment.EXACT)
         if family in ("linear", "norm") and self._blocks and not self._in_block():
-            return Role(family, Treatment.WIDE)  # the head's: few bytes, and a large part of the gradient's error
+            # the head's: few bytes, and a large part of the gradient's error; the embeddings' is a small one
+            return Role(family, Treatment.DOUBLE if self._is_early() else Treatment.WIDE)
         return groups
 
     def _of_attention(self, x: Tensor) -> Role:
@@ -212,6 +220,23 @@ class SavedTensors(TorchFunctionMode):
             if at not in (q.data_ptr(), k.data_ptr()) and not x.requires_grad:
                 return Role("attention", Treatment.MASK)  # an attention mask, or a dropout mask
         return Role("attention", Treatment.WIDE)
+
+    def heads(self, x: Tensor) -> tuple[int, int] | None:
+        """The dimension of ``x`` along which attention's heads lie, and their number; None where it is not attention's.
+
+        Attention is told by an operation on 4-D arguments (B, H, ., .). It saves tensors of that form, or of
+        (B * H, ., .), where the number that is given is still H.
+        """
+        if self.operation == _FUSED[1]:
+            number = self._argument(4, "num_heads")
+            return (1, number) if x.ndim == 4 and x.shape[1] == number else None
+        given = self._argument(0, "query" if self.operation == _FUSED[0] else "input")
+        if not isinstance(given, Tensor) or given.ndim != 4 or self.operation not in {_FUSED[0], *_PRODUCTS}:
+            return None
+        batch, number = given.shape[:2]
+        if x.ndim == 4:
+            return 1, x.shape[1]
+        return (0, number) if x.ndim == 3 and x.shape[0] == batch * number else None
 
     def _argument(self, position: int, name: str) -> Any:
         return self._args[position] if len(self._args) > position else self._kwargs.get(name)
@@ -233,7 +258,23 @@ class SavedTensors(TorchFunctionMode):
         return isinstance(exponent, int | float) and exponent >= 1 and float(exponent).is_integer()
 
     def _in_block(self) -> bool:
-        return self.path(sys._getframe(1)).startswith(self._blocks) if self._blocks else False
+        if not self._blocks or not self.path(sys._getframe(1)).startswith(self._blocks):
+            return False
+        self._block_seen = True
+        return True
+
+    def _before_blocks(self) -> frozenset[str]:
+        """The paths of the modules that come before the first block, in the order in which they were registered."""
+        paths: list[str] = []
+        for path in self._names.values():
+            if self._blocks and path.startswith(self._blocks):
+                return frozenset(paths)
+            paths.append(path)
+        return frozenset()
+
+    def _is_early(self) -> bool:
+        """Whether what runs stands before the blocks, both as they were registered and as they run."""
+        return not self._block_seen and self.path(sys._getframe(2)) in self._early
 
     def path(self, frame: FrameType | None) -> str:
         """The dotted path of the innermost module of which a method runs in ``frame`` or a frame that called it."""

@@ -129,7 +129,7 @@ def _inner_of(
     x, gradient = chain.x, int(chain.x[t + 1])
     need, once = chain.keep_need(s, gradient), float(chain.once[s])
     if s == t:
-        yield need, once, s, 0, 0
+        yield need, float(chain.last[s]), s, 0, 0
         return
     stored = int(chain.interior[s] + x[s + 1])
     for place, rest in enumerate(plans[s + 1, t]):

@@ -31,9 +31,11 @@ class Stage:
             or, in a pass that saves, ``saved_bytes``.
         backward_peak_bytes: what the backward pass takes at its peak beyond ``saved_bytes``, the block's input and the
             gradients of output and input.
+        again_seconds: of a forward pass that ends when the last tensor is saved, as that of the last block of a Segment
+            does; at most ``forward_seconds``, which None stands for.
 
     Raises:
-        ValueError: a number is negative, not finite, or ``output_bytes > saved_bytes``.
+        ValueError: a number is negative, not finite, or one is larger than it may be.
     """
 
     name: str
@@ -44,10 +46,11 @@ class Stage:
     output_bytes: int
     forward_peak_bytes: int
     backward_peak_bytes: int
+    again_seconds: float | None = None
 
     def __post_init__(self) -> None:
         for field, value in vars(self).items():
-            if field != "name" and not (value >= 0 and isfinite(value)):
+            if field != "name" and value is not None and not (value >= 0 and isfinite(value)):
                 raise ValueError(
                     f"Stage {self.name!r}: got {field}={value!r}; expected a finite number >= 0. Profile the block again."
                 )
@@ -56,6 +59,16 @@ class Stage:
                 f"Stage {self.name!r}: got output_bytes={self.output_bytes} and saved_bytes={self.saved_bytes}; expected"
                 " output_bytes <= saved_bytes, because what is saved includes the output. Add the output to it."
             )
+        if self.last_seconds > self.forward_seconds:
+            raise ValueError(
+                f"Stage {self.name!r}: got again_seconds={self.again_seconds} and forward_seconds={self.forward_seconds};"
+                " expected again_seconds <= forward_seconds, because it is a part of it. Leave it out."
+            )
+
+    @property
+    def last_seconds(self) -> float:
+        """Of the forward pass in which the last block of a Segment runs again and is kept."""
+        return self.forward_seconds if self.again_seconds is None else self.again_seconds
 
 
 class Action(Enum):
@@ -82,7 +95,8 @@ class Segment:
     """Blocks ``start`` to ``end - 1`` run without saving; their input is kept, or, with ``offload``, goes to the host.
 
     In the backward pass, when the first of their saved tensors is needed, they run again following ``inner``, a plan for
-    exactly these blocks: Segments in it run again without saving, what its Keeps save is held.
+    exactly these blocks: Segments in it run again without saving, what its Keeps save is held. Where the last block is a
+    Keep, it runs no further than to the last tensor that it saves.
     """
 
     start: int

@@ -57,6 +57,8 @@ class _Ledger:
                 if isinstance(item, Keep):
                     self.hold("interior", block)
                 self.run(kind, block)
+                if kind == "again" and item is items[-1] and isinstance(item, Keep):
+                    self.runs[-1].seconds = self.stages[block].last_seconds
                 if block > start:
                     self.drop("x", block)
                 elif item.offload:

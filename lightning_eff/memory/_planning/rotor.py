@@ -8,6 +8,8 @@ all (section 4)::
       keep block s:           f_s + b_s + C(s+1, t, m - interior_s - x_{s+1})             if m >= A(s, t)
       store x_k, s < k <= t:  f_s + ... + f_{k-1} + C(k, t, m - x_k) + C(s, k-1, m)       if m >= E(s, k, t)
 
+    C(t, t, m) = f'_t + b_t    if m >= A(t, t), where f' ends with the last saved tensor; f_t + b_t for the last block of all
+
     A(s, t)    = interior_s + x_{s+1} + max(gradient_t + forward_peak_s,  x_s + x_{s+1} + backward_peak_s)
     E(s, k, t) = gradient_t + max over s <= j < k of  (x_j if j > s) + x_{j+1} + forward_peak_j
 
@@ -107,6 +109,11 @@ class Chain:
     def once(self) -> Floats:
         """``f_i + b_i``, shape (n,)."""
         return np.array([s.forward_seconds + s.backward_seconds for s in self.stages])
+
+    @cached_property
+    def last(self) -> Floats:
+        """``f'_i + b_i``, for a Segment's last block that is kept, shape (n,)."""
+        return np.array([s.last_seconds + s.backward_seconds for s in self.stages])
 
     def gradient(self, t: int) -> int:
         """Bytes of the gradient that is held while blocks up to ``t`` run forward."""
@@ -247,7 +254,8 @@ class _Table:
         gradient = chain.gradient(t)
         need = chain.keep_need(s, gradient)
         if s == t:
-            self.seconds[t, s, :size] = np.where(level < need, np.inf, chain.once[s])
+            once = (chain.last if t < len(chain) - 1 else chain.once)[s]
+            self.seconds[t, s, :size] = np.where(level < need, np.inf, once)
             self.peak[t, s, :size] = need
             return
         below, peak_below = self.seconds[t].reshape(-1), self.peak[t].reshape(-1)

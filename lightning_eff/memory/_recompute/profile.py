@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from statistics import quantiles
 from typing import Any
 
 import torch
@@ -12,11 +13,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from lightning_eff._core.blocks import hidden_of, signature
+from lightning_eff._core.blocks import hidden_of
 from lightning_eff.memory._planning.plan import Stage
 from lightning_eff.memory._recompute.surroundings import random_state, set_random_state
 
-REPEATS = 3  #: timed runs of each block; equal blocks are taken together
+ROUNDS = 3  #: passes of the step in which each block is timed once
+MOST_ROUNDS = 6  #: so many if they differ much
+AGREE = 1.05  #: they do if the median round takes longer than so many times the fastest
 
 
 def _key(tensor: Tensor) -> int:
@@ -41,6 +44,7 @@ class Ledger(TorchDispatchMode):
     Attributes:
         peak: the most bytes that were alive at the end of an operation.
         casts: bytes of copies of weights in another type, which autocast keeps; not in ``peak``.
+        operations: each that ran, with the shapes, strides and types of its tensors and its other arguments.
 
     Args:
         weights: keys of the storages of parameters.
@@ -50,12 +54,14 @@ class Ledger(TorchDispatchMode):
     def __init__(self, weights: set[int], known: set[int]) -> None:
         super().__init__()
         self.peak = self.casts = 0
+        self.operations: list[Any] = []
         self._weights, self._known = weights, set(known)
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         self._held: list[StorageWeakRef] = []  # while one is held, no other storage gets its key
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
+        self.operations.append((str(func), *map(_told, tree_leaves((args, kwargs)))))
         given = {_key(t) for t in _tensors((args, kwargs)) if t.layout is torch.strided}
         copies = func is torch.ops.aten._to_copy.default and bool(given & self._weights)
         self._sweep()
@@ -91,20 +97,26 @@ class Ledger(TorchDispatchMode):
 
 
 class _Measured:
-    """One block's measures."""
+    """One block's measures; of each timed run the marks where it began, had saved all, had returned, and was back."""
 
     def __init__(self) -> None:
         self.input = self.output = self.saved = self.forward_peak = self.backward_peak = self.casts = 0
-        self.forward: list[float] = []
-        self.backward: list[float] = []
+        self.num_saved = 0
         self.kind: Any = None
+        self.marks: list[tuple[Any, Any, Any, Any]] = []
+
+    def seconds(self, run: int) -> tuple[float, float, float]:
+        """Of the timed run of that number: forward, backward, and forward until the last tensor was saved."""
+        began, saved, between, ended = self.marks[run]
+        return _seconds(began, between), _seconds(between, ended), _seconds(began, saved)
 
 
 class Profiler:
-    """Measures each block at its call; hand each call of a block in a step to :meth:`call`.
+    """Measures each block at its calls; hand each call of a block in a step to :meth:`call`.
 
-    The step must run with autograd on and in :meth:`around`, which keeps it from saving anything. Each block runs
-    ``3 + REPEATS`` times.
+    Run the step in :meth:`around` once, with autograd on: each block runs twice, and its bytes are counted. Then run
+    it so again and again until :meth:`settled`: in each of these rounds a block runs forward and backward once, and is
+    timed. What slows the machine down for a while then touches a part of each block's measures, and not some blocks alone.
 
     Args:
         module: the module that runs, whose parameters and buffers are not counted.
@@ -115,21 +127,37 @@ class Profiler:
         self._blocks = blocks
         self._weights = {_key(p) for p in module.parameters()}
         self._known = self._weights | {_key(b) for b in module.buffers()}
-        self._found: list[tuple[int, _Measured]] = []
+        self._found: dict[int, _Measured] = {}
+        self._order: list[int] = []
+        self._rounds = -1  # before the pass that counts bytes
 
     @contextmanager
     def around(self) -> Iterator[None]:
         """Where the step runs: what it would save for its backward pass is let go."""
+        self._order.clear()
         with torch.enable_grad(), saved_tensors_hooks(_drop, _never):
             yield
+        self._rounds += 1
+
+    def settled(self, *, together: bool) -> bool:
+        """Whether there have been rounds enough.
+
+        Args:
+            together: the step needs other processes, so that all must stop after the same round, ``ROUNDS``.
+        """
+        if self._rounds < ROUNDS or together or self._rounds >= MOST_ROUNDS:
+            return self._rounds >= ROUNDS
+        totals = sorted(
+            sum(sum(found.seconds(run)[:2]) for found in self._found.values()) for run in range(self._rounds)
+        )
+        return totals[len(totals) // 2] <= AGREE * totals[0]
 
     def call(self, index: int, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run block ``index`` as ``run(*args, **kwargs)``, after having measured it."""
-        found = _Measured()
+        """Run block ``index`` as ``run(*args, **kwargs)``, and measure it."""
+        self._order.append(index)
         hidden = hidden_of(args, kwargs)
         device = hidden.device
         leaves, spec = tree_flatten((args, kwargs))
-        known = self._known | {_key(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
         place = next(i for i, leaf in enumerate(leaves) if leaf is hidden)
         parameters = [p for p in self._blocks[index].parameters() if p.requires_grad]
         state = random_state(device)
@@ -155,22 +183,42 @@ class Profiler:
             grads = torch.autograd.grad(ends, wanted, [torch.ones_like(t) for t in ends], allow_unused=True)
             return None if inputs[place] is None else grads[0]
 
-        self._measure_bytes(found, forward, backward, known, parameters, hidden)
-        for _ in range(REPEATS):
-            with saved_tensors_hooks(_detached, _itself):
-                began = _now(device)
-                output, inputs = forward()
-                between = _now(device)
-                backward(output, inputs)
-                ended = _now(device)
-            found.forward.append(between - began)
-            found.backward.append(ended - between)
-            del output, inputs
-        shapes = tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))
-        found.kind = (str(signature(self._blocks[index])), shapes)
-        self._found.append((index, found))
+        if self._rounds < 0:
+            found = self._found[index] = _Measured()
+            known = self._known | {_key(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+            return self._measure_bytes(found, forward, backward, known, parameters, hidden)
+        output = self._time(self._found[index], forward, backward, device)
+        if not any(isinstance(leaf, Tensor) and leaf.requires_grad and leaf is not hidden for leaf in leaves):
+            return output
         set_random_state(device, state)
-        return run(*args, **kwargs)
+        return run(*args, **kwargs)  # what the other run saved for gradients that were not asked for goes
+
+    def _time(
+        self,
+        found: _Measured,
+        forward: Callable[[], Any],
+        backward: Callable[[Any, Any], Tensor | None],
+        device: torch.device,
+    ) -> Any:
+        """One timed run, which saves as a step does. What the block returned; random numbers as after its forward pass."""
+        count, last = 0, None
+
+        def pack(tensor: Tensor) -> Tensor:
+            nonlocal count, last
+            count += 1
+            if count == found.num_saved:
+                last = _mark(device)
+            return tensor.detach()
+
+        with saved_tensors_hooks(pack, _itself):
+            began = _mark(device)
+            output, inputs = forward()
+            between = _mark(device)
+            state = random_state(device)
+            backward(output, inputs)
+            found.marks.append((began, between if last is None else last, between, _mark(device)))
+        set_random_state(device, state)
+        return output
 
     def _measure_bytes(
         self,
@@ -180,12 +228,14 @@ class Profiler:
         known: set[int],
         parameters: list[nn.Parameter],
         hidden: Tensor,
-    ) -> None:
+    ) -> Any:
+        """What the block returned, in a run that saved nothing."""
         saved: dict[int, int] = {}
         held: list[StorageWeakRef] = []  # so that what the backward pass allocates does not get their keys
         ledger = Ledger(self._weights, known)
 
         def save(tensor: Tensor) -> Tensor:
+            found.num_saved += 1
             if ledger.counts(tensor):
                 saved[_key(tensor)] = _nbytes(tensor)
                 held.append(StorageWeakRef(tensor.untyped_storage()))
@@ -198,6 +248,7 @@ class Profiler:
             found.input, found.output = _nbytes(hidden), sum(outputs.values())
             found.saved, found.casts = sum({**saved, **outputs}.values()), ledger.casts
             saving_peak = max(ledger.peak, taken() - ledger.casts)
+            found.kind = ledger.operations
             ledger = Ledger(self._weights, known | saved.keys() | outputs.keys())
             with ExitStack() as scope:
                 for p in parameters:  # their gradients are not the chain's to hold
@@ -206,55 +257,96 @@ class Profiler:
                 taken = scope.enter_context(_allocator(hidden.device))
                 scope.enter_context(ledger)
                 gradient = backward(output, inputs)
+            found.kind = tuple(found.kind + ledger.operations)
             of_parameters = sum(_nbytes(p) for p in parameters)
             peak = max(ledger.peak, taken() - of_parameters)
             found.backward_peak = max(0, peak - (0 if gradient is None else _nbytes(gradient)))
         del output, inputs, gradient
         ledger = Ledger(self._weights, known)
         with saved_tensors_hooks(_drop, _never), _allocator(hidden.device) as taken, ledger:
-            output = forward()
-        del output
+            output, _ = forward()
         found.forward_peak = max(
             0, ledger.peak - found.output, taken() - ledger.casts - found.output, saving_peak - found.saved
         )
+        return output
+
+    def check_order(self, path: str) -> None:
+        """To be called after each pass.
+
+        Raises:
+            ValueError: if the step did not call each block once, in their order.
+        """
+        if self._order != list(range(len(self._blocks))):
+            raise ValueError(
+                f"Rematerialization(policy='optimal'): a training step calls the blocks of {path!r} in the order"
+                f" {self._order}; expected each of the {len(self._blocks)} once, in their order, because the plan is made for"
+                " a chain. Use policy='full', or name another stack by layers=."
+            )
 
     def stages(self, path: str) -> tuple[tuple[Stage, ...], int]:
         """The blocks as stages of a chain, and the bytes of the copies of weights that autocast keeps.
 
-        Raises:
-            ValueError: if the step does not call each block once, in their order.
+        Seconds are lower quartiles over all rounds, and over all blocks that ran the same operations on the same shapes:
+        others' use of the machine only ever adds to them.
         """
-        order = [index for index, _ in self._found]
-        if order != list(range(len(self._blocks))):
-            raise ValueError(
-                f"Rematerialization(policy='optimal'): a training step calls the blocks of {path!r} in the order {order};"
-                f" expected each of the {len(self._blocks)} once, in their order, because the plan is made for a chain."
-                " Use policy='full', or name another stack by layers=."
-            )
+        alike: dict[Any, list[tuple[float, float, float]]] = {}
+        for found in self._found.values():
+            alike.setdefault(found.kind, []).extend(found.seconds(run) for run in range(len(found.marks)))
         stages: list[Stage] = []
-        for index, found in self._found:
-            alike = [other for _, other in self._found if other.kind == found.kind]
-            forward = sorted(seconds for other in alike for seconds in other.forward)
-            backward = sorted(seconds for other in alike for seconds in other.backward)
+        for index, found in sorted(self._found.items()):
+            forward, backward, again = (_quartile(column) for column in zip(*alike[found.kind], strict=True))
             stages.append(
                 Stage(
                     name=f"{path}.{index}",
-                    forward_seconds=forward[len(forward) // 2],
-                    backward_seconds=backward[len(backward) // 2],
+                    forward_seconds=forward,
+                    backward_seconds=backward,
                     input_bytes=found.input,
                     saved_bytes=found.saved,
                     output_bytes=found.output,
                     forward_peak_bytes=found.forward_peak,
                     backward_peak_bytes=found.backward_peak,
+                    again_seconds=min(again, forward),
                 )
             )
-        return tuple(stages), sum(found.casts for _, found in self._found)
+        return tuple(stages), sum(found.casts for found in self._found.values())
 
 
-def _now(device: torch.device) -> float:
+def _quartile(values: Sequence[float]) -> float:
+    return quantiles(values, n=4, method="inclusive")[0]
+
+
+def _told(leaf: Any) -> Any:
+    """What of an operation's argument its cost may depend on."""
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.stride() if leaf.layout is torch.strided else None, leaf.dtype
+    return leaf if isinstance(leaf, _PLAIN) else type(leaf)
+
+
+_PLAIN = (int, float, str, type(None), torch.dtype)
+
+
+def _mark(device: torch.device) -> Any:
+    """A moment in the device's work: on CUDA an event, so that nothing waits, else the clock when all work is done.
+
+    On a CPU of one thread it is the thread's own time, which other processes do not add to.
+    """
+    if device.type == "cuda":
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        return event
     if device.type not in ("cpu", "meta"):
         torch.get_device_module(device).synchronize(device)
+    elif torch.get_num_threads() == 1:
+        return time.thread_time()
     return time.perf_counter()
+
+
+def _seconds(began: Any, ended: Any) -> float:
+    """Between two marks."""
+    if isinstance(began, float):
+        return ended - began
+    ended.synchronize()
+    return began.elapsed_time(ended) / 1e3
 
 
 @contextmanager

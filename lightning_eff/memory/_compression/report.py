@@ -1,0 +1,50 @@
+"""What a pass is reported to have held."""
+
+import torch
+
+from lightning_eff.memory._compression.engine import Engine, Ledger
+from lightning_eff.memory._compression.saved import COMPRESSED, SMALL
+
+
+def report(engine: Engine | None, *, offload: bool) -> dict[str, float | int]:
+    """The quantities of an engine's last pass; all zero before there is one.
+
+    Args:
+        engine: None before there is one.
+        offload: whether bytes in host memory are told too.
+    """
+    ledger = None if engine is None else engine.ledger
+    of = {} if ledger is None else ledger.by_category
+    saved = 0 if ledger is None else ledger.saved_bytes
+    exact = 0 if ledger is None else ledger.exact_bytes
+    found: dict[str, float | int] = {
+        "saved_bytes": saved,
+        "exact_bytes": exact,
+        "ratio": exact / saved if saved else 1.0,
+        "bits": 0.0 if ledger is None else ledger.bits,
+        "unfit": 0 if ledger is None else ledger.unfit,
+        **{f"{category}_bytes": of.get(category, 0) for category in COMPRESSED},
+        "kept_bytes": sum(count for category, count in of.items() if category not in COMPRESSED),
+    }
+    if offload:
+        found["host_bytes"] = 0 if ledger is None else ledger.host_bytes
+    if torch.cuda.is_available():
+        found["allocated_bytes"] = 0 if ledger is None else ledger.allocated_bytes
+    return found
+
+
+def refuse_idle(who: str, ledger: Ledger) -> None:
+    """Raise ``ValueError`` if a pass saved tensors and none of them could be compressed.
+
+    Args:
+        who: the class's name, for the message.
+        ledger: of the pass.
+    """
+    acted = any(ledger.by_category[category] for category in COMPRESSED) or ledger.host_bytes or ledger.unfit
+    if ledger.exact_bytes and not acted:
+        kept = ", ".join(f"{category} {count:,}" for category, count in ledger.by_category.items() if count)
+        raise ValueError(
+            f"{who}: none of the {ledger.exact_bytes:,} bytes that the first step saves could be compressed; expected one"
+            f" tensor at least that is, or the technique does nothing. Kept, in bytes: {kept}. Tensors of fewer than"
+            f" {SMALL} elements are too small, and see the docstring for the others; or take it out."
+        )

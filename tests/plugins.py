@@ -1,0 +1,32 @@
+"""One case for each exported precision plugin: how the contract's tests set it up, and what it must refuse."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_eff import ACTPrecision
+from lightning_eff._core.wrapping import WrappingPrecision
+
+
+@dataclass(frozen=True)
+class PluginCase:
+    """How one plugin is tried.
+
+    Attributes:
+        build: makes it around a precision, so that it acts within a run of 12 steps of 4 samples.
+        precisions: around which it is tried.
+        refuses: techniques that it cannot train with.
+    """
+
+    build: Callable[[Any], WrappingPrecision]
+    precisions: tuple[str, ...] = ("32-true", "bf16-mixed")
+    refuses: tuple[str, ...] = ()
+
+
+PLUGINS: dict[str, PluginCase] = {
+    "ACTPrecision": PluginCase(
+        build=lambda precision: ACTPrecision(bits=2, inner=precision),
+        precisions=("32-true", "bf16-mixed", "bf16-true"),
+        refuses=("ActivationCompression", "ActivationOffload"),
+    ),
+}
