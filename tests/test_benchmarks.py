@@ -16,6 +16,7 @@ from benchmarks import evidence, tune
 from benchmarks.bert.data import MASK, MaskedStdlibText, mask_bytes
 from benchmarks.bert.module import IGNORED, ByteBert
 from benchmarks.gpt2.module import ByteGPT2
+from benchmarks.memory import page as memory_page
 from examples.vit.data import Digits, shift
 from lightning_eff._core.technique import Technique
 from lightning_eff.bench.reports.statistics import summarize
@@ -303,7 +304,9 @@ def test_the_page_has_a_line_for_every_technique_the_lost_ones_too() -> None:
 
 def test_the_page_on_memory_names_every_technique_that_saves_it() -> None:
     text = (ROOT / "docs" / "memory.md").read_text()
-    assert all(f"`{RECIPES[recipe]}`" in text for recipe in MEMORY)
+    assert all(f"`{RECIPES[recipe]}" in text for recipe in MEMORY)
+    assert text == memory_page.page()
+    assert (ROOT / "docs" / "memory.png").is_file() and "{{" not in text and str(ROOT) not in text
 
 
 @pytest.mark.parametrize(
