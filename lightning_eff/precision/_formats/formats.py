@@ -1,0 +1,148 @@
+"""Rounding float32 numbers to a narrower floating-point format, bit for bit as hardware with that format would.
+
+A format with ``mantissa_bits`` = M, ``bias`` = b and exponent field E >= 0 has the numbers
+
+    ± 2^(max(E, 1) - b) (c + f / 2^M),  f = 0 .. 2^M - 1,  c = 0 for E = 0 (subnormal), else 1,
+
+so numbers of magnitude in [2^e, 2^(e+1)) are ``2^(max(e, 1 - b) - M)`` apart: rounding is to a multiple of that.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Format:
+    """A binary floating-point format.
+
+    Attributes:
+        name: what messages call it.
+        exponent_bits: width of the exponent's field.
+        mantissa_bits: width of the fraction's field, without the implicit leading bit.
+        bias: what is taken from the exponent's field.
+        max_value: the largest finite number.
+        finite: there is no infinity, and overflow without saturation gives NaN, as in E4M3FN.
+        dtype: torch's dtype of the same numbers, or None.
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    max_value: float
+    finite: bool
+    dtype: torch.dtype | None
+
+    @property
+    def smallest_normal(self) -> float:
+        return 2.0 ** (1 - self.bias)
+
+    @property
+    def smallest_subnormal(self) -> float:
+        return 2.0 ** (1 - self.bias - self.mantissa_bits)
+
+    @property
+    def epsilon(self) -> float:
+        """The distance from 1 to the next number."""
+        return 2.0**-self.mantissa_bits
+
+
+E4M3 = Format("E4M3", 4, 3, 7, 448.0, True, torch.float8_e4m3fn)
+E5M2 = Format("E5M2", 5, 2, 15, 57344.0, False, torch.float8_e5m2)
+FP16 = Format("FP16", 5, 10, 15, 65504.0, False, torch.float16)
+BF16 = Format("BF16", 8, 7, 127, (2 - 2.0**-7) * 2.0**127, False, torch.bfloat16)
+
+FP8_152 = Format("FP8 1-5-2", 5, 2, 15, 57344.0, False, torch.float8_e5m2)
+"""FP8 of Wang et al. 2018 (arXiv:1812.08011). The paper gives the widths; the rest is taken to be as in IEEE 754."""
+
+FP16_169 = Format("FP16 1-6-9", 6, 9, 31, (2 - 2.0**-9) * 2.0**31, False, None)
+"""FP16 of Wang et al. 2018 (arXiv:1812.08011), for accumulation and weights; as in IEEE 754 but for the widths."""
+
+_FIELD = 0x7F800000  # the exponent's field of a float32
+_REST = 0xFFFF  # what bfloat16 drops of a float32
+
+
+@torch.no_grad()
+def round_to(
+    x: Tensor,
+    fmt: Format,
+    *,
+    generator: torch.Generator | None = None,
+    stochastic: bool = False,
+    saturate: bool = True,
+) -> Tensor:
+    """Round to the numbers of ``fmt``.
+
+    Args:
+        x: float32, any shape.
+        fmt: the format.
+        generator: where stochastic rounding draws from, on ``x``'s device; None is the global one.
+        stochastic: round up with the probability that makes the mean ``x`` (to 2^-24 of the distance of two
+            numbers); else to the nearest number, and halfway to the even one.
+        saturate: numbers beyond ``max_value``, and infinities, become ``max_value`` with their sign; else infinity,
+            or NaN in a format without infinities. Without saturation, nearest rounding goes beyond from half a step
+            past ``max_value`` on.
+
+    Returns:
+        float32, the shape of ``x``. NaN stays NaN, and zero keeps its sign.
+
+    Raises:
+        TypeError: if ``x`` is not float32.
+    """
+    if x.dtype != torch.float32:
+        raise TypeError(f"round_to(x of {x.dtype}, {fmt.name}): expected float32. Convert with x.float().")
+    if fmt.bias == 127:
+        y = _round_bfloat16(x, generator, stochastic)
+    else:
+        # 2^max(e, 1-b), as the bits of a float32; q = 2^(max(e, 1-b) - M); 1/q
+        power = (x.view(torch.int32) & _FIELD).clamp_(min=(128 - fmt.bias) << 23)
+        q = power.sub_(fmt.mantissa_bits << 23)
+        t = x * ((254 << 23) - q).view(torch.float32)  # exact: a power of two, and no overflow
+        if stochastic:
+            down = t.floor()
+            up = torch.rand(t.shape, generator=generator, device=t.device) < t.sub_(down)
+            y = torch.copysign(down.add_(up).mul_(q.view(torch.float32)), x)
+        else:
+            y = t.round_().mul_(q.view(torch.float32))  # half to even
+    if saturate:
+        return y.clamp_(-fmt.max_value, fmt.max_value)
+    if fmt.finite:
+        return y.masked_fill_(y.abs() > fmt.max_value, torch.nan)
+    # what is past 2^b (2 - 2^-M) in the format is past float32's largest number when it is 2^(127 - b) times as large
+    return y.mul_(2.0 ** (127 - fmt.bias)).mul_(2.0 ** (fmt.bias - 127))
+
+
+def _round_bfloat16(x: Tensor, generator: torch.Generator | None, stochastic: bool) -> Tensor:
+    """bfloat16 has float32's exponents, down into the subnormals: the upper half of its bits."""
+    if not stochastic:
+        return x.to(torch.bfloat16).float()
+    bits = x.view(torch.int32)
+    draw = torch.randint(_REST + 1, x.shape, generator=generator, device=x.device, dtype=torch.int32)
+    carried = ((bits + draw) & ~_REST).view(torch.float32)  # the magnitude grows with the lower 31 bits
+    return torch.where(x.isfinite(), carried, x)
+
+
+def cast_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast to torch's ``float8_e4m3fn`` or ``float8_e5m2`` with saturation, as the hardware's saturating cast does.
+
+    torch's own cast gives infinity for E5M2 overflow.
+
+    Args:
+        x: float32, float16 or bfloat16, any shape.
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+
+    Returns:
+        ``x`` rounded to nearest, ties to even; beyond the largest number, and for infinities, that number with the
+        sign of ``x``. NaN stays NaN.
+
+    Raises:
+        TypeError: if ``x`` or ``dtype`` is of another type.
+    """
+    fmt = {f.dtype: f for f in (E4M3, E5M2)}.get(dtype)
+    if fmt is None:
+        raise TypeError(f"cast_fp8({dtype=}): expected torch.float8_e4m3fn or torch.float8_e5m2.")
+    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise TypeError(f"cast_fp8(x of {x.dtype}): expected float32, float16 or bfloat16. Convert with x.float().")
+    return x.clamp(-fmt.max_value, fmt.max_value).to(dtype)

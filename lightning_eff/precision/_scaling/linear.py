@@ -1,0 +1,116 @@
+"""A linear map on float8 operands, forward and backward.
+
+With ``x`` (M, K), ``W`` (N, K) and the gradient ``g`` (M, N) of ``y = x W^T``, three products are taken in float8:
+
+    y = x W^T,    dx = g W,    dW = g^T x,
+
+``x`` and ``W`` in E4M3 and ``g`` in E5M2 (Micikevicius et al. 2022, arXiv:2209.05433). Each operand is cast for the product
+that it is in, with scales along that product's contraction. Between forward and backward are saved: ``x`` in float8 as dW
+needs it (one byte an element, and the scales), and ``W`` itself, which is cast again.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from typing_extensions import override
+
+from lightning_eff.precision._scaling.casts import Codes, Pair, Scaling, amax_of, cast_pair, scale_of
+from lightning_eff.precision._scaling.history import AmaxHistory
+from lightning_eff.precision._scaling.products import Product
+
+DTYPES = {"x": torch.float8_e4m3fn, "weight": torch.float8_e4m3fn, "gradient": torch.float8_e5m2}
+
+
+class Float8Linear:
+    """``f(x, weight, bias)``, see :data:`lightning_eff.precision._linear.plugin.Arithmetic`.
+
+    Args:
+        path: of the map, for the history.
+        scaling: see :func:`.casts.cast_pair`.
+        product: the backend.
+        fast: let the forward product accumulate fast; the backward ones never do.
+        history: for delayed scaling, or None.
+        recording: says of a backward pass that runs now whether its amax goes into the history, with those of the
+            forward pass that it belongs to.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        scaling: Scaling,
+        product: Product,
+        *,
+        fast: bool,
+        history: AmaxHistory | None,
+        recording: Callable[[], bool],
+    ) -> None:
+        self.path = path
+        self.scaling: Scaling = scaling
+        self.product = product
+        self.fast = fast
+        self.history = history
+        self.recording = recording
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        empty = rows.shape[0] == 0  # has no amax
+        y: Any = rows @ weight.to(x.dtype).t() if empty else _Products.apply(rows, weight, self)
+        y = y.view(*x.shape[:-1], weight.shape[0])
+        return y if bias is None else y + bias.to(y.dtype)
+
+    def cast(self, x: Tensor, role: str, *, rows: bool, columns: bool) -> tuple[Pair, Tensor | None]:
+        """Cast one of the operands, by the history's scale where there is one; then also its amax."""
+        scale = amax = None
+        if self.history is not None:
+            amax = amax_of(x)
+            reference = self.history.reference(self.history.row(self.path, role), amax)
+            scale = torch.where(amax.isfinite(), scale_of(reference, DTYPES[role]), torch.nan)  # stays visible
+        square = role == "weight"
+        return cast_pair(x, DTYPES[role], self.scaling, rows=rows, columns=columns, square=square, scale=scale), amax
+
+    def record(self, **amax: Tensor | None) -> None:
+        """Note the amax of tensors, by role."""
+        if self.history is not None and self.recording():
+            for role, value in amax.items():
+                assert value is not None
+                self.history.record(self.history.row(self.path, role), value)
+
+
+class _Products(torch.autograd.Function):
+    """``x W^T``; the backward pass has autocast off."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: Tensor, weight: Tensor, linear: Float8Linear) -> Tensor:
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        x8, amax_x = linear.cast(x, "x", rows=True, columns=needs_weight)
+        weight8, amax_weight = linear.cast(weight, "weight", rows=True, columns=False)
+        assert x8.rows is not None and weight8.rows is not None
+        columns = x8.columns or (None, None)
+        ctx.save_for_backward(*columns, weight if needs_x else None, weight8.scale, amax_x, amax_weight)
+        ctx.linear, ctx.dtypes = linear, (x.dtype, weight.dtype)
+        return linear.product(x8.rows, weight8.rows, x.dtype, linear.fast)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        codes, inverse, weight, scale, amax_x, amax_weight = ctx.saved_tensors
+        linear: Float8Linear = ctx.linear
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        dx = dw = None
+        with torch.autocast(g.device.type, enabled=False):
+            g8, amax_g = linear.cast(g, "gradient", rows=needs_x, columns=needs_weight)
+            linear.record(x=amax_x, weight=amax_weight, gradient=amax_g)
+            if needs_x:
+                weight8 = cast_pair(
+                    weight, DTYPES["weight"], linear.scaling, rows=False, columns=True, square=True, scale=scale
+                )
+                assert g8.rows is not None and weight8.columns is not None
+                dx = linear.product(g8.rows, weight8.columns, ctx.dtypes[0], False)
+            if needs_weight:
+                assert g8.columns is not None
+                dw = linear.product(g8.columns, Codes(codes, inverse), ctx.dtypes[1], False)
+        return dx, dw, None

@@ -1,0 +1,175 @@
+"""Linear maps in shifted and squeezed FP8, which fits each tensor's own range (Cambier et al. 2020, arXiv:2001.05674)."""
+
+from collections.abc import Collection
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from typing_extensions import override
+
+from lightning_eff.precision._formats.formats import E5M2
+from lightning_eff.precision._linear.maps import LinearMap
+from lightning_eff.precision._linear.plugin import Arithmetic, LinearPrecision
+
+LOG2_MAX = 15.0
+"""log2 of the largest |Y|: 2^15 is the largest power of two in E5M2."""
+
+_CODES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e5m2).double()  # Y by code, of both signs
+_FINITE = _CODES[:124]  # 0 .. 57344
+_HALFWAY = (_FINITE[:-1] + _FINITE[1:]) / 2  # below code i + 1
+
+
+@cache
+def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    return _HALFWAY.to(device), _CODES.to(device)
+
+
+class Squeezed(NamedTuple):
+    """A tensor in S2FP8.
+
+    Attributes:
+        codes: uint8, the tensor's shape: Y in E5M2.
+        levels: float32 (256,): the number X that each code stands for.
+    """
+
+    codes: Tensor
+    levels: Tensor
+
+    def float(self) -> Tensor:
+        """X = sign(Y) (2^-β |Y|)^(1/α), float32."""
+        return self.levels.index_select(0, self.codes.flatten().int()).view(self.codes.shape)
+
+
+def statistics(x: Tensor) -> tuple[Tensor, Tensor]:
+    """α and μ of a tensor, over its finite elements that are not zero.
+
+    μ = mean log2|x|,  m = max log2|x|,  α = 15 / (m − μ),  β = −α μ
+
+    Where all magnitudes are the same, or all are zero, α is 1, so that Y is ±1, and that magnitude is kept exactly.
+    Where they are nearly the same, m − μ counts as 1e-9 at least, which is what float64 sums are good for.
+
+    Args:
+        x: float32, any shape.
+
+    Returns:
+        Two float64 tensors of no dimension, on ``x``'s device.
+    """
+    size = x.detach().double().abs()
+    counted = size.isfinite() & (size > 0)
+    log = torch.where(counted, size.log2(), 0.0)
+    mu = log.sum() / counted.sum().clamp(min=1)
+    if x.numel() == 0:
+        return torch.ones_like(mu), mu
+    highest = torch.where(counted, size, 0.0).max()
+    lowest = torch.where(counted, size, torch.inf).min()
+    spread = highest > lowest
+    m = torch.where(spread, highest.log2(), 0.0)
+    alpha = torch.where(spread, LOG2_MAX / (m - mu).clamp(min=1e-9), 1.0)
+    return alpha, torch.where(spread | (highest == 0), mu, highest.log2())
+
+
+def squeeze(x: Tensor) -> Squeezed:
+    """``x`` in S2FP8, with its own statistics. Float32, any shape."""
+    return encode(x, *statistics(x))
+
+
+def encode(x: Tensor, alpha: Tensor, mu: Tensor) -> Squeezed:
+    """Y = 2^β sign(x) |x|^α, rounded to E5M2, to nearest and halfway to even.
+
+    Y rises with |x|, so rounding it is the same as comparing |x| with the 123 magnitudes at which its code changes;
+    these are computed in float64. Zero, infinity and NaN stay what they are, and beyond E5M2 is its largest number.
+
+    Args:
+        x: float32, any shape.
+        alpha: α, float64, no dimension.
+        mu: μ, likewise; β is −α μ.
+    """
+    halfway, codes = _tables(x.device)
+    # |Y| = t where log2|x| = (log2 t − β) / α = log2(t) / α + μ
+    at = torch.exp2(halfway.log2() / alpha + mu)
+    # the smallest float32 that has the upper code; at t itself, as far as float64 tells, the even one is right
+    odd = torch.arange(1, 124, device=x.device) % 2 == 1
+    first = at.float()
+    tie = (first - at).abs() <= 4e-15 * at
+    below = torch.where(tie, odd, first < at)
+    first = torch.where(below, first.nextafter(torch.full_like(first, torch.inf)), first)
+    size = x.detach().abs().contiguous()
+    code = torch.bucketize(size, first, out_int32=True, right=True).clamp_(max=123).masked_fill_(size == 0, 0)
+    code = torch.where(size.isfinite(), code, torch.where(size.isnan(), 0x7F, 0x7C))
+    code = (code + 128 * x.detach().signbit()).to(torch.uint8)
+    levels = torch.copysign(torch.exp2(codes.abs().log2() / alpha + mu), codes)
+    levels = torch.where(codes.isfinite(), levels, codes)
+    return Squeezed(code, levels.float())
+
+
+class _S2FP8Linear(torch.autograd.Function):
+    """``y = x̂ Ŵᵀ + b``, and backward ``dx = ĝ Ŵ``, ``dW = ĝᵀ x̂``, ``db = Σ g``; a hat stands for what S2FP8 keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        a, w = squeeze(x.float().reshape(-1, x.shape[-1])), squeeze(weight.float())
+        # levels as integers: what compresses saved floating-point tensors must leave them alone
+        ctx.save_for_backward(a.codes, a.levels.view(torch.int32), w.codes, w.levels.view(torch.int32))
+        ctx.shape, ctx.dtypes = x.shape, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        y = a.float() @ w.float().t()
+        if bias is not None:
+            y += bias
+        return y.view(*x.shape[:-1], weight.shape[0]).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] -- one result, one gradient
+        ctx: Any, g: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        x_codes, x_levels, w_codes, w_levels = ctx.saved_tensors
+        dx = dw = db = None
+        with torch.autocast(g.device.type, enabled=False):
+            g = g.float().reshape(-1, g.shape[-1])
+            g_hat = squeeze(g).float()
+            if ctx.needs_input_grad[0]:
+                w = Squeezed(w_codes, w_levels.view(torch.float32)).float()
+                dx = (g_hat @ w).view(ctx.shape).to(ctx.dtypes[0])
+            if ctx.needs_input_grad[1]:
+                a = Squeezed(x_codes, x_levels.view(torch.float32)).float()
+                dw = (g_hat.t() @ a).to(ctx.dtypes[1])
+            if ctx.needs_input_grad[2]:
+                db = g.sum(0).to(ctx.dtypes[2])
+        return dx, dw, db
+
+
+class S2FP8Precision(LinearPrecision):
+    """Run linear maps on operands in S2FP8, an 8-bit format whose exponent range is fitted to each tensor.
+
+    ``Trainer(plugins=[S2FP8Precision()])``. Inputs, weights and gradients of the three products of a map, ``x Wᵀ``,
+    ``g W`` and ``gᵀ x``, are shifted and squeezed, so that the mean of ``log2|Y|`` is 0 and its maximum 15, and rounded
+    to E5M2; products are summed in float32, without loss scaling. Weights are kept and updated as in the base plugin.
+
+    No hardware has this format: it is emulated, to the bit, and slower than the base plugin. What is saved is memory:
+    between forward and backward a map holds one byte for each element of its input and of its weight.
+
+    As the format has it, a tensor with a few numbers far below the rest loses these to zero: magnitudes below
+    ``2^(μ − 17 (m − μ) / 15)``.
+
+    Args:
+        base: the precision of all else: "32-true", "64-true", "16-true", "bf16-true" or "bf16-mixed", or a Precision
+            plugin. Float64 operands are rounded to float32 first.
+        skip: linear maps that stay as they are: "head" for those outside the blocks, and dotted paths.
+
+    Raises:
+        ValueError: at setup, if no linear map is left.
+        TypeError: if an argument is of another type.
+    """
+
+    def __init__(self, base: str | Precision = "32-true", *, skip: Collection[str] = ("head",)) -> None:
+        super().__init__(base, skip=skip)
+
+    @override
+    def arithmetic(self, m: LinearMap) -> Arithmetic:
+        return _S2FP8Linear.apply
+
+    @override
+    def describe(self) -> str:
+        return f"S2FP8 ({E5M2.name} shifted and squeezed by tensor, emulated; sums in float32)"
