@@ -14,6 +14,11 @@ from lightning_eff.model.progressive_layer_dropping import ProgressiveLayerDropp
 from lightning_eff.model.progressive_stacking import ProgressiveStacking
 from lightning_eff.optim.latest_weight_averaging import LatestWeightAveraging
 from lightning_eff.optim.sharpness_aware_minimization import SharpnessAwareMinimization
+from lightning_eff.precision.fp8 import FP8Precision
+from lightning_eff.precision.int8 import INT8Precision
+from lightning_eff.precision.s2fp8 import S2FP8Precision
+from lightning_eff.precision.stochastic_rounding_bf16 import StochasticRoundingBF16
+from lightning_eff.precision.wang_2018_fp8 import Wang2018FP8Precision
 
 if _typing.TYPE_CHECKING:
     from lightning_eff.bench import Benchmark, EfficiencyMonitor
@@ -24,15 +29,20 @@ __all__ = [
     "ActivationOffload",
     "Benchmark",
     "EfficiencyMonitor",
+    "FP8Precision",
+    "INT8Precision",
     "ImportanceSampling",
     "LatestWeightAveraging",
     "OptimizerOffload",
     "ProgressiveLayerDropping",
     "ProgressiveStacking",
     "Rematerialization",
+    "S2FP8Precision",
     "SelectiveBackprop",
     "SequenceLengthWarmup",
     "SharpnessAwareMinimization",
+    "StochasticRoundingBF16",
+    "Wang2018FP8Precision",
 ]
 
 

@@ -4,7 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_eff import ACTPrecision
+from lightning_eff import (
+    ACTPrecision,
+    FP8Precision,
+    INT8Precision,
+    S2FP8Precision,
+    StochasticRoundingBF16,
+    Wang2018FP8Precision,
+)
 from lightning_eff._core.wrapping import WrappingPrecision
 
 
@@ -28,5 +35,17 @@ PLUGINS: dict[str, PluginCase] = {
         build=lambda precision: ACTPrecision(bits=2, inner=precision),
         precisions=("32-true", "bf16-mixed", "bf16-true"),
         refuses=("ActivationCompression", "ActivationOffload"),
+    ),
+    "FP8Precision": PluginCase(
+        build=lambda precision: FP8Precision("rowwise", base=precision, backend="emulated"),
+        precisions=("32-true", "bf16-mixed", "bf16-true"),
+    ),
+    "INT8Precision": PluginCase(build=lambda precision: INT8Precision(base=precision)),
+    "S2FP8Precision": PluginCase(build=lambda precision: S2FP8Precision(base=precision)),
+    "StochasticRoundingBF16": PluginCase(
+        build=lambda precision: StochasticRoundingBF16(), precisions=("bf16-true",), refuses=("OptimizerOffload",)
+    ),
+    "Wang2018FP8Precision": PluginCase(
+        build=lambda precision: Wang2018FP8Precision(base=precision, accumulate="float32")
     ),
 }

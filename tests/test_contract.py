@@ -25,6 +25,7 @@ from lightning_eff._core.technique import Control, Technique
 from tests.cases import ALL, CASES, STAND_INS
 from tests.ddp import launch
 from tests.models import flat, loader, module, trainer
+from tests.plugins import PLUGINS
 from tests.runs import MODES, NUM_STEPS, checkpoints, differences, final_state, fit, resume_from_every_step
 
 NAMES = sorted(CASES)
@@ -33,9 +34,9 @@ every_and_stand_ins = pytest.mark.parametrize("name", [*NAMES, *sorted(STAND_INS
 
 
 def test_every_export_has_a_case() -> None:
-    # not techniques; tests/bench and tests/memory/test_act_precision.py hold them to what applies of the contract
-    tools = {"ACTPrecision", "Benchmark", "EfficiencyMonitor"}
-    assert set(lightning_eff.__all__) - tools == set(CASES)
+    # tests/bench and tests/test_plugins.py hold to what applies of the contract what is no callback
+    others = {"Benchmark", "EfficiencyMonitor", *PLUGINS}
+    assert set(lightning_eff.__all__) - others == set(CASES)
     assert not set(CASES) & set(STAND_INS)
     for name in NAMES:
         technique = CASES[name].active()

@@ -19,15 +19,20 @@ PUBLIC = [
     "ActivationOffload",
     "Benchmark",
     "EfficiencyMonitor",
+    "FP8Precision",
+    "INT8Precision",
     "ImportanceSampling",
     "LatestWeightAveraging",
     "OptimizerOffload",
     "ProgressiveLayerDropping",
     "ProgressiveStacking",
     "Rematerialization",
+    "S2FP8Precision",
     "SelectiveBackprop",
     "SequenceLengthWarmup",
     "SharpnessAwareMinimization",
+    "StochasticRoundingBF16",
+    "Wang2018FP8Precision",
 ]
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
@@ -168,6 +168,10 @@ class INT8Precision(LinearPrecision):
         ValueError: at setup, if no linear map is left.
         TypeError: if an argument is of another type.
     """
+
+    saves: ClassVar[str] = "time of linear maps on int8 units, forward and backward; 1 byte an element saved"
+    paper: ClassVar[str] = "Zhou et al. 2016 (DoReFa), arXiv:1606.06160"
+    constraints: ClassVar[str] = "noise in the gradient; int8 units, else slower"
 
     def __init__(
         self,

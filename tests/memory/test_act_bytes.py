@@ -77,3 +77,22 @@ def test_saved_bytes_fall(name: str, least: tuple[float, ...]) -> None:
         assert engine.ledger.exact_bytes / engine.ledger.saved_bytes >= ratio, (bits, engine.ledger.by_category)
         assert engine.ledger.unfit == 0
         del loss
+
+
+def test_a_small_backward_pass_within_the_forward_pass_does_not_close_the_ledger() -> None:
+    """As where samples are scored by their gradient first, and trained on afterwards."""
+    net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    x = torch.randn(32, 64)
+
+    def held(*, scored: bool) -> int:
+        engine = Engine(net, bits=8)
+        with engine.forward(0, ()):
+            if scored:
+                logits = torch.randn(16, 16, requires_grad=True)
+                torch.autograd.grad(logits.square().sum(), logits)
+            loss = net(x * 1.0).square().mean()
+        loss.backward()
+        return engine.ledger.exact_bytes
+
+    plain = held(scored=False)
+    assert plain >= 2 * x.numel() * 4 and held(scored=True) >= plain

@@ -123,7 +123,7 @@ class Engine:
         self._seed = seed
         self._number = 0
         self._unfit = 0
-        self._counted = False
+        self._counted = 0  # tensors saved when the ledger was filled last
         self._entries: list[Entry] = []
         self._known: dict[tuple[Identity, bool], ReferenceType[Held]] = {}
         self._storages = Storages()
@@ -307,12 +307,12 @@ class Engine:
     # -- the ledger
 
     def _count(self) -> None:
-        """Fill the ledger with what is held at this moment, unless some of it has been given back already."""
-        if self._counted:
+        """Fill the ledger with what is held at this moment, unless nothing was saved since, or more was held before."""
+        if self._counted == len(self._entries) > 0:
             return
         self._settle(0)
-        self._counted = True
-        ledger = self.ledger = Ledger(unfit=self._unfit)
+        first, self._counted = not self._counted, len(self._entries)
+        ledger = Ledger(unfit=self._unfit)
         seen: set[int] = set()
         whole: set[int] = set()
         coded: set[int] = set()
@@ -341,3 +341,5 @@ class Engine:
                 ledger.exact_bytes += entry.storage_bytes
                 ledger.exact_by_category[entry.category] += entry.storage_bytes
         ledger.bits = bits / elements if elements else 0.0
+        if first or ledger.exact_bytes >= self.ledger.exact_bytes:
+            self.ledger = ledger
