@@ -142,6 +142,7 @@ def forward(
 ) -> tuple[Tensor, Packed, Tensor]:
     """``y``, the compressed ``n`` and ``r`` (..., 1) of ``x`` (..., D); ``D`` a multiple of ``group_size``."""
     x = x.contiguous()
+    weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
     y, size = torch.empty_like(x), x.shape[-1]
     rows, packed = x.numel() // size, buffers(x.numel(), bits, group_size, x.device)
     r = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
@@ -173,6 +174,7 @@ def backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """``dx`` of the dtype of ``g``, ``dw`` and ``db`` of those of ``weight`` and ``bias``."""
     g = g.contiguous()
+    weight = None if weight is None else weight.contiguous()
     dx, size = torch.empty_like(g), g.shape[-1]
     rows = g.numel() // size
     programs = min(_launch.num_programs(g.device), rows)

@@ -146,7 +146,7 @@ def quantize(x: Tensor, bits: int, group_size: int, seed: int | None) -> tuple[T
 
     def piece(x: Tensor, at: int, n: int) -> None:
         """``n`` groups from group ``at`` on, ``x`` of shape (n, group_size)."""
-        plan = _plan(device, n, group_size, bits)
+        plan = _plan(device, n, group_size, 2 if bits == 3 else bits)
         scaled, low, span = plan.scaled, minimum.narrow(0, at, n), scale.narrow(0, at, n)
         u = table.as_strided((n, group_size), (group_size, 1), (first + at * group_size) % PERIOD)
         if x.dtype != torch.float32:
@@ -161,7 +161,15 @@ def quantize(x: Tensor, bits: int, group_size: int, seed: int | None) -> tuple[T
         torch.addcmul(u, plan.inverse, scaled, value=levels, out=scaled)
         # floor, by conversion
         out = codes.narrow(0, at, n)
-        if bits == 8:
+        if bits == 3:
+            plan.signed.copy_(scaled)
+            upper = plan.code >> 2
+            plan.code.bitwise_and_(3)
+            plan.pack(out[:, : group_size // 4])
+            bit = _plan(device, n, group_size, 1)  # in the same memory
+            bit.code.copy_(upper)
+            bit.pack(out[:, group_size // 4 :])
+        elif bits == 8:
             out.copy_(plan.short.copy_(scaled))
         else:
             plan.signed.copy_(scaled)
@@ -188,9 +196,15 @@ def dequantize(codes: Tensor, scale: Tensor, minimum: Tensor, out: Tensor, bits:
 
     def piece(out: Tensor, at: int, n: int) -> None:
         """``n`` groups from group ``at`` on, into ``out`` of shape (n, group_size)."""
-        plan = _plan(device, n, group_size, bits)
+        plan = _plan(device, n, group_size, 2 if bits == 3 else bits)
         stored = codes.narrow(0, at, n)
-        if bits < 8:
+        if bits == 3:
+            plan.unpack(stored[:, : group_size // 4])
+            lower = plan.code.clone()
+            bit = _plan(device, n, group_size, 1)  # in the same memory
+            bit.unpack(stored[:, group_size // 4 :])
+            stored = torch.add(lower, bit.code, alpha=4, out=plan.code)
+        elif bits < 8:
             plan.unpack(stored)
             stored = plan.code
         # min + scale code

@@ -50,6 +50,20 @@ def byte_index(group, GROUP: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
+def lower_index(group, GROUP: tl.constexpr):
+    """Index of each byte of the lower two of 3 bits, shape (2, G, C)."""
+    C: tl.constexpr = GROUP // 8
+    return group[None, :, None] * (C * 3) + tl.arange(0, 2)[:, None, None] * C + tl.arange(0, C)[None, None, :]
+
+
+@triton.jit
+def upper_index(group, GROUP: tl.constexpr):
+    """Index of each byte of the upper one of 3 bits, shape (G, C)."""
+    C: tl.constexpr = GROUP // 8
+    return group[:, None] * (C * 3) + 2 * C + tl.arange(0, C)[None, :]
+
+
+@triton.jit
 def uniform(seed, group, GROUP: tl.constexpr, BITS: tl.constexpr):
     """``u`` of each element, shape (V, 8/V, G, C): a function of the seed and the element's index."""
     V: tl.constexpr = 8 // BITS
@@ -69,7 +83,26 @@ def uniform(seed, group, GROUP: tl.constexpr, BITS: tl.constexpr):
 def encode(value, inside, seed, group, GROUP: tl.constexpr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Bytes (8/V, G, C), scale (G,) and minimum (G,) of float32 values of shape (V, 8/V, G, C)."""
     V: tl.constexpr = 8 // BITS
-    LEVELS: tl.constexpr = 2**BITS - 1
+    code, scale, low = code_of(value, inside, seed, group, GROUP, BITS, 2**BITS - 1, STOCHASTIC)
+    byte = tl.sum(code << (tl.arange(0, V) * BITS)[:, None, None, None], axis=0)
+    return byte.to(tl.uint8), scale, low
+
+
+@triton.jit
+def encode_three(value, inside, seed, group, GROUP: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """As :func:`encode` with 3 bits, of values of shape (4, 2, G, C): bytes (2, G, C) of the lower two, (G, C) of the upper."""
+    code, scale, low = code_of(value, inside, seed, group, GROUP, 2, 7, STOCHASTIC)
+    lower = tl.sum((code & 3) << (tl.arange(0, 4) * 2)[:, None, None, None], axis=0)
+    octant = tl.arange(0, 4)[:, None, None, None] * 2 + tl.arange(0, 2)[None, :, None, None]
+    upper = tl.sum(tl.sum((code >> 2) << octant, axis=0), axis=0)
+    return lower.to(tl.uint8), upper.to(tl.uint8), scale, low
+
+
+@triton.jit
+def code_of(
+    value, inside, seed, group, GROUP: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, STOCHASTIC: tl.constexpr
+):
+    """Codes up to LEVELS, int32, scale (G,) and minimum (G,) of float32 values in the layout of BITS."""
     finite = tl.abs(value) <= 3.4028234663852886e38
     value = tl.where(finite, value, 0.0)
     low = tl.where(inside, value, float("inf"))
@@ -89,9 +122,8 @@ def encode(value, inside, seed, group, GROUP: tl.constexpr, BITS: tl.constexpr, 
         scaled += 0.5
     code = tl.minimum(tl.maximum(scaled, 0.0), LEVELS).to(tl.int32)
     code = tl.where(inside, code, 0)
-    byte = tl.sum(code << (tl.arange(0, V) * BITS)[:, None, None, None], axis=0)
     scale = tl.where(good == 1, span / LEVELS, float("nan"))
-    return byte.to(tl.uint8), scale, tl.where(good == 1, low, float("nan"))
+    return code, scale, tl.where(good == 1, low, float("nan"))
 
 
 @triton.jit
@@ -119,12 +151,17 @@ def quantize_kernel(
 ):
     """``x`` (num,) of any float type into ``codes``, ``scale`` and ``minimum``; BLOCK_GROUPS groups a program."""
     group = tl.program_id(0).to(tl.int64) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
-    index = tile_index(group, GROUP, BITS)
+    index = tile_index(group, GROUP, 2 if BITS == 3 else BITS)
     inside = index < num
     value = tl.load(x + index, mask=inside, other=0.0).to(tl.float32)
-    byte, step, low = encode(value, inside, seed, group, GROUP, BITS, STOCHASTIC)
     there = group * GROUP < num
-    tl.store(codes + byte_index(group, GROUP, BITS), byte, mask=there[None, :, None])
+    if BITS == 3:
+        byte, upper, step, low = encode_three(value, inside, seed, group, GROUP, STOCHASTIC)
+        tl.store(codes + lower_index(group, GROUP), byte, mask=there[None, :, None])
+        tl.store(codes + upper_index(group, GROUP), upper, mask=there[:, None])
+    else:
+        byte, step, low = encode(value, inside, seed, group, GROUP, BITS, STOCHASTIC)
+        tl.store(codes + byte_index(group, GROUP, BITS), byte, mask=there[None, :, None])
     tl.store(scale + group, step, mask=there)
     tl.store(minimum + group, low, mask=there)
 
@@ -136,11 +173,20 @@ def dequantize_kernel(
     """The inverse of ``quantize_kernel``, into ``out`` (num,) of any float type."""
     group = tl.program_id(0).to(tl.int64) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
     there = group * GROUP < num
-    byte = tl.load(codes + byte_index(group, GROUP, BITS), mask=there[None, :, None], other=0)
     step = tl.load(scale + group, mask=there, other=0.0)
     low = tl.load(minimum + group, mask=there, other=0.0)
-    index = tile_index(group, GROUP, BITS)
-    tl.store(out + index, decode(byte, step, low, BITS).to(out.dtype.element_ty), mask=index < num)
+    index = tile_index(group, GROUP, 2 if BITS == 3 else BITS)
+    if BITS == 3:
+        byte = tl.load(codes + lower_index(group, GROUP), mask=there[None, :, None], other=0)
+        upper = tl.load(codes + upper_index(group, GROUP), mask=there[:, None], other=0).to(tl.int32)
+        octant = tl.arange(0, 4)[:, None, None, None] * 2 + tl.arange(0, 2)[None, :, None, None]
+        code = (byte.to(tl.int32)[None, :, :, :] >> (tl.arange(0, 4) * 2)[:, None, None, None]) & 3
+        code = code | (((upper[None, None, :, :] >> octant) & 1) << 2)
+        value = low[None, None, :, None] + step[None, None, :, None] * code.to(tl.float32)
+    else:
+        byte = tl.load(codes + byte_index(group, GROUP, BITS), mask=there[None, :, None], other=0)
+        value = decode(byte, step, low, BITS)
+    tl.store(out + index, value.to(out.dtype.element_ty), mask=index < num)
 
 
 def buffers(num: int, bits: int, group_size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

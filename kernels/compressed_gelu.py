@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_eff.kernels import _launch
 from lightning_eff.kernels._kept import keep, kept
-from lightning_eff.kernels.group_quantization import check, dequantize, quantize
+from lightning_eff.kernels.group_quantization import FUSED_BITS, check, dequantize, quantize
 
 FORMS = ("none", "tanh")
 
@@ -56,7 +56,7 @@ def compressed_gelu(
     if approximate not in FORMS:
         raise ValueError(f"compressed_gelu({approximate=}): expected one of {FORMS}.")
     if bits is not None:
-        check(x, bits, group_size, seed)
+        check(x, bits, group_size, seed, choices=FUSED_BITS)
     return _CompressedGELU.apply(x, approximate, bits, group_size, seed)
 
 

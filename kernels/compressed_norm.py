@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_eff.kernels import _launch
 from lightning_eff.kernels._kept import keep, kept
-from lightning_eff.kernels.group_quantization import Packed, check, dequantize, quantize
+from lightning_eff.kernels.group_quantization import FUSED_BITS, Packed, check, dequantize, quantize
 
 MAX_FUSED = 16_384  # D that one Triton program holds in registers
 
@@ -111,7 +111,7 @@ def _norm(
     if bias is not None and weight is None:
         raise ValueError(f"{who}(weight=None, bias=...): expected a weight beside the bias; torch.ones will do.")
     if bits is not None:
-        check(x, bits, group_size, seed)
+        check(x, bits, group_size, seed, choices=FUSED_BITS)
     return _CompressedNorm.apply(x, weight, bias, eps, centre, bits, group_size, seed)
 
 

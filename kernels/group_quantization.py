@@ -1,4 +1,4 @@
-"""Group-wise affine quantisation to 1, 2, 4 or 8 bits, packed (ActNN: Chen et al. 2021, arXiv:2104.14129, section 4).
+"""Group-wise affine quantisation to 1, 2, 3, 4 or 8 bits, packed (ActNN: Chen et al. 2021, arXiv:2104.14129, section 4).
 
 A tensor is cut, in memory order, into groups of ``group_size`` consecutive elements. Each group keeps its minimum and
 the width of a step in float32, and each element a code of ``bits`` bits:
@@ -11,8 +11,9 @@ With stochastic rounding ``E[decoded] = x``, whatever the group; the error of an
 nearest rounding below half a step. A group of equal values has scale 0 and decodes exactly.
 
 Inside a group of ``L = group_size * bits / 8`` bytes, byte ``p`` holds elements ``p, p + L, p + 2 L, ...``, the first of
-them in the lowest bits: no element moves between vector lanes, neither on a CPU nor on a GPU. The last group is filled
-up with codes 0.
+them in the lowest bits: no element moves between vector lanes, neither on a CPU nor on a GPU. 3 bits are held as two planes,
+the lower two bits of all elements of the group and then their upper one, each as above. The last group is filled up with
+codes 0.
 
 Three ways compute the same codes, up to a code on the boundary between two: :func:`reference_quantize`, in float64;
 in-cache torch operations, on every device but CUDA; one Triton kernel each way, on CUDA.
@@ -26,7 +27,8 @@ from torch import Tensor
 from lightning_eff.kernels import _group_quantization_torch as _torch
 from lightning_eff.kernels import _launch
 
-BITS = (1, 2, 4, 8)
+BITS = (1, 2, 3, 4, 8)
+FUSED_BITS = (1, 2, 4, 8)  # of operations that pack in the pass that computes
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -42,7 +44,7 @@ class Packed:
             minus infinity.
         shape: of the tensor.
         dtype: of the tensor.
-        bits: of a code: 1, 2, 4 or 8.
+        bits: of a code: 1, 2, 3, 4 or 8.
         group_size: elements of a group.
     """
 
@@ -69,7 +71,7 @@ def quantize(x: Tensor, bits: int, group_size: int = 256, *, seed: int | None = 
     Args:
         x: float32, bfloat16 or float16, of any shape and strides; elements are taken in the order of ``x.flatten()``.
             Arithmetic is float32 in every case.
-        bits: 1, 2, 4 or 8.
+        bits: 1, 2, 3, 4 or 8.
         group_size: a power of two from 16 to 8192.
         seed: None rounds to nearest. An integer in [0, 2^63) rounds stochastically; the random number of an element
             is a function of the seed and of the element's index alone, so the codes depend neither on the number of
@@ -125,30 +127,41 @@ def reference_quantize(x: Tensor, bits: int, group_size: int, noise: Tensor | No
         codes.append(torch.nn.functional.pad(code, (0, group_size - len(code))))
         scales.append(scale)
         minima.append(minimum)
-    values_per_byte = 8 // bits
     code = torch.stack(codes) if codes else flat.new_zeros(0, group_size)
-    parts = code.nan_to_num().to(torch.uint8).chunk(values_per_byte, dim=1)
-    packed = torch.zeros_like(parts[0])
-    for k, part in enumerate(parts):
-        packed |= part << (k * bits)
+    code, stored = code.nan_to_num().to(torch.uint8), []
+    for shift, width in planes(bits):
+        parts = ((code >> shift) & (2**width - 1)).chunk(8 // width, dim=1)
+        stored.append(torch.zeros_like(parts[0]))
+        for k, part in enumerate(parts):
+            stored[-1] |= part << (k * width)
+    packed = torch.cat(stored, dim=1)
     scale, minimum = (torch.tensor(v, dtype=torch.float32, device=x.device) for v in (scales, minima))
     return Packed(packed.flatten(), scale, minimum, x.shape, x.dtype, bits, group_size)
 
 
 def reference_dequantize(packed: Packed) -> Tensor:
     """What :func:`dequantize` computes, in float64 and one plain step after another."""
-    bits, values_per_byte = packed.bits, 8 // packed.bits
-    stored = packed.codes.view(packed.scale.numel(), packed.group_size // values_per_byte)
-    code = torch.cat([(stored >> (k * bits)) & (2**bits - 1) for k in range(values_per_byte)], dim=1)
+    length = packed.group_size // 8  # bytes of a bit of each element
+    stored = packed.codes.view(packed.scale.numel(), length * packed.bits)
+    code = torch.zeros(packed.scale.numel(), packed.group_size, dtype=torch.uint8, device=stored.device)
+    for shift, width in planes(packed.bits):
+        plane = stored[:, length * shift : length * (shift + width)]
+        parts = [(plane >> (k * width)) & (2**width - 1) for k in range(8 // width)]
+        code |= torch.cat(parts, dim=1) << shift
     # decoded = min + scale code
     decoded = packed.minimum.double()[:, None] + packed.scale.double()[:, None] * code
     return decoded.flatten()[: packed.shape.numel()].to(packed.dtype).view(packed.shape)
 
 
-def check(x: Tensor, bits: int, group_size: int, seed: int | None) -> None:
+def planes(bits: int) -> tuple[tuple[int, int], ...]:
+    """The parts that a code is held in: how far each is shifted, and its width, a divisor of 8."""
+    return ((0, 2), (2, 1)) if bits == 3 else ((0, bits),)
+
+
+def check(x: Tensor, bits: int, group_size: int, seed: int | None, *, choices: tuple[int, ...] = BITS) -> None:
     """Raise if :func:`quantize` cannot take these arguments."""
-    if bits not in BITS:
-        raise ValueError(f"quantize({bits=}): expected one of {BITS}.")
+    if bits not in choices:
+        raise ValueError(f"quantize({bits=}): expected one of {choices}.")
     if not 16 <= group_size <= 8192 or group_size & (group_size - 1):
         raise ValueError(f"quantize({group_size=}): expected a power of two from 16 to 8192, such as 256.")
     if seed is not None and not 0 <= seed < 2**63:

@@ -22,6 +22,7 @@ from lightning_eff._core.technique import Control, Technique
 from lightning_eff.memory._compression.arguments import Bits, Method, check_arguments, check_not_compiled
 from lightning_eff.memory._compression.bits import (
     CHOICES,
+    MEASURING_BITS,
     PROBE_BITS,
     Allocation,
     Statistics,
@@ -67,12 +68,13 @@ class ActivationCompression(Technique):
     what GELU's tanh form saves) needs no codes of its own, and one that is changed in place after it was saved raises as
     in plain autograd.
 
-    ``bits="auto"`` (GACT) gives each tensor 1, 2, 4 or 8 bits, so that the gradient's expected error is least at an
-    average of ``budget`` bits, in which a tensor without codes of its own counts with 0. One bit is given where it costs
-    little: that of a tensor which is no linear map's input counts four times. The sensitivities are measured on the
-    step's batch, at the first step, at a tenth of ``interval`` and at every ``interval``-th: one pass for those of all
-    linear maps' inputs, and one for each other kind of tensor, all blocks together; a GPT-2 has a dozen kinds. For as
-    long the memory of two more gradients is taken.
+    ``bits="auto"`` (GACT) gives each tensor 1, 2, 3, 4 or 8 bits, so that the gradient's expected error is least at an
+    average of ``budget`` bits, in which a tensor without codes of its own counts with 0. What has 8 bits under any rule
+    (see above) has them here too, and counts. One bit is given where it costs little: that of a tensor which is no linear
+    map's input counts four times. The sensitivities are measured on the step's batch, at the first step, at a hundredth
+    and a tenth of ``interval``, and at every ``interval``-th: one pass for those of all linear maps' inputs, and one for
+    each other kind of tensor, all blocks together; a GPT-2 has a dozen kinds. These passes hold 8 bits of an element, so
+    that they tell it well, and take the memory of two more gradients.
 
     ``method="mesa"`` codes in 8 bits by running minima and ranges (decay 0.9), one of each head for attention's tensors
     and one of each other tensor, so that hardly anything is kept beside the codes. They are clamped at both ends; a tensor
@@ -291,7 +293,7 @@ class ActivationCompression(Technique):
 
     def _is_due(self, step: Step) -> bool:
         first = step.batch_idx % self.session.trainer.accumulate_grad_batches == 0 or not self._measured
-        due = step.global_step % self.interval == 0 or step.global_step * 10 == self.interval
+        due = step.global_step % self.interval == 0 or step.global_step in (self.interval // 100, self.interval // 10)
         return first and (due or not self._measured)
 
     def _measure(self, step: Step, batch: Any, proceed: Proceed) -> None:
@@ -299,7 +301,14 @@ class ActivationCompression(Technique):
         engine, allocation, session = self._engine, self._allocation, self.session
         assert engine is not None and allocation is not None, "on_model has made them"
         began, seed, passes = time.perf_counter(), self._seed(step, 0), 1
-        statistics = Statistics()
+        statistics, wide_ones = Statistics(), set[str]()
+
+        def measuring(key: str, wide: bool) -> int:
+            if wide:
+                wide_ones.add(key)
+            return MEASURING_BITS
+
+        engine.bits = measuring
         engine.on_groups, engine.on_output = statistics.on_groups, statistics.on_output
         engine.on_shared = statistics.on_shared
         try:
@@ -312,7 +321,7 @@ class ActivationCompression(Technique):
             for kind in sorted({kind for there in everywhere for kind in there}):
                 keys = found.get(kind, [])
                 members = frozenset(keys)
-                engine.bits = lambda key, wide: PROBE_BITS if key in members else allocation(key, wide)  # noqa: B023
+                engine.bits = lambda key, wide: PROBE_BITS if key in members else MEASURING_BITS  # noqa: B023
                 engine.reseeded = members.__contains__
                 difference = squared_distance(first, self._gradient(engine, seed, step, batch, proceed))
                 passes += 1
@@ -322,7 +331,7 @@ class ActivationCompression(Technique):
         finally:
             engine.bits, engine.reseeded = allocation, None
             engine.on_groups = engine.on_shared = engine.on_output = None
-        self._learn(session.gather((sensitivity, statistics.numel, statistics.shared)))
+        self._learn(session.gather((sensitivity, statistics.numel, statistics.shared, sorted(wide_ones))))
         self._measured += 1
         cost = session.chain.cost
         cost.forward_passes += passes
@@ -331,19 +340,21 @@ class ActivationCompression(Technique):
             cost.forward_samples += passes * num_samples(batch)
         cost.seconds += time.perf_counter() - began
 
-    def _learn(self, of_ranks: list[tuple[dict[str, float], dict[str, int], dict[str, int]]]) -> None:
+    def _learn(self, of_ranks: list[tuple[dict[str, float], dict[str, int], dict[str, int], list[str]]]) -> None:
         """Take over the sum over all ranks, unless it is not finite, as with an overflowing gradient."""
         assert self._allocation is not None, "on_model has made it"
         sensitivity: dict[str, float] = {}
         numel: dict[str, int] = {}
         shared: dict[str, int] = {}
-        for values, sizes, others in of_ranks:
+        wide: set[str] = set()
+        for values, sizes, others, wide_ones in of_ranks:
+            wide.update(wide_ones)
             for key, value in values.items():
                 sensitivity[key] = sensitivity.get(key, 0.0) + value
                 numel[key] = max(sizes[key], numel.get(key, 0))
                 shared[key] = max(others.get(key, 0), shared.get(key, 0))
         if sensitivity and sum(sensitivity.values()) < float("inf"):
-            self._allocation.learn(sensitivity, numel, shared)
+            self._allocation.learn(sensitivity, numel, shared, wide)
 
     def _gradient(self, engine: Engine, seed: int, step: Step, batch: Any, proceed: Proceed) -> list[Tensor | None]:
         """The gradient of every parameter in a pass that leaves no trace; empty where the step has no loss."""

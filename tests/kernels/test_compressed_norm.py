@@ -138,3 +138,15 @@ def test_wrong_arguments_are_refused() -> None:
         compressed_layer_norm(x[:0])
     with pytest.raises(TypeError, match=r"torch\.float64"):
         compressed_rms_norm(x.double())
+
+
+def test_weights_with_gaps_are_read_as_they_are(device: torch.device) -> None:
+    x, wide = torch.randn(4, 64, device=device), torch.rand(128, device=device)
+    weight, bias = wide[::2].requires_grad_(), wide[1::2].requires_grad_()
+    g = torch.randn(4, 64, device=device)
+    found = norm("layer", x.requires_grad_(), weight, bias, bits=8, group_size=64)
+    assert torch.allclose(found, plain("layer", x, weight, bias).float(), atol=1e-5)
+    dx, dw = torch.autograd.grad(found, (x, weight), g)
+    there = [t.detach().contiguous().requires_grad_() for t in (x, weight, bias)]
+    expected = torch.autograd.grad(norm("layer", *there, bits=8, group_size=64), there[:2], g)
+    assert torch.allclose(dx, expected[0], atol=1e-5) and torch.allclose(dw, expected[1], atol=1e-5)

@@ -16,7 +16,7 @@ from lightning_eff.kernels.group_quantization import (
     reference_quantize,
 )
 
-ALL_BITS = [1, 2, 4, 8]
+ALL_BITS = [1, 2, 3, 4, 8]
 SHAPES = [(1,), (63,), (64,), (5, 13), (3, 7, 31), (0, 4)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -90,7 +90,7 @@ def test_triton_codes_do_not_depend_on_geometry(bits: int, device: torch.device)
 
 
 @pytest.mark.parametrize("way", ["torch", "triton"])
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_stochastic_rounding_has_no_bias(bits: int, way: str, request: pytest.FixtureRequest) -> None:
     """The mean over seeds, and over copies in one tensor, is the exact tensor within 5 standard errors."""
     device = request.getfixturevalue("device") if way == "triton" else torch.device("cpu")
@@ -228,8 +228,8 @@ def test_bytes_and_freedom_from_the_graph() -> None:
 
 def test_wrong_arguments_are_refused() -> None:
     x = torch.randn(64)
-    for bits in (0, 3, 16):
-        with pytest.raises(ValueError, match=rf"bits={bits}.*expected one of \(1, 2, 4, 8\)"):
+    for bits in (0, 5, 16):
+        with pytest.raises(ValueError, match=rf"bits={bits}.*expected one of \(1, 2, 3, 4, 8\)"):
             quantize(x, bits)
     for size in (8, 100, 16384):
         with pytest.raises(ValueError, match=rf"group_size={size}.*power of two from 16 to 8192"):

@@ -224,8 +224,20 @@ def test_auto_measures_on_a_schedule_and_counts_what_that_costs() -> None:
     due: list[int] = []
     real = technique._measure
     technique._measure = lambda step, *args: (due.append(step.global_step), real(step, *args))  # type: ignore[method-assign]
+    bits: list[float] = []
+    gradient = technique._gradient
+
+    def noting(engine: Engine, *args: Any) -> Any:
+        found = gradient(engine, *args)
+        bits.append(engine.ledger.bits)
+        return found
+
+    technique._gradient = noting  # type: ignore[method-assign]
     fit("tiny_gpt", lambda: [technique], accumulate_grad_batches=2)
     assert due == [0, 1, 10]
+    passes = len(bits) // 3
+    for i, mean in enumerate(bits):  # all is measured beside tensors of 8 bits, whatever these have in training
+        assert mean == 8 if i % passes == 0 else 4 < mean < 8
     past = technique._past
     assert past is not None
     in_blocks, outside = 7, 1

@@ -23,8 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHOICES = (1, 2, 4, 8)
+CHOICES = (1, 2, 3, 4, 8)
+MEASURING_BITS = 8  # of all tensors but the probed ones: the less noise there is, the better a difference tells
 PROBE_BITS = 4
+WIDE_BITS = 4  # at least, of what has 8 where the rule is one number
 ONE_BIT_PENALTY = 4.0
 _DIRECT = ("linear", "addmm")
 
@@ -35,7 +37,11 @@ def step_error(bits: int) -> float:
 
 
 def allocate(
-    sensitivity: Mapping[str, float], numel: Mapping[str, int], budget: float, penalty: float = ONE_BIT_PENALTY
+    sensitivity: Mapping[str, float],
+    numel: Mapping[str, int],
+    budget: float,
+    penalty: float = ONE_BIT_PENALTY,
+    least: Mapping[str, int] | None = None,
 ) -> dict[str, int]:
     """Bits ``b_i`` that minimise ``sum_i c_i p_i / (2^b_i - 1)^2`` with ``sum_i n_i b_i <= budget sum_i n_i``.
 
@@ -48,9 +54,10 @@ def allocate(
         numel: ``n_i > 0``, elements, by at least the same names.
         budget: bits of an element, on average over all elements, >= 1.
         penalty: ``p_i`` at 1 bit where the tensor is no linear map's input; 1 elsewhere.
+        least: the bits that a tensor begins with; 1 where it is not named.
     """
-    bits = dict.fromkeys(sensitivity, CHOICES[0])
-    left = (budget - CHOICES[0]) * sum(numel[name] for name in sensitivity)
+    bits = {name: (least or {}).get(name, CHOICES[0]) for name in sensitivity}
+    left = sum((budget - bits[name]) * numel[name] for name in sensitivity)
     heap: list[tuple[float, str, int]] = []
 
     def error(name: str, bits: int) -> float:
@@ -63,7 +70,7 @@ def allocate(
             heapq.heappush(heap, (-gain, name, at))
 
     for name in sensitivity:
-        offer(name, 0)
+        offer(name, CHOICES.index(bits[name]))
     while heap:
         _, name, at = heapq.heappop(heap)
         cost = (CHOICES[at + 1] - CHOICES[at]) * numel[name]
@@ -135,6 +142,7 @@ class Allocation:
         self.sensitivity: dict[str, float] = {}
         self.numel: dict[str, int] = {}
         self.shared: dict[str, int] = {}
+        self.wide: set[str] = set()
         self.bits: dict[str, int] = {}
         self._kinds: dict[str, int] = {}
 
@@ -151,7 +159,11 @@ class Allocation:
         return CHOICES[-1]
 
     def learn(
-        self, sensitivity: Mapping[str, float], numel: Mapping[str, int], shared: Mapping[str, int] | None = None
+        self,
+        sensitivity: Mapping[str, float],
+        numel: Mapping[str, int],
+        shared: Mapping[str, int] | None = None,
+        wide: Iterable[str] = (),
     ) -> None:
         """Take over what was measured, and solve anew; what was not measured this time stays as it was.
 
@@ -160,16 +172,24 @@ class Allocation:
             numel: elements of each of them.
             shared: elements of the tensors that need no codes, by the key of those that they are held in; they count in
                 the average, with no bits.
+            wide: keys that have ``WIDE_BITS`` at least, whatever was measured: what they do to the gradient grows with the
+                weights, faster than is measured.
         """
         self.sensitivity.update(sensitivity)
         self.numel.update({key: numel[key] for key in sensitivity})
         self.shared.update({key: (shared or {}).get(key, 0) for key in sensitivity})
+        self.wide.update(wide)
         self._solve()
 
     def _solve(self) -> None:
-        coded = sum(self.numel[key] for key in self.sensitivity)
-        budget = self.budget * (coded + sum(self.shared.values())) / coded if coded else self.budget
-        self.bits = allocate(self.sensitivity, self.numel, budget)
+        elements = sum(self.numel[key] for key in self.sensitivity)
+        whole = self.budget * (elements + sum(self.shared.values()))
+        # sensitivities drift between measurements, and what has few bits then suffers most: the floor is as high as fits
+        for few in (2, 1):
+            least = {key: WIDE_BITS if key in self.wide else few for key in self.sensitivity}
+            if sum(least[key] * self.numel[key] for key in least) <= whole:
+                break
+        self.bits = allocate(self.sensitivity, self.numel, whole / elements, least=least) if elements else {}
         self._kinds = {}
         for key, bits in self.bits.items():
             kind = self.family(key)
@@ -177,11 +197,12 @@ class Allocation:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain containers, from which the same bits follow."""
-        return {"sensitivity": dict(self.sensitivity), "numel": dict(self.numel), "shared": dict(self.shared)}
+        of_keys = {"sensitivity": dict(self.sensitivity), "numel": dict(self.numel), "shared": dict(self.shared)}
+        return {**of_keys, "wide": sorted(self.wide)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.sensitivity, self.numel = dict(state["sensitivity"]), dict(state["numel"])
-        self.shared = dict(state["shared"])
+        self.shared, self.wide = dict(state["shared"]), set(state["wide"])
         if self.sensitivity:
             self._solve()
 

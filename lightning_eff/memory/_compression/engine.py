@@ -189,8 +189,10 @@ class Engine:
         """The fewest bits with which an earlier copy of a tensor serves this treatment."""
         if treatment is Treatment.EXACT:
             return EXACT_BITS
-        if treatment in (Treatment.WIDE, Treatment.DOUBLE):
-            return WIDE_BITS if callable(self.bits) or treatment is Treatment.WIDE else min(2 * self.bits, WIDE_BITS)
+        if treatment is Treatment.WIDE:
+            return WIDE_BITS
+        if treatment is Treatment.DOUBLE and not callable(self.bits):
+            return min(2 * self.bits, WIDE_BITS)
         return 1
 
     def _line(self, x: Tensor, place: Identity, treatment: Treatment) -> Held | None:
@@ -236,10 +238,8 @@ class Engine:
 
     def _groups(self, x: Tensor, treatment: Treatment) -> Held:
         key = self.key() if self._named else ""
-        if callable(self.bits):
-            bits = self.bits(key, treatment in (Treatment.WIDE, Treatment.DOUBLE))
-        else:
-            bits = max(self.bits, self._least(treatment))
+        wide, rule = treatment is Treatment.WIDE, self.bits
+        bits = rule(key, wide) if callable(rule) else max(rule, self._least(treatment))
         number, self._number = self._number, self._number + 1
         if bits == EXACT_BITS:
             return Held.exact(x)
