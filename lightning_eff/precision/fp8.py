@@ -15,7 +15,7 @@ from lightning_eff.precision._scaling import ao
 from lightning_eff.precision._scaling.casts import Scaling
 from lightning_eff.precision._scaling.history import AmaxHistory
 from lightning_eff.precision._scaling.linear import Float8Linear
-from lightning_eff.precision._scaling.products import MULTIPLE, Product, emulated, refusal, scaled_mm_for
+from lightning_eff.precision._scaling.products import MULTIPLE, Product, by_blocks, emulated, refusal, scaled_mm_for
 
 Amax = Literal["dynamic", "delayed"]
 Accumulate = Literal["fast", "exact"]
@@ -50,7 +50,7 @@ class FP8Precision(LinearPrecision):
     - "rowwise": of each row of a product's left operand and each column of its right one, so x, W and g are cast twice,
       for each of their products. Rows or channels far larger than the others do not flush these to zero;
     - "blockwise": of each 1 x 128 along the contraction of x and g, and of each 128 x 128 of W (DeepSeek-V3,
-      arXiv:2412.19437, sec. 3.3, which has g in E4M3 too). There is no kernel for it here: it is emulated.
+      arXiv:2412.19437, sec. 3.3, which has g in E4M3 too). Products are taken by a Triton kernel, or emulated.
 
     Args:
         scaling: as above.
@@ -65,14 +65,17 @@ class FP8Precision(LinearPrecision):
             float8 makes slower, by torchao's thresholds (:func:`too_small`); it applies where float8 hardware
             runs, not to emulation. Other words are dotted paths of maps, or of modules above them.
         accumulate: "fast" lets float8 hardware sum the forward product in fewer bits than float32's, as is common;
-            "exact" does not. Backward products are always exact.
+            "exact" does not. Backward products are always exact. With blockwise scaling neither changes anything: every
+            product sums blocks of 128 as the hardware does by itself, and blocks in float32.
         backend: "scaled_mm" is ``torch._scaled_mm``: on NVIDIA devices of compute capability 8.9 and later, where sizes
             that are no multiples of 16 are padded with zeros, and results with rowwise scaling may pass through
-            bfloat16; on a CPU without a gain. "torchao" is ``torchao.float8`` (dynamic amax, tensorwise or rowwise),
-            and ``torch._scaled_mm`` for the maps that it does not take. "emulated" runs anywhere, slower than
-            bfloat16: casts are bit for bit the hardware's, and products of the dequantised operands are taken in
-            float32, whatever ``accumulate`` says. "auto" is "torchao" where it is installed and fits, else "scaled_mm";
-            it never emulates. The device is that of the Trainer's strategy, and outside a Trainer the parameters'.
+            bfloat16; on a CPU without a gain. With blockwise scaling it is :mod:`lightning_eff.kernels.fp8_matmul` in its
+            place, from compute capability 9.0 on, and never on a CPU. "torchao" is ``torchao.float8`` (dynamic amax,
+            tensorwise or rowwise), and ``torch._scaled_mm`` for the maps that it does not take. "emulated" runs anywhere,
+            slower than bfloat16: casts are bit for bit the hardware's, and products of the dequantised operands are taken
+            in float32, whatever ``accumulate`` says. "auto" is "torchao" where it is installed and fits, else
+            "scaled_mm"; it never emulates. The device is that of the Trainer's strategy, and outside a Trainer the
+            parameters'.
 
     Raises:
         ValueError: if an argument is out of range or a combination is not offered; at setup, if the device has no float8
@@ -120,11 +123,6 @@ class FP8Precision(LinearPrecision):
                 f"FP8Precision({scaling=}, {amax=}, {backend=}): torchao has dynamic amax, tensorwise or rowwise; expected"
                 " backend='scaled_mm' or 'emulated' here."
             )
-        if scaling == "blockwise" and backend != "emulated":
-            raise ValueError(
-                f"FP8Precision({scaling=}, {backend=}): expected backend='emulated', since no kernel for products with"
-                " scales by block is offered. For FP8 hardware take scaling='rowwise'."
-            )
         super().__init__(base, skip=skip)
         self.scaling: Scaling = scaling
         self.amax: Amax = amax
@@ -153,16 +151,21 @@ class FP8Precision(LinearPrecision):
                 "FP8Precision(backend='torchao'): torchao is not installed. Install it: pip install"
                 ' "lightning-eff[torchao]". Or take backend="scaled_mm".'
             )
-        if self.backend == "emulated" or (device.type == "cpu" and self.backend != "auto"):
+        blocks = self.scaling == "blockwise"
+        if self.backend == "emulated" or (device.type == "cpu" and self.backend != "auto" and not blocks):
             return self.backend
         cuda = device.type == "cuda" and torch.cuda.is_available()
         capability = torch.cuda.get_device_capability(device) if cuda else None
-        reason = refusal(device.type, capability, hip=torch.version.hip is not None)
+        reason = refusal(device.type, capability, hip=torch.version.hip is not None, blocks=blocks)
         if reason is not None:
+            asked = f"scaling='blockwise', backend={self.backend!r}" if blocks else f"backend={self.backend!r}"
+            least = "9.0 or later, or of 8.9 with scaling='rowwise'" if blocks else "8.9 or later"
             raise ValueError(
-                f"FP8Precision(backend={self.backend!r}): {reason}; expected an NVIDIA GPU of compute capability 8.9 or"
-                " later. To try FP8's effect on a run without its speed, take backend='emulated'."
+                f"FP8Precision({asked}): {reason}; expected an NVIDIA GPU of compute capability {least}."
+                " To try FP8's effect on a run without its speed, take backend='emulated'."
             )
+        if blocks:
+            return "triton"
         fits = self.amax == "dynamic" and ao.installed()
         return "torchao" if self.backend != "scaled_mm" and fits else "scaled_mm"
 
@@ -172,7 +175,7 @@ class FP8Precision(LinearPrecision):
 
     @property
     def _on_hardware(self) -> bool:
-        return self._runs == "torchao" or (self._runs == "scaled_mm" and self._device.type == "cuda")
+        return self._runs in ("torchao", "triton") or (self._runs == "scaled_mm" and self._device.type == "cuda")
 
     def _small(self, m: LinearMap) -> str | None:
         small = too_small(m.in_features, m.out_features, self.scaling)
@@ -195,12 +198,15 @@ class FP8Precision(LinearPrecision):
             history=self._history,
             recording=self._recording,
         )
-        if self._history is None:
+        if self._history is None and self._runs != "triton":
             return linear
-        # a compiled backward pass would go on as it was traced, when nothing was to be recorded
+        # a compiled backward pass would go on as it was traced, when nothing was to be recorded; and torch.compile would
+        # trace into the launch of a kernel
         return torch.compiler.disable(linear.__call__)  # pyright: ignore[reportReturnType] -- of a function: a function
 
     def _product(self) -> Product:
+        if self._runs == "triton":
+            return by_blocks
         return emulated if self._runs == "emulated" else scaled_mm_for(self._device)
 
     @override
@@ -214,6 +220,8 @@ class FP8Precision(LinearPrecision):
                 " nothing gained but the numbers"
             )
             return f"{what}; skip's 'small' does not apply to emulation" if "small" in self.skip else what
+        if self._runs == "triton":
+            return f"{what}, by the Triton kernel kernels/fp8_matmul.py, sums of 128 in the hardware's precision"
         what += f", by {'torchao' if self._runs == 'torchao' else 'torch._scaled_mm'}"
         what += f", {self.accumulate} accumulation in the forward product"
         others = [m.path for m in self._maps if self._runs == "torchao" and not ao.takes(m)]

@@ -27,14 +27,24 @@ from lightning_eff.kernels import (
     _bit_mask_triton,
     _compressed_gelu_triton,
     _compressed_norm_triton,
+    _fp8_cast_triton,
+    _fp8_matmul_triton,
     _group_quantization_triton,
+    _linear_cross_entropy_triton,
+    _norm_triton,
     _stochastic_rounding_triton,
 )
 
 POINTERS = {"codes": "u8", "packed": "u8", "mask": "u8"} | dict.fromkeys(("scale", "minimum", "reciprocal"), "fp32")
+POINTERS |= {"target": "i64", "row_grad": "fp32", "loss": "fp32", "mean": "fp32"}
 SCALARS = {"num": "i64", "seed": "i64", "rows": "i32"} | dict.fromkeys(
     ("eps", "keep", "size", "b1", "b2", "root"), "fp32"
 )
+SCALARS |= {"columns": "i32", "stride": "i32", "smoothing": "fp32"}
+POINTERS |= {"turned": "u8", "amax": "i32", "turned_amax": "i32", "seen": "i32"}
+POINTERS |= dict.fromkeys(("inverse", "turned_inverse", "a_inverse", "b_inverse", "peak"), "fp32")
+SCALARS |= dict.fromkeys(("num_rows", "num_columns", "M", "N", "K"), "i32")
+LEAST = {"matmul_kernel": _fp8_matmul_triton.LEAST}  # architecture
 
 
 def configurations() -> list[tuple[Any, str, dict[str, Any], int]]:
@@ -46,7 +56,7 @@ def configurations() -> list[tuple[Any, str, dict[str, Any], int]]:
         _compressed_norm_triton,
         _bit_mask_triton,
     )
-    for bits in (1, 2, 4, 8):
+    for bits in (1, 2, 3, 4, 8):
         for dtype in ("fp32", "bf16", "fp16"):
             group = {"GROUP": 256, "BITS": bits, "BLOCK_GROUPS": q.BLOCK // 256}
             found.append((q.dequantize_kernel, dtype, group, q.num_warps(group["GROUP"])))
@@ -74,6 +84,41 @@ def configurations() -> list[tuple[Any, str, dict[str, Any], int]]:
     found.append((rounding.round_kernel, "fp32", {"TILES": rounding.TILES}, rounding.NUM_WARPS))
     for bits in (False, True):
         found.append((adamw.adamw_kernel, "i16", {"HALF": bits, "TILES": adamw.TILES}, adamw.NUM_WARPS))
+    loss, plain_norm = _linear_cross_entropy_triton, _norm_triton
+    for dtype in ("fp32", "fp16", "bf16"):
+        for gradient, scaled, smooth in ((False, False, False), (True, True, True), (True, False, False)):
+            flags = {"GRADIENT": gradient, "SCALED": scaled, "SMOOTH": smooth, "BLOCK": loss.BLOCK}
+            found.append((loss.loss_kernel, dtype, flags, loss.num_warps(loss.BLOCK)))
+        for size in (8, 64, 768, 1024, 2048, 5120, 8192, 4096):
+            filled, tile, forward_warps, backward_warps = plain_norm.geometry(size)
+            for centre in (False, True):
+                flags = {"D": size, "D2": filled, "ROWS": tile, "CENTRE": centre, "WEIGHT": True, "BIAS": centre}
+                found.append((plain_norm.forward_kernel, dtype, flags, forward_warps))
+                found.append((plain_norm.backward_kernel, dtype, flags, backward_warps))
+    cast, matmul = _fp8_cast_triton, _fp8_matmul_triton
+    for dtype in ("fp32", "bf16"):
+        for e5m2 in (False, True):
+            flags = {"E5M2": e5m2, "NATIVE": False}  # see main
+            for columns in (512, 16384, 4096):
+                height, width, warps = cast.rows_of(columns)
+                block = {"BLOCK_ROWS": height, "BLOCK_COLUMNS": width}
+                found.append((cast.rows_kernel, dtype, flags | block, warps))
+            for scales in range(4):
+                tile = {"SCALES": scales, "GIVEN": False, "PEAK": scales == 0, "BY_ROW": True, "BY_COLUMN": True}
+                found.append((cast.tile_kernel, dtype, tile | flags | {"BLOCK": cast.BLOCK}, cast.NUM_WARPS))
+                if scales < 2:
+                    few = {"PEAK": scales == 0, "SCALES": scales, "BLOCK": cast.BLOCK}
+                    found.append((cast.amax_kernel, dtype, few, cast.NUM_WARPS))
+    for even in (False, True):
+        for a_blocks, b_blocks, (m, n, warps, _) in (
+            (False, False, matmul.SMALL),
+            (True, False, matmul.SMALL),
+            (False, True, matmul.SMALL),
+            (True, True, matmul.LARGE),
+            (False, True, matmul.LARGE),
+        ):
+            flags = {"A_BLOCKS": a_blocks, "B_BLOCKS": b_blocks, "EVEN_K": even, "BLOCK_M": m, "BLOCK_N": n}
+            found.append((matmul.matmul_kernel, "bf16", flags | {"SUPER": matmul.SUPER}, warps))
     return found
 
 
@@ -106,9 +151,18 @@ def main() -> None:
             signature["g"] = "*fp32"
         if kernel.__name__ == "backward_kernel" and "dw" in names:
             signature |= {"dw": "*fp32", "db": "*fp32"}
+        if kernel.__name__ == "matmul_kernel":
+            signature |= {"a": "*fp8e5", "b": "*fp8e4nv"}
         # Tensors from torch's allocator are aligned to 16 bytes, which the launcher tells the compiler too
-        aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
+        aligned = [i for i, name in enumerate(names) if signature[name].startswith("*") or name == "stride"]
+        if kernel.__name__ in ("tile_kernel", "amax_kernel", "matmul_kernel"):  # their launchers pad
+            aligned += [i for i, name in enumerate(names) if name in ("num_rows", "num_columns", "K")]
+        aligned = {(i,): [["tt.divisibility", 16]] for i in aligned}
         for capability in (int(arg) for arg in sys.argv[1:] if arg.isdigit()):
+            if capability < LEAST.get(kernel.__name__, 0):
+                continue
+            if "NATIVE" in constants:
+                constants["NATIVE"] = capability >= 89
             source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, aligned)
             compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
             line = {

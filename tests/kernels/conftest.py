@@ -20,6 +20,10 @@ KERNELS = (
     "compressed_gelu",
     "stochastic_rounding",
     "bf16_adamw",
+    "fp8_cast",
+    "fp8_matmul",
+    "linear_cross_entropy",
+    "norm",
 )
 
 

@@ -18,10 +18,18 @@ KERNELS = {
     "compressed_gelu_triton.forward_kernel",
     "compressed_norm_triton.backward_kernel",
     "compressed_norm_triton.forward_kernel",
+    "fp8_cast_triton.amax_kernel",
+    "fp8_cast_triton.rows_kernel",
+    "fp8_cast_triton.tile_kernel",
+    "fp8_matmul_triton.matmul_kernel",
     "group_quantization_triton.dequantize_kernel",
     "group_quantization_triton.quantize_kernel",
+    "linear_cross_entropy_triton.loss_kernel",
+    "norm_triton.backward_kernel",
+    "norm_triton.forward_kernel",
 }
 PER_THREAD = {80: 255, 90: 255}  # registers; more are spilt to memory
+LEAST = {"fp8_matmul_triton.matmul_kernel": 90}  # architecture: float8 products
 
 
 @pytest.mark.parametrize("which", [["--few"], pytest.param([], marks=pytest.mark.slow)], ids=["few", "all"])
@@ -41,7 +49,9 @@ def test_kernels_compile_without_a_gpu(which: list[str], tmp_path: Path, capsys:
                 f" {line['local'] + line['stack']} bytes spilt, {line['shared']} of shared memory",
                 end="",
             )
-    assert {(line["kernel"], line["sm"]) for line in lines} == {(k, sm) for k in KERNELS for sm in PER_THREAD}
+    assert {(line["kernel"], line["sm"]) for line in lines} == {
+        (k, sm) for k in KERNELS for sm in PER_THREAD if sm >= LEAST.get(k, 0)
+    }
     for line in lines:
         assert line["local"] == line["stack"] == 0, f"spills: {line}"
         assert 0 < line["registers"] <= PER_THREAD[line["sm"]]

@@ -360,8 +360,6 @@ def test_torchaos_thresholds() -> None:
         ({"scaling": "rowwise", "amax": "delayed"}, r"expected scaling='tensorwise', since"),
         ({"backend": "torchao", "amax": "delayed"}, r"expected backend='scaled_mm' or 'emulated'"),
         ({"backend": "torchao", "scaling": "blockwise"}, r"expected backend='scaled_mm' or 'emulated'"),
-        ({"scaling": "blockwise"}, r"backend='auto'\): expected backend='emulated', since no kernel"),
-        ({"scaling": "blockwise", "backend": "scaled_mm"}, r"expected backend='emulated', since no kernel"),
         ({"base": "fp16"}, r"base='fp16'\): expected one of 32-true"),
     ],
 )
@@ -395,6 +393,29 @@ def test_errors_at_setup(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ValueError, match=r"capability is 8\.0.*expected an NVIDIA GPU .* take backend='emulated'"):
             FP8Precision(backend=backend).convert_module(old)
     plugin().convert_module(old)
+
+
+@pytest.mark.parametrize("backend", ["auto", "scaled_mm"])
+def test_blockwise_scaling_needs_its_kernels_device(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
+    asked = rf"FP8Precision\(scaling='blockwise', backend='{backend}'\): "
+    with pytest.raises(ValueError, match=asked + "the device is 'cpu'.*take backend='emulated'"):
+        FP8Precision("blockwise", backend=backend).convert_module(TinyGPT())
+    for capability in ((8, 0), (8, 9)):
+        with pytest.raises(ValueError, match=asked + r".*capability 9\.0 or later, or of 8\.9 with scaling='rowwise'"):
+            FP8Precision("blockwise", backend=backend).convert_module(on_cuda(monkeypatch, capability))
+    found: list[tuple[int, ...]] = []
+
+    def product(a: Any, b: Any, dtype: torch.dtype) -> Tensor:
+        found.append((*a.inverse.shape, *b.inverse.shape))
+        return emulated(a, b, dtype, False)
+
+    monkeypatch.setattr("lightning_eff.kernels.fp8_matmul.matmul", product)
+    net, p = on_cuda(monkeypatch), FP8Precision("blockwise", backend=backend, base="32-true", skip=())
+    net.head = nn.Linear(16, 200, bias=False)
+    p.convert_module(net)
+    assert "by the Triton kernel" in p.describe() and "_scaled_mm" not in p.describe()
+    net.head(torch.randn(150, 16, requires_grad=True)).sum().backward()
+    assert found == [(150, 1, 2, 1), (150, 2, 1, 2), (200, 2, 16, 2)], "y, dx and dW, with blocks of the weight"
 
 
 def test_other_strategies_refuse_it() -> None:

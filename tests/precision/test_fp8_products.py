@@ -316,6 +316,8 @@ def test_devices_that_multiply_float8() -> None:
     assert refusal("cuda", (9, 0), hip=False) is None
     assert refusal("cuda", (12, 0), hip=False) is None
     assert "8.0" in str(refusal("cuda", (8, 0), hip=False))
+    assert refusal("cuda", (9, 0), hip=False, blocks=True) is None
+    assert "scales by block" in str(refusal("cuda", (8, 9), hip=False, blocks=True))
     assert "ROCm" in str(refusal("cuda", (9, 4), hip=True))
     assert "'cpu'" in str(refusal("cpu", None, hip=False))
 

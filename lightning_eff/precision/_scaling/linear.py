@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
-from lightning_eff.precision._scaling.casts import Codes, Pair, Scaling, amax_of, cast_pair, scale_of
+from lightning_eff.precision._scaling.casts import Codes, Pair, Scaling, cast_pair
 from lightning_eff.precision._scaling.history import AmaxHistory
 from lightning_eff.precision._scaling.products import Product
 
@@ -63,13 +63,13 @@ class Float8Linear:
 
     def cast(self, x: Tensor, role: str, *, rows: bool, columns: bool) -> tuple[Pair, Tensor | None]:
         """Cast one of the operands, by the history's scale where there is one; then also its amax."""
-        scale = amax = None
+        peak = None
         if self.history is not None:
-            amax = amax_of(x)
-            reference = self.history.reference(self.history.row(self.path, role), amax)
-            scale = torch.where(amax.isfinite(), scale_of(reference, DTYPES[role]), torch.nan)  # stays visible
+            unknown = torch.full((), -1.0, device=x.device)
+            peak = self.history.reference(self.history.row(self.path, role), unknown)
         square = role == "weight"
-        return cast_pair(x, DTYPES[role], self.scaling, rows=rows, columns=columns, square=square, scale=scale), amax
+        pair = cast_pair(x, DTYPES[role], self.scaling, rows=rows, columns=columns, square=square, peak=peak)
+        return pair, None if peak is None else pair.amax
 
     def record(self, **amax: Tensor | None) -> None:
         """Note the amax of tensors, by role."""

@@ -1,4 +1,4 @@
-"""Products of float8 matrices: emulated, or by ``torch._scaled_mm`` under CUDA's rules.
+"""Products of float8 matrices: emulated, by a Triton kernel, or by ``torch._scaled_mm`` under CUDA's rules.
 
 CPU's ``_scaled_mm`` takes shapes, layouts and types that CUDA's refuses, so the rules are written down here
 (aten/src/ATen/native/cuda/ScaledBlas.cpp of PyTorch 2.11 to 2.13) and what is handed to CUDA is brought to obey them.
@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_eff.precision._scaling.casts import BLOCK, Codes
+from lightning_eff.kernels import fp8_matmul
+from lightning_eff.precision._scaling.casts import Codes
 
 Product = Callable[[Codes, Codes, torch.dtype, bool], Tensor]
 """``f(a, b, dtype, fast)`` is ``a b^T`` in ``dtype``, (R, C), of ``a`` (R, K) and ``b`` (C, K)."""
@@ -29,15 +30,16 @@ def emulated(a: Codes, b: Codes, dtype: torch.dtype, fast: bool) -> Tensor:
     Codes are multiplied and the sum is scaled, block by block of the contraction where scales are, so that factors are
     exact in TF32 and bfloat16 too, whatever ``torch.set_float32_matmul_precision`` allows.
     """
-    if a.inverse.ndim == 0 or a.inverse.shape[1] == 1:
+    of_a, of_b = a.by_row, b.by_row
+    if of_a.ndim == 0 or of_a.shape[1] == 1:
         y = a.codes.float() @ b.codes.float().t()
-        return y.mul_(a.inverse).mul_(b.inverse.t()).to(dtype)
-    y = torch.zeros(a.codes.shape[0], b.codes.shape[0], device=a.codes.device)
-    for i in range(a.inverse.shape[1]):
-        along = slice(i * BLOCK, (i + 1) * BLOCK)
-        part = a.codes[:, along].float() @ b.codes[:, along].float().t()
-        y += part.mul_(a.inverse[:, i : i + 1]).mul_(b.inverse[:, i : i + 1].t())
-    return y.to(dtype)
+        return y.mul_(of_a).mul_(of_b.t()).to(dtype)
+    return fp8_matmul.reference_matmul(a, b, dtype)
+
+
+def by_blocks(a: Codes, b: Codes, dtype: torch.dtype, fast: bool) -> Tensor:
+    """The product of operands with scales by block, by :func:`.fp8_matmul.matmul`; ``fast`` changes nothing."""
+    return fp8_matmul.matmul(a, b, dtype)
 
 
 def scaled_mm(a: Codes, b: Codes, dtype: torch.dtype, fast: bool) -> Tensor:
@@ -163,13 +165,14 @@ def check_for_cuda(call: Call) -> None:
         )
 
 
-def refusal(device: str, capability: tuple[int, int] | None, *, hip: bool) -> str | None:
-    """Why a device does not multiply float8 by ``torch._scaled_mm`` as the plugins need it; None if it does.
+def refusal(device: str, capability: tuple[int, int] | None, *, hip: bool, blocks: bool = False) -> str | None:
+    """Why a device does not multiply float8 as the plugins need it; None if it does.
 
     Args:
         device: "cuda", "cpu", ...
         capability: of the CUDA device, such as (9, 0).
         hip: torch is built for ROCm.
+        blocks: by the Triton kernel for scales by block, and not by ``torch._scaled_mm``.
     """
     if device != "cuda" or capability is None:
         return f"the device is {device!r}, which has no float8 matrix units"
@@ -179,5 +182,10 @@ def refusal(device: str, capability: tuple[int, int] | None, *, hip: bool) -> st
         return (
             f"the device's compute capability is {capability[0]}.{capability[1]}, and float8 matrix units come with 8.9"
             " (Ada) and 9.0 (Hopper)"
+        )
+    if blocks and capability < fp8_matmul.CAPABILITY:
+        return (
+            f"the device's compute capability is {capability[0]}.{capability[1]}, and the kernel for scales by block is for"
+            " 9.0 (Hopper) and later"
         )
     return None

@@ -1,0 +1,317 @@
+"""Casts to float8 as Triton kernels: tiles of 128 x 128, or whole rows, from one read where that is enough.
+
+Magnitudes are compared as the bits of ``|x|``: as integers they order as the numbers do, with infinity and then NaN on
+top, so that a maximum keeps NaN, and an atomic one gives the same bits in any order.
+
+Devices from compute capability 8.9 on convert to float8 in one instruction for two numbers; elsewhere, and in Triton's
+interpreter, which is wrong there, the same rounding is done on bits, in some ten instructions a number.
+"""
+
+# ruff: noqa: ANN001, ANN202 -- what a kernel's arguments are, its docstring says; Triton takes no types for them
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false, reportAssignmentType=false
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_eff.kernels import _launch
+from lightning_eff.kernels.fp8_cast import BLOCK, By, Codes, Pair
+
+NATIVE = (8, 9)  # compute capability of the first devices that convert to E4M3
+MULTIPLE = 16  # of sizes: 16 bytes are read and written at once; single bytes would need an address each, and spill
+NUM_WARPS = 16  # of a tile: 32 elements a thread
+LONGEST_ROW = 16384  # elements that a program holds in registers, 32 a thread
+TENSOR, ROWS, GROUPS, BLOCKS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+
+
+@triton.jit
+def magnitude(x):
+    """The bits of ``|x|``, int32, of float32 ``x``."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def scale_of(amax, E5M2: tl.constexpr):
+    """``max / amax``, float32, of an amax by its bits; below 2^-100 it counts as 2^-100."""
+    amax = tl.maximum(amax, (127 - 100) << 23).to(tl.float32, bitcast=True)
+    return tl.div_rn(tl.full(amax.shape, 57344.0 if E5M2 else 448.0, tl.float32), amax)
+
+
+@triton.jit
+def inverse_of(scale):
+    """``1 / scale``, rounded once."""
+    return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+
+
+@triton.jit
+def encode(y, E5M2: tl.constexpr, NATIVE: tl.constexpr):
+    """The float8 codes, uint8, of float32 ``y``: to nearest, ties to even, saturating; NaN stays NaN."""
+    MANTISSA: tl.constexpr = 2 if E5M2 else 3
+    BIAS: tl.constexpr = 15 if E5M2 else 7
+    LARGEST: tl.constexpr = 57344.0 if E5M2 else 448.0
+    if NATIVE:
+        y = tl.maximum(y, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        y = tl.minimum(y, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        code = y.to(tl.float8e5 if E5M2 else tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        clamped = tl.minimum(tl.abs(y), LARGEST)
+        # 2^max(e, 1 - b) by its bits; adding 2^(23 - M) times as much rounds to multiples of 2^(max(e, 1 - b) - M)
+        FIRST: tl.constexpr = (128 - BIAS) << 23
+        power = tl.maximum(clamped.to(tl.int32, bitcast=True) & 0x7F800000, FIRST)
+        large = power + ((23 - MANTISSA) << 23)
+        steps = (clamped + large.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True) - large
+        # a step past the last of an exponent is the first of the next one
+        code = steps + ((power - FIRST) >> (23 - MANTISSA))
+        code = tl.where(y == y, code, 0x7F)
+        code = (code | ((y.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+    return code
+
+
+@triton.jit
+def within(stride, BLOCK: tl.constexpr):
+    """Offsets in a tile from its first element, int32, where the rows of the matrix are ``stride`` long."""
+    return tl.arange(0, BLOCK)[:, None] * stride + tl.arange(0, BLOCK)[None, :]
+
+
+@triton.jit
+def tile(x, num_rows, num_columns, BLOCK: tl.constexpr):
+    """This program's tile of ``x`` in float32, with zeros outside, and the indices of its rows and columns, int64."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    # within a tile offsets are 32 bits wide: wider ones take registers
+    x += tl.program_id(0).to(tl.int64) * BLOCK * num_columns + tl.program_id(1) * BLOCK
+    value = tl.load(x + within(num_columns, BLOCK), mask=inside, other=0.0)
+    return value.to(tl.float32), row, column
+
+
+@triton.jit
+def amax_kernel(
+    x, amax, turned_amax, peak, num_rows, num_columns, PEAK: tl.constexpr, SCALES: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Bits of amax of ``x``: of all to ``amax`` (1,); for SCALES = ROWS of each row to ``amax`` and of each column to
+    ``turned_amax``. They start at zero. PEAK: do nothing where ``peak`` is known, that is, not negative."""
+    known = False
+    if PEAK:
+        known = tl.load(peak) >= 0
+    if not known:
+        value, row, column = tile(x, num_rows, num_columns, BLOCK)
+        bits = magnitude(value)
+        if SCALES == TENSOR:
+            tl.atomic_max(amax, tl.max(tl.max(bits, axis=1), axis=0))
+        else:
+            tl.atomic_max(amax + row, tl.max(bits, axis=1), mask=row < num_rows)
+            tl.atomic_max(turned_amax + column, tl.max(bits, axis=0), mask=column < num_columns)
+
+
+@triton.jit
+def tile_kernel(
+    x,
+    codes,
+    turned,
+    inverse,
+    turned_inverse,
+    amax,
+    turned_amax,
+    scale,
+    peak,
+    seen,
+    num_rows,
+    num_columns,
+    SCALES: tl.constexpr,
+    GIVEN: tl.constexpr,
+    PEAK: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
+    E5M2: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``x`` (R, K) of any float type into ``codes`` (R, K) if BY_ROW and ``turned`` (K, R) if BY_COLUMN, and inverses.
+
+    SCALES says what has a scale of its own; ROWS take the bits of amax from ``amax`` and ``turned_amax``. TENSOR takes
+    ``scale`` if GIVEN; else the amax is ``peak`` if PEAK and it is not negative, else ``amax``, and ``scale`` is written.
+    With PEAK the amax of now goes to ``seen``.
+    """
+    value, row, column = tile(x, num_rows, num_columns, BLOCK)
+    in_row, in_column = row < num_rows, column < num_columns
+    at, turned_at = tl.program_id(0), tl.program_id(1)
+    inside = in_row[:, None] & in_column[None, :]
+    codes += at.to(tl.int64) * BLOCK * num_columns + turned_at * BLOCK
+    turned += turned_at.to(tl.int64) * BLOCK * num_rows + at * BLOCK
+    offset, turned_offset = within(num_columns, BLOCK), within(num_rows, BLOCK)
+    bits = magnitude(value)
+    if SCALES == TENSOR or SCALES == BLOCKS:  # noqa: SIM109 -- Triton has no "in"
+        if SCALES == BLOCKS:
+            s = scale_of(tl.max(tl.max(bits, axis=1), axis=0), E5M2)
+            if BY_ROW:
+                tl.store(inverse + at * tl.num_programs(1) + turned_at, inverse_of(s))
+            if BY_COLUMN:
+                tl.store(turned_inverse + turned_at * tl.num_programs(0) + at, inverse_of(s))
+        else:
+            first = (at == 0) & (turned_at == 0)
+            if GIVEN:
+                s = tl.load(scale)
+            else:
+                top = tl.load(amax)
+                if PEAK:
+                    known = tl.load(peak)
+                    top = tl.where(known < 0, top, known.to(tl.int32, bitcast=True))
+                    tl.atomic_max(seen, tl.max(tl.max(bits, axis=1), axis=0))
+                s = scale_of(top, E5M2)
+                tl.store(scale, s, mask=first)
+            tl.store(inverse, inverse_of(s), mask=first)
+        code = encode(value * s, E5M2, NATIVE)
+        if BY_ROW:
+            tl.store(codes + offset, code, mask=inside)
+        if BY_COLUMN:
+            tl.store(turned + turned_offset, tl.trans(code), mask=tl.trans(inside))
+    else:
+        if BY_ROW:
+            if SCALES == ROWS:
+                s = scale_of(tl.load(amax + row, mask=in_row, other=0), E5M2)
+                tl.store(inverse + row, inverse_of(s), mask=row < tl.where(turned_at == 0, num_rows, 0))
+            else:
+                s = scale_of(tl.max(bits, axis=1), E5M2)
+                tl.store(inverse + row * tl.num_programs(1) + turned_at, inverse_of(s), mask=in_row)
+            tl.store(codes + offset, encode(value * s[:, None], E5M2, NATIVE), mask=inside)
+        if BY_COLUMN:
+            if SCALES == ROWS:
+                s = scale_of(tl.load(turned_amax + column, mask=in_column, other=0), E5M2)
+                tl.store(turned_inverse + column, inverse_of(s), mask=column < tl.where(at == 0, num_columns, 0))
+            else:
+                s = scale_of(tl.max(bits, axis=0), E5M2)
+                tl.store(turned_inverse + column * tl.num_programs(0) + at, inverse_of(s), mask=in_column)
+            tl.store(turned + turned_offset, tl.trans(encode(value * s[None, :], E5M2, NATIVE)), mask=tl.trans(inside))
+
+
+@triton.jit
+def rows_kernel(
+    x,
+    codes,
+    inverse,
+    num_rows,
+    num_columns,
+    E5M2: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """``x`` (R, K) of any float type into ``codes`` (R, K) and ``inverse`` (R,), BLOCK_ROWS whole rows a program."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = tl.arange(0, BLOCK_COLUMNS)
+    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    index = row[:, None] * num_columns + column[None, :]
+    value = tl.load(x + index, mask=inside, other=0.0).to(tl.float32)
+    s = scale_of(tl.max(magnitude(value), axis=1), E5M2)
+    tl.store(inverse + row, inverse_of(s), mask=row < num_rows)
+    tl.store(codes + index, encode(value * s[:, None], E5M2, NATIVE), mask=inside)
+
+
+def rows_of(num_columns: int) -> tuple[int, int, int]:
+    """Rows and columns of a program of ``rows_kernel``, and its warps: 8192 elements, or one row if it is longer."""
+    columns = triton.next_power_of_2(num_columns)
+    rows = max(8192 // columns, 1)
+    return rows, columns, max(rows * columns // 1024, 4)
+
+
+def cast(
+    x: Tensor,
+    dtype: torch.dtype,
+    by: By,
+    rows: bool,
+    columns: bool,
+    scale: Tensor | None,
+    peak: Tensor | None,
+    *,
+    native: bool | None = None,
+    longest_row: int = LONGEST_ROW,
+) -> Pair:
+    """Cast ``x``, contiguous float32, bfloat16 or float16; see :func:`.fp8_cast.cast`.
+
+    Unless rows are cast alone, sizes that are no multiples of 16 are padded with zeros, which is a pass more.
+
+    Args:
+        x: (R, K).
+        dtype: of the codes.
+        by: what has a scale of its own.
+        rows: give (R, K).
+        columns: give (K, R).
+        scale: float32, (), or None.
+        peak: float32, (), or None.
+        native: convert by the device's instruction; None where there is one.
+        longest_row: up to which K rows are held in registers.
+    """
+    (r, k), device = x.shape, x.device
+    if native is None:
+        native = device.type == "cuda" and torch.cuda.get_device_capability(device) >= NATIVE
+
+    def floats(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=device)
+
+    flags = {"E5M2": dtype == torch.float8_e5m2, "NATIVE": native}
+    with _launch.current(device):
+        if by == "rows" and rows and not columns and k <= longest_row:
+            codes, inverse = torch.empty((r, k), dtype=torch.uint8, device=device), floats(r, 1)
+            block_rows, block_columns, warps = rows_of(k)
+            rows_kernel[(triton.cdiv(r, block_rows),)](
+                x, codes, inverse, r, k, **flags, BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, num_warps=warps
+            )
+            return Pair(Codes(codes.view(dtype), inverse), None)
+        if r % MULTIPLE or k % MULTIPLE:
+            x = torch.nn.functional.pad(x, (0, -k % MULTIPLE, 0, -r % MULTIPLE))
+        height, width = x.shape
+        across, along = triton.cdiv(r, BLOCK), triton.cdiv(k, BLOCK)
+        codes = torch.empty((height, width) if rows else (0, 0), dtype=torch.uint8, device=device)
+        turned = torch.empty((width, height) if columns else (0, 0), dtype=torch.uint8, device=device)
+        kind = {"tensor": TENSOR, "rows": ROWS, "groups": GROUPS, "blocks": BLOCKS}[by].value
+        shapes = {"tensor": (), "rows": (height, 1), "groups": (height, along), "blocks": (across, along)}
+        turned_shapes = {"tensor": (), "rows": (width, 1), "groups": (width, across), "blocks": (along, across)}
+        inverse = floats(*shapes[by])
+        turned_inverse = inverse if by == "tensor" else floats(*turned_shapes[by])
+        # the amax of all, or of each row, and of each column; the last one is of what is seen in passing
+        amax = torch.zeros(height + width + 1 if by == "rows" else 2, dtype=torch.int32, device=device)
+        turned_amax, seen = amax[height:], amax[-1:]
+        given = scale is not None
+        scale = scale if scale is not None else floats()
+        known = scale if peak is None else peak  # a pointer that is not read will do
+        grid, tiling = (across, along), {"BLOCK": BLOCK, "num_warps": NUM_WARPS}
+        if by == "rows" or (by == "tensor" and not given):
+            amax_kernel[grid](x, amax, turned_amax, known, height, width, PEAK=peak is not None, SCALES=kind, **tiling)
+        tile_kernel[grid](
+            x,
+            codes,
+            turned,
+            inverse,
+            turned_inverse,
+            amax,
+            turned_amax,
+            scale,
+            known,
+            seen,
+            height,
+            width,
+            SCALES=kind,
+            GIVEN=given,
+            PEAK=peak is not None,
+            BY_ROW=rows,
+            BY_COLUMN=columns,
+            **flags,
+            **tiling,
+        )
+    found = None
+    if by == "tensor" and not given:
+        found = (amax[0] if peak is None else amax[1]).view(torch.float32)
+    if found is not None and peak is not None:
+        scale, inverse = (torch.where(found.isfinite(), t, torch.nan) for t in (scale, inverse))
+        turned_inverse = inverse
+    if by in ("rows", "groups"):
+        inverse, turned_inverse = inverse[:r], turned_inverse[:k]
+    return Pair(
+        Codes(codes[:r, :k].contiguous().view(dtype), inverse) if rows else None,
+        Codes(turned[:k, :r].contiguous().view(dtype), turned_inverse) if columns else None,
+        scale if by == "tensor" else None,
+        found,
+    )
