@@ -125,7 +125,7 @@ CASES: dict[str, Case] = {
         lost=(_no_blocks, "classifier", "no stack of repeated blocks"),
     ),
     "Rematerialization": Case(
-        active=lambda: eff.Rematerialization(policy="optimal", memory_budget=0.6),
+        active=lambda: eff.Rematerialization(policy="optimal", memory_budget=0.65),
         neutral=lambda: eff.Rematerialization(policy="optimal", memory_budget=1.0),
         exact=True,
         refuses_manual=True,

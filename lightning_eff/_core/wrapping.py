@@ -26,9 +26,9 @@ NAMES: dict[str, Callable[[], Precision]] = {
 class WrappingPrecision(Precision):
     """Hands every call on to an inner plugin. Subclasses override what they add, and call ``super()``.
 
-    A checkpoint saved with the inner plugin alone can be resumed with this one around it. Training passes are counted
-    and a seed is drawn once, both kept in checkpoints, so that :meth:`seed` gives a resumed run the numbers of an
-    undisturbed one.
+    A checkpoint saved with the inner plugin alone can be resumed with this one around it. The Trainer's backward passes
+    are counted and a seed is drawn once, both kept in checkpoints, so that :meth:`seed` gives a resumed run the numbers of
+    an undisturbed one. Passes that techniques run to measure something do not count.
 
     Attributes:
         kind: how it is used, for the table of techniques.
@@ -76,7 +76,7 @@ class WrappingPrecision(Precision):
         return getattr(self.inner, "scaler", None)
 
     def seed(self, *key: int | str, shared: bool = False) -> int:
-        """A number in [0, 2^63) that depends on the run's seed, the training pass, ``key`` and the rank alone.
+        """A number in [0, 2^63) that depends on the run's seed, the backward passes so far, ``key`` and the rank alone.
 
         With ``shared`` it is the same on all ranks.
         """
@@ -98,7 +98,6 @@ class WrappingPrecision(Precision):
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
         self._place()
-        self._passes += 1
         with self.inner.train_step_context():
             yield
 
@@ -179,6 +178,7 @@ class WrappingPrecision(Precision):
     @override
     def backward(self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         self.inner.backward(tensor, model, optimizer, *args, **kwargs)
+        self._passes += 1
 
     @override
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:

@@ -159,7 +159,7 @@ class LinearPrecision(WrappingPrecision):
         self._draws.clear()
         with super().train_step_context():
             yield
-        if self._passes > 1:
+        if self._passes:
             return
         ran = {self._block[path] for path in self._called}  # a block that does not run yet calls none of its maps
         missing = [m.path for m in self._maps if m.path not in self._called and self._block[m.path] in ran]
