@@ -80,14 +80,17 @@ class WrappingPrecision(Precision):
 
         With ``shared`` it is the same on all ranks.
         """
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        rank = torch.distributed.get_rank() if _is_distributed() and not shared else 0
+        return rng.keyed_generator(self._agree(), type(self).__name__, rank, self._passes, *key).initial_seed()
+
+    def _agree(self) -> int:
+        """The run's seed, rank 0's; collective at the first call."""
         if self._seed is None:
             seed = [torch.initial_seed() % 2**63]
-            if distributed:
+            if _is_distributed():
                 torch.distributed.broadcast_object_list(seed)
             self._seed = seed[0]
-        rank = torch.distributed.get_rank() if distributed and not shared else 0
-        return rng.keyed_generator(self._seed, type(self).__name__, rank, self._passes, *key).initial_seed()
+        return self._seed
 
     def _place(self) -> None:
         """A plugin made from its name is of the device that the module is on by now."""
@@ -98,6 +101,7 @@ class WrappingPrecision(Precision):
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
         self._place()
+        self._agree()  # here, where all ranks pass, and not in a backward pass beside DDP's own messages
         with self.inner.train_step_context():
             yield
 
@@ -216,3 +220,7 @@ class WrappingPrecision(Precision):
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.inner.on_save_checkpoint(checkpoint)
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -15,45 +15,8 @@ from lightning_eff._core.losses import loss_of
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step, snapshot
 from lightning_eff._core.technique import Control, Technique
+from lightning_eff.memory._compression.saved import is_weight_copy
 from lightning_eff.memory._hosting.host import HostStore, Ticket, can_leave
-
-# what hands a parameter on in another form or precision, its values and no others
-_FORMS = frozenset(
-    f"{name}Backward0"
-    for name in (
-        "Alias",
-        "AsStrided",
-        "Expand",
-        "Permute",
-        "ReshapeAlias",
-        "Select",
-        "Slice",
-        "Split",
-        "SplitWithSizes",
-        "Squeeze",
-        "T",
-        "ToCopy",
-        "Transpose",
-        "Unsqueeze",
-        "UnsafeView",
-        "View",
-    )
-)
-
-
-def is_of_parameter(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a parameter, a view of one, or a copy of one in another precision, as autocast makes."""
-    if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
-        return True
-    node = tensor.grad_fn
-    while node is not None:
-        variable = getattr(node, "variable", None)  # that of a leaf's node
-        if variable is not None:
-            return isinstance(variable, nn.Parameter)
-        if node.name() not in _FORMS:
-            return False
-        node = node.next_functions[0][0]
-    return False
 
 
 class _Kept:
@@ -114,7 +77,7 @@ class Offloading:
         if size < self.min_bytes:
             self.largest = max(self.largest, size)
             return _Kept(tensor)
-        if is_of_parameter(tensor):
+        if is_weight_copy(tensor):
             return _Kept(tensor)
         self.left += 1
         return self.store.put(tensor)

@@ -17,8 +17,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_eff.memory._compression.saved import is_weight_copy
 from lightning_eff.memory._hosting.host import HostStore
-from lightning_eff.memory.activation_offload import ActivationOffload, Offloading, is_of_parameter
+from lightning_eff.memory.activation_offload import ActivationOffload, Offloading
 from lightning_eff.model.progressive_layer_dropping import ProgressiveLayerDropping
 from lightning_eff.optim.sharpness_aware_minimization import SharpnessAwareMinimization
 from tests.models import TinyClassifier, TinyGPT, flat, loader, module, trainer
@@ -274,9 +275,9 @@ def test_a_parameter_is_known_in_every_form() -> None:
     p = nn.Parameter(torch.randn(6, 6))
     x = p * 1
     for form in (p, p.t(), p[1:3], p.bfloat16(), p.bfloat16().t(), p.view(-1), p.expand(2, 6, 6), p.half()[0]):
-        assert is_of_parameter(form)
+        assert is_weight_copy(form)
     for other in (x, x.bfloat16(), x.t(), p + 1, torch.randn(6), torch.randn(6, requires_grad=True).bfloat16()):
-        assert not is_of_parameter(other)
+        assert not is_weight_copy(other)
 
 
 def test_buffers_and_the_batch_stay(monkeypatch: pytest.MonkeyPatch) -> None:

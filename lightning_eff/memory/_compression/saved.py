@@ -79,8 +79,8 @@ _PRODUCTS = frozenset(("matmul", "__matmul__", "softmax", "_softmax"))
 _WEIGHTED = (F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 _OF_LOSSES = ("LogSoftmax", "Logsumexp", "LogSigmoid", "NllLoss")
 _VIEWS = (
-    "Alias", "AsStrided", "Detach", "Expand", "Permute", "ReshapeAlias", "Select", "Slice", "Split", "Squeeze", "T",
-    "ToCopy", "Transpose", "Unbind", "Unsqueeze", "UnsafeSplit", "UnsafeView", "View", "Chunk",
+    "Alias", "AsStrided", "Detach", "Expand", "Permute", "ReshapeAlias", "Select", "Slice", "Split", "SplitWithSizes",
+    "Squeeze", "T", "ToCopy", "Transpose", "Unbind", "Unsqueeze", "UnsafeSplit", "UnsafeView", "View", "Chunk",
 )  # fmt: skip
 _INDEX = re.compile(r"^[^.:]+")
 _VIEW_NODES = frozenset(f"{name}Backward{number}" for name in _VIEWS for number in range(3))
@@ -96,8 +96,9 @@ def origin(x: Tensor) -> Any:
 
 def is_weight_copy(x: Tensor) -> bool:
     """Whether ``x`` is a parameter, a view of one, or a copy of one in another dtype as autocast makes it."""
-    node = origin(x)
-    return isinstance(getattr(node, "variable", None), nn.Parameter)
+    if isinstance(x if x._base is None else x._base, nn.Parameter):
+        return True
+    return isinstance(getattr(origin(x), "variable", None), nn.Parameter)
 
 
 class SavedTensors(TorchFunctionMode):

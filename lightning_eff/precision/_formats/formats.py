@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_eff.kernels.fp8_cast import saturated
+
 
 @dataclass(frozen=True)
 class Format:
@@ -140,9 +142,8 @@ def cast_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
     Raises:
         TypeError: if ``x`` or ``dtype`` is of another type.
     """
-    fmt = {f.dtype: f for f in (E4M3, E5M2)}.get(dtype)
-    if fmt is None:
+    if dtype not in (E4M3.dtype, E5M2.dtype):
         raise TypeError(f"cast_fp8({dtype=}): expected torch.float8_e4m3fn or torch.float8_e5m2.")
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise TypeError(f"cast_fp8(x of {x.dtype}): expected float32, float16 or bfloat16. Convert with x.float().")
-    return x.clamp(-fmt.max_value, fmt.max_value).to(dtype)
+    return saturated(x, dtype)
