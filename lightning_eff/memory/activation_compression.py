@@ -74,7 +74,8 @@ class ActivationCompression(Technique):
     map's input counts four times. The sensitivities are measured on the step's batch, at the first step, at a hundredth
     and a tenth of ``interval``, and at every ``interval``-th: one pass for those of all linear maps' inputs, and one for
     each other kind of tensor, all blocks together; a GPT-2 has a dozen kinds. These passes hold 8 bits of an element, so
-    that they tell it well, and take the memory of two more gradients.
+    that they tell it well, and take the memory of two more gradients. With fused attention 3 bits can be too few: a
+    byte-level GPT ended 10 % higher in loss (docs/memory.md).
 
     ``method="mesa"`` codes in 8 bits by running minima and ranges (decay 0.9), one of each head for attention's tensors
     and one of each other tensor, so that hardly anything is kept beside the codes. They are clamped at both ends; a tensor
