@@ -1,6 +1,8 @@
 """The GPT example trained exactly and with what is not exact: final validation loss, bytes held, time.
 
     python benchmarks/training_loss.py --seeds 0 1 2 --out benchmarks/results/training_loss_act.json
+    python benchmarks/training_loss.py --steps 255 --arms bf16 fp8 fp8-rowwise fp8-blockwise s2fp8 wang int8 \
+        --out benchmarks/results/training_loss_precision.json
 
 Each arm of a seed starts from the same weights and sees the same batches. It prints one line for each run, and in the
 end each arm's mean validation loss relative to that of the first arm with the same seeds. ``--out`` is written after each
@@ -23,7 +25,14 @@ import yaml
 
 from examples.gpt.data import StdlibText
 from examples.gpt.module import GPT
-from lightning_eff import ActivationCompression
+from lightning_eff import (
+    ActivationCompression,
+    FP8Precision,
+    INT8Precision,
+    S2FP8Precision,
+    StochasticRoundingBF16,
+    Wang2018FP8Precision,
+)
 
 Settings = dict[str, Any]
 BASELINE = Path(__file__).parent.parent / "examples/gpt/baseline.yaml"
@@ -34,6 +43,15 @@ ARMS: dict[str, Callable[[], Settings]] = {
     "2": lambda: {"callbacks": [ActivationCompression(bits=2)]},
     "auto 3": lambda: {"callbacks": [ActivationCompression(bits="auto", budget=3.0)]},
     "mesa": lambda: {"callbacks": [ActivationCompression(bits=8, method="mesa")]},
+    "bf16": lambda: {"precision": "bf16-mixed"},
+    "fp8": lambda: {"plugins": [FP8Precision(backend="emulated")]},
+    "fp8-delayed": lambda: {"plugins": [FP8Precision(amax="delayed", backend="emulated")]},
+    "fp8-rowwise": lambda: {"plugins": [FP8Precision(scaling="rowwise", backend="emulated")]},
+    "fp8-blockwise": lambda: {"plugins": [FP8Precision(scaling="blockwise", backend="emulated")]},
+    "s2fp8": lambda: {"plugins": [S2FP8Precision()]},
+    "wang": lambda: {"plugins": [Wang2018FP8Precision(accumulate="float32")]},
+    "int8": lambda: {"plugins": [INT8Precision()]},
+    "stochastic-rounding": lambda: {"plugins": [StochasticRoundingBF16()]},
 }
 
 
@@ -110,7 +128,7 @@ def main() -> None:
                 args.out.write_text(json.dumps({**record, "summary": summary, "runs": runs}, indent=1) + "\n")
     for arm, line in summarize(runs, args.arms).items():
         print(
-            f"{arm:>8}: {line['val_loss']:.4f}, {line['change']:+.2%} ({line['least']:+.2%} to {line['greatest']:+.2%})"
+            f"{arm:>19}: {line['val_loss']:.4f}, {line['change']:+.2%} ({line['least']:+.2%} to {line['greatest']:+.2%})"
         )
 
 

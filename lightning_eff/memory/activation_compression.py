@@ -242,6 +242,7 @@ class ActivationCompression(Technique):
             if self._learnt is not None:
                 self._allocation.load_state_dict(self._learnt)
             engine.bits = self._allocation
+            engine.tensors.derivations.curved = True
 
     def _is_asked(self) -> bool:
         """Whether what is saved now is of the blocks and of the operations that are to be compressed."""
@@ -294,7 +295,7 @@ class ActivationCompression(Technique):
 
     def _is_due(self, step: Step) -> bool:
         first = step.batch_idx % self.session.trainer.accumulate_grad_batches == 0 or not self._measured
-        due = step.global_step % self.interval == 0 or step.global_step in (self.interval // 100, self.interval // 10)
+        due = step.global_step % self.interval == 0 or step.global_step in (self.interval // n for n in (100, 10, 3))
         return first and (due or not self._measured)
 
     def _measure(self, step: Step, batch: Any, proceed: Proceed) -> None:

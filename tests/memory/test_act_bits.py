@@ -98,14 +98,14 @@ def test_unseen_tensors_get_what_is_safe() -> None:
     assert again.bits == allocation.bits and again("7:a", False) == allocation("7:a", False)
 
 
-def test_queries_and_keys_have_eight_bits_and_the_others_two_at_least_where_that_fits() -> None:
+def test_queries_and_keys_have_four_bits_and_the_others_two_at_least_where_that_fits() -> None:
     """However little they seem to matter: sensitivities drift until they are measured again."""
     numel = {"qk": 100, "a": 300, "b": 300}
     sensitivity = {"qk": 1e-9, "a": 1.0, "b": 1e-9}
     for budget, expected in (
-        (3.5, {"qk": 8, "a": 3, "b": 2}),
-        (2.6, {"qk": 8, "a": 2, "b": 1}),
-        (1.0, {"qk": 8, "a": 1, "b": 1}),  # more than the budget holds
+        (3.0, {"qk": 4, "a": 3, "b": 2}),
+        (2.1, {"qk": 4, "a": 2, "b": 1}),
+        (1.0, {"qk": 4, "a": 1, "b": 1}),  # more than the budget holds
     ):
         allocation = Allocation(budget, str)
         allocation.learn(sensitivity, numel, wide={"qk"})

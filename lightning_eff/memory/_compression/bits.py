@@ -26,7 +26,7 @@ from torch import Tensor
 CHOICES = (1, 2, 3, 4, 8)
 MEASURING_BITS = 8  # of all tensors but the probed ones: the less noise there is, the better a difference tells
 PROBE_BITS = 4
-WIDE_BITS = 8  # of what has 8 where the rule is one number, too
+WIDE_BITS = 4  # the fewest of what has 8 where the rule is one number
 ONE_BIT_PENALTY = 4.0
 _DIRECT = ("linear", "addmm")
 
@@ -172,8 +172,8 @@ class Allocation:
             numel: elements of each of them.
             shared: elements of the tensors that need no codes, by the key of those that they are held in; they count in
                 the average, with no bits.
-            wide: keys that have ``WIDE_BITS`` whatever was measured: what rounding queries and keys does grows with the
-                weights as an exponential, faster than is measured.
+            wide: keys that have ``WIDE_BITS`` at least, whatever was measured: what rounding queries and keys does grows
+                with the weights as an exponential, faster than is measured.
         """
         self.sensitivity.update(sensitivity)
         self.numel.update({key: numel[key] for key in sensitivity})

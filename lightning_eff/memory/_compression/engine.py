@@ -18,13 +18,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from lightning_eff.kernels.group_quantization import BITS, quantize
+from lightning_eff.memory._compression.affine import Line
+from lightning_eff.memory._compression.attention import OnResult
 from lightning_eff.memory._compression.codes import Codes, GroupCodes, Host
-from lightning_eff.memory._compression.held import EXACT_BITS, Held, dense, fits, mask, memory_order, sign
+from lightning_eff.memory._compression.held import EXACT_BITS, Held, Restore, dense, fits, mask, memory_order, sign
 from lightning_eff.memory._compression.identity import Identity, Storages, identity
 from lightning_eff.memory._compression.ranges import RunningRanges
 from lightning_eff.memory._compression.saved import COMPRESSED, KEPT, SavedTensors, Treatment
 
 WIDE_BITS = 8
+_FLOOR = 4  # the bits that serve instead, of what others follow from, where a rule by sensitivity has weighed both
 CATEGORIES = (*COMPRESSED, *KEPT)
 _IN_FLIGHT = 4  # verdicts of a CUDA device that may be open before the oldest is waited for
 _ODD = 0x9E3779B97F4A7C15  # spreads the seeds of a pass's tensors
@@ -131,6 +134,7 @@ class Engine:
         self._open: deque[tuple[Held, Tensor, torch.cuda.Event]] = deque()
         self._keys: list[str] = []
         self.tensors.notes.clear()
+        self.tensors.derivations.clear()
 
     @contextmanager
     def forward(self, seed: int, batch: Any) -> Iterator[None]:
@@ -143,6 +147,7 @@ class Engine:
         self._clear(seed)
         self.tensors.begin(t for t in tree_leaves(batch) if isinstance(t, Tensor))
         self.tensors.on_output = None if self.on_output is None else self._output
+        self.tensors.on_attention = self._on_attention
         cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
         before = torch.cuda.memory_allocated() if cuda else 0
         try:
@@ -196,27 +201,44 @@ class Engine:
         return 1
 
     def _line(self, x: Tensor, place: Identity, treatment: Treatment) -> Held | None:
-        """``x`` by the codes of a tensor that it is an affine function of, if one is held that serves."""
+        """``x`` by the codes of a tensor that it is an affine function of, or follows from, if one is held that serves."""
         if treatment not in (Treatment.GROUPS, Treatment.DOUBLE, Treatment.WIDE):
             return None
         for source, line in self.tensors.notes.sources(place):
-            held = self._find(source)
-            if held is None or held.codes is None or held.bits < self._least(treatment):
-                continue
-            whole = line.after(held.line)
-            if whole is None:
-                continue
-            if self._named:
-                self.key()  # names do not depend on whether this way was open
-            also = [(verdict, event) for other, verdict, event in self._open if other is held]
-            kept = Held.of_codes(x, held.codes, held.restore, whole, keep=bool(also))
-            kept.key = held.key
-            if self.on_shared is not None:
-                self.on_shared(held.key, x.numel())
-            self._keys.append(held.key)
-            self._open.extend((kept, *verdict) for verdict in also)  # fit for use where the source is
-            return kept
-        return None
+            held = self._source(source, self._least(treatment))
+            whole = None if held is None else line.after(held.line)
+            if held is not None and whole is not None:
+                return self._share(x, held, held.restore, whole)
+        found = self.tensors.derivations.of(x)
+        least = self._least(treatment)
+        held = None if found is None else self._source(found[0], min(least, _FLOOR) if callable(self.bits) else least)
+        if found is None or held is None:
+            return None
+        restore, function = held.restore, found[1]
+        kept = self._share(x, held, lambda y: function(restore(y)), held.line)
+        kept.derived = True
+        return kept
+
+    def _source(self, place: Identity, least: int) -> Held | None:
+        """What is held in codes of at least so many bits there."""
+        held = self._find(place)
+        if held is None or held.codes is None or held.derived or held.bits < least:
+            return None
+        return held
+
+    def _share(self, x: Tensor, held: Held, restore: Restore, line: Line) -> Held:
+        """``x`` by the codes of ``held``."""
+        assert held.codes is not None
+        if self._named:
+            self.key()  # names do not depend on whether this way was open
+        also = [(verdict, event) for other, verdict, event in self._open if other is held]
+        kept = Held.of_codes(x, held.codes, restore, line, keep=bool(also))
+        kept.key = held.key
+        if self.on_shared is not None:
+            self.on_shared(held.key, x.numel())
+        self._keys.append(held.key)
+        self._open.extend((kept, *verdict) for verdict in also)  # fit for use where the source is
+        return kept
 
     def _unpack(self, held: Held) -> Tensor:
         if self._entries:  # a backward pass inside the forward context
@@ -281,6 +303,18 @@ class Engine:
             return None
         return memory_order(x).index(found[0]), found[1]
 
+    def _on_attention(self) -> OnResult | None:
+        return None if self.only is not None and not self.only() else self._attended
+
+    def _attended(self, output: Tensor, lse_bytes: int) -> Held:
+        """Fused attention saves neither its output nor the log-sum-exp: in the ledger both stand with nothing held."""
+        none = Held.coded(output, _no_tensor, 0, 0)
+        self._entries.append(Entry(ref(none), "statistic", -id(none), lse_bytes))
+        place = identity(output)
+        self._storages.keep(output)
+        self._entries.append(Entry(ref(none), "attention", place.storage, output.untyped_storage().nbytes()))
+        return none
+
     def _settle(self, in_flight: int) -> None:
         """Hear the verdicts on compressed tensors until that many are open."""
         while len(self._open) > in_flight:
@@ -343,3 +377,7 @@ class Engine:
         ledger.bits = bits / elements if elements else 0.0
         if first or ledger.exact_bytes >= self.ledger.exact_bytes:
             self.ledger = ledger
+
+
+def _no_tensor() -> Tensor:
+    raise AssertionError("stands in the ledger alone")

@@ -68,10 +68,11 @@ class Held:
         codes: the codes that it is a ``line`` of, where it is held in such.
         restore: what gives the decoded codes the form of the tensor.
         key: the name under which its bits are decided; empty where it has none.
+        derived: it follows from what is in the codes, but is no line of it.
     """
 
     __slots__ = (
-        "__weakref__", "_decode", "_tensor", "_version", "bits", "codes", "key", "line", "num_bytes", "restore"
+        "__weakref__", "_decode", "_tensor", "_version", "bits", "codes", "derived", "key", "line", "num_bytes", "restore"
     )  # fmt: skip
 
     def __init__(self, x: Tensor, version: Version, tensor: Tensor | None) -> None:
@@ -84,6 +85,7 @@ class Held:
         self.line = SAME
         self.restore: Restore = _as_it_is
         self.key = ""
+        self.derived = False
 
     @classmethod
     def exact(cls, x: Tensor) -> "Held":

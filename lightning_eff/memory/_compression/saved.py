@@ -20,6 +20,9 @@ from typing_extensions import override
 
 from lightning_eff._core.blocks import candidates
 from lightning_eff.memory._compression.affine import OPERATIONS, AffineNotes
+from lightning_eff.memory._compression.attention import Call, OnResult
+from lightning_eff.memory._compression.derived import NORMS, Derivations
+from lightning_eff.memory._compression.derived import OPERATIONS as DERIVING
 from lightning_eff.memory._compression.identity import storage_id
 
 SMALL = 256  # elements; compressing fewer saves nothing worth having
@@ -109,7 +112,10 @@ class SavedTensors(TorchFunctionMode):
 
     Attributes:
         on_output: where set, called with what each operation returns.
+        on_attention: where set, asked as attention begins for what is to be called with its result (see :meth:`Call.run`),
+            which is then computed anew in the backward pass; None leaves it to autograd.
         notes: of which tensors those of this pass are affine functions.
+        derivations: which tensors of this pass follow from what a norm or an activation saves.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -121,7 +127,10 @@ class SavedTensors(TorchFunctionMode):
         self._block_seen = False
         self._alive: frozenset[int] = frozenset()
         self.on_output: Callable[[Any], None] | None = None
+        self.on_attention: Callable[[], OnResult | None] | None = None
         self.notes = AffineNotes(SMALL)
+        self.derivations = Derivations(SMALL)
+        self._statistics: list[Tensor] = []  # that the norm which runs has saved
         self._op: Any = None
         self._args: tuple[Any, ...] = ()
         self._kwargs: dict[str, Any] = {}
@@ -131,16 +140,30 @@ class SavedTensors(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         outer = self._op, self._args, self._kwargs
-        self._op, self._args, self._kwargs = func, args, kwargs or {}
+        self._op, self._args, self._kwargs, self._statistics = func, args, kwargs or {}, []
         try:
-            output = func(*args, **self._kwargs)
-            if (name := getattr(func, "__name__", "")) in OPERATIONS:
+            name = getattr(func, "__name__", "")
+            output = self._attention() if name == _FUSED[0] else None
+            if output is None:
+                output = func(*args, **self._kwargs)
+            if name in OPERATIONS:
                 self.notes.note(name, args, self._kwargs, output)
+            elif name in DERIVING:
+                self.derivations.note(name, args, self._kwargs, output, self._statistics)
             if self.on_output is not None:
                 self.on_output(output)
             return output
         finally:
             self._op, self._args, self._kwargs = outer
+
+    def _attention(self) -> Tensor | None:
+        """What fused attention returns, if that is to be computed anew in the backward pass; else None."""
+        on_result = None if self.on_attention is None else self.on_attention()
+        call = None if on_result is None else Call.of(self._args, self._kwargs)
+        if on_result is None or call is None:
+            return None
+        self._args, self._kwargs = call.tensors, {}
+        return call.run(on_result)
 
     def begin(self, batch: Iterable[Tensor]) -> None:
         """A forward pass begins on these tensors, which stay alive too, as do parameters and buffers as they are now."""
@@ -162,6 +185,8 @@ class SavedTensors(TorchFunctionMode):
         if self._op is None:
             return Role("function", Treatment.EXACT)  # also what torch's own checkpoints recompute from
         name = self.operation
+        if name in NORMS and x.shape[-1:] == (1,):
+            self._statistics.append(x)
         if name in LOSSES:
             return Role("loss", Treatment.EXACT)
         if x.numel() < SMALL:
