@@ -14,12 +14,15 @@ from lightning_eff.report import TrainingReport
 _USAGE = """\
 usage: lightning-eff {fit,validate,test,predict} --config recipe.yaml [options of LightningCLI]
        lightning-eff bench --baseline a.yaml --recipe b.yaml --target val_loss --budget 120s --seeds 3
+       lightning-eff plan --config recipe.yaml --gpus 512 --gpu h200
        lightning-eff techniques
 
   fit, validate, test, predict   a LightningModule and data named in a LightningCLI config, by their class_path;
                                  techniques go into trainer.callbacks, and precision plugins into trainer.plugins, by
                                  class name alone. More: lightning-eff fit --help
   bench                          does a recipe pay, by how much, and how sure is that? More: lightning-eff bench --help
+  plan                           which layout trains a recipe's module fastest on so many accelerators, by simulation;
+                                 needs none of them. More: lightning-eff plan --help
   techniques                     every technique: what it saves, how, its paper, its constraints
 
 Modules are looked up from the current folder too.
@@ -68,6 +71,11 @@ def main(args: Sequence[str] | None = None) -> None:
         from lightning_eff.bench.command import main as bench
 
         bench(argv[1:])
+        return
+    if argv[0] == "plan":
+        from lightning_eff.planner.command import main as plan
+
+        plan(argv[1:])
         return
     try:
         import jsonargparse  # noqa: F401

@@ -1,0 +1,127 @@
+"""One layout evaluated: its memory, a lower bound of its time, and its time by simulation."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_eff.planner.accelerators import Accelerator
+from lightning_eff.planner.costs import Assumptions, Costs
+from lightning_eff.planner.layouts import Layout
+from lightning_eff.planner.memory import Memory, MemoryModel
+from lightning_eff.planner.profiling import ModuleProfile
+from lightning_eff.planner.schedules import SCHEDULES
+from lightning_eff.planner.simulation import Timeline, simulate_long
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that fits, simulated.
+
+    Attributes:
+        layout: which.
+        memory: on its fullest rank.
+        seconds: of a step.
+        parts: the step's seconds on the rank that computes the longest, by what they go into.
+        mfu: model FLOPs (nothing computed again) over what the accelerators' datasheets promise in BF16.
+        bubble: share of the pipeline's time in which ranks wait.
+    """
+
+    layout: Layout
+    memory: Memory
+    seconds: float
+    parts: dict[str, float]
+    mfu: float
+    bubble: float
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            **asdict(self.layout),
+            "step_seconds": self.seconds,
+            "parts_seconds": self.parts,
+            "mfu": self.mfu,
+            "bubble": self.bubble,
+            "memory_bytes": {**asdict(self.memory), "total": self.memory.total},
+        }
+
+
+class Evaluator:
+    """Seconds and memory of single layouts.
+
+    Args:
+        profile: of the module.
+        accelerator: of the table.
+        assumptions: see there.
+    """
+
+    def __init__(self, profile: ModuleProfile, accelerator: Accelerator, assumptions: Assumptions) -> None:
+        self.costs = Costs(profile, accelerator, assumptions)
+        self.memory = MemoryModel(self.costs)
+        self.limit = accelerator.memory_bytes * assumptions.usable_memory
+        self._bounds: dict[object, float] = {}
+        self._busy: dict[object, float] = {}
+
+    def bound(self, layout: Layout) -> float:
+        """Seconds that no schedule's waiting can bring a step below.
+
+        A rank cannot begin before the first micro-batch has come down to it, does all its operations, and after its last
+        backward pass a gradient has to go up to the first stage. Weight passes of their own may come after that.
+        """
+        key = (layout.tp, layout.micro_batch, layout.remat, layout.num_stages, layout.schedule, layout.shard == "zero3")
+        key = (*key, layout.dp if layout.shard == "zero3" else 0, layout.num_microbatches)
+        found = self._bounds.get(key)
+        if found is None:
+            times, send, m = self.costs.times(layout), self.costs.send_seconds(layout), layout.num_microbatches
+            split = layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward
+            found = fill = drain = 0.0
+            for rank in range(layout.pp):
+                mine = [times[stage] for stage in self.costs.rank_stages(layout, rank)]
+                busy = m * sum(t.forward + t.backward_input for t in mine)
+                weights = m * sum(t.backward_weight for t in mine)
+                if split:
+                    found = max(found, fill + busy + weights, fill + busy + drain)
+                else:
+                    found = max(found, fill + busy + weights + drain)
+                fill += times[rank].forward + send
+                drain += times[rank].backward_input + send + (0.0 if split else times[rank].backward_weight)
+            self._bounds[key] = found
+        tails, head = self.costs.outside(layout)
+        return head + found + min(tails)
+
+    def run(self, layout: Layout) -> tuple[Candidate, Timeline]:
+        """Simulate a layout; whether it fits is not asked."""
+        costs = self.costs
+        line = simulate_long(
+            layout.simulated_schedule,
+            layout.pp,
+            layout.stages_per_rank,
+            layout.num_microbatches,
+            costs.times(layout),
+            costs.send_seconds(layout),
+        )
+        tails, head = costs.outside(layout)
+        seconds = head + max(end + tail for end, tail in zip(line.ends, tails, strict=True))
+        profile, accelerator = costs.profile, costs.accelerator
+        flops = layout.dp * layout.num_microbatches * profile.model_flops(layout.micro_batch)
+        rank = max(range(layout.pp), key=lambda r: line.busy[r])
+        mine, m = costs.rank_stages(layout, rank), layout.num_microbatches
+        stages = costs.stages(layout)
+        exchange = m * sum(stages[s].exchange for s in mine)
+        again = m * sum(stages[s].recompute for s in mine)
+        work = m * sum(stages[s].forward + stages[s].backward_input + stages[s].backward_weight for s in mine)
+        inner = exchange / 3 if layout.remat == "full" else 0.0  # that is computed again and exchanged again
+        parts = {
+            "compute": work - exchange - again + inner,
+            "computed again": again - inner,
+            "tensor-parallel exchange": exchange,
+            "pipeline bubble": max(0.0, line.seconds - line.busy[rank]),
+            "data-parallel exchange and update": seconds - line.seconds + line.busy[rank] - work,
+        }
+        candidate = Candidate(
+            layout,
+            self.memory.of(layout),
+            seconds,
+            parts,
+            flops / (seconds * layout.gpus * accelerator.peak_flops),
+            line.bubble,
+        )
+        return candidate, line

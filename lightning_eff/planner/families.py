@@ -1,0 +1,117 @@
+"""Why layouts lose: all those with one setting in common, and what the likeliest of them loses the most time to."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lightning_eff.planner.evaluator import Candidate
+from lightning_eff.planner.layouts import Layout
+
+
+@dataclass(frozen=True)
+class Family:
+    """All layouts with one setting in common.
+
+    Attributes:
+        setting: such as "tp = 4".
+        count: layouts that can be had.
+        fitting: those of them that fit into memory.
+        seconds: of a step of the one with the least lower bound, or of a faster one, simulated; None if none fits.
+        least_bytes: of the smallest.
+        reason: why it is not the best, in words.
+    """
+
+    setting: str
+    count: int
+    fitting: int
+    seconds: float | None
+    least_bytes: float
+    reason: str
+
+
+def _settings(layout: Layout) -> dict[str, str]:
+    return {
+        "tensor parallel": f"tp = {layout.tp}",
+        "pipeline": f"pp = {layout.pp}",
+        "schedule": layout.schedule if layout.pp > 1 else "no pipeline",
+        "sharding": "whole copies (DDP)" if layout.shard == "none" else layout.shard,
+        "remat": f"remat {layout.remat}",
+    }
+
+
+@dataclass
+class _Seen:
+    count: int = 0
+    fitting: int = 0
+    least_bytes: float = float("inf")
+    least_bound: float = float("inf")
+    likeliest: Layout | None = None
+    best: Candidate | None = None
+
+
+class Tally:
+    """Counts layouts by setting.
+
+    Attributes:
+        count: of all layouts.
+        smallest: bytes of the layout that needs the least.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.smallest = float("inf")
+        self._seen: dict[tuple[str, str], _Seen] = {}
+
+    def add(self, layout: Layout, size: float, bound: float | None) -> None:
+        """A layout of ``size`` bytes, with the lower bound of its seconds if it fits."""
+        self.count += 1
+        self.smallest = min(self.smallest, size)
+        for key in _settings(layout).items():
+            seen = self._seen.setdefault(key, _Seen())
+            seen.count += 1
+            seen.least_bytes = min(seen.least_bytes, size)
+            if bound is not None:
+                seen.fitting += 1
+                if bound < seen.least_bound:
+                    seen.least_bound, seen.likeliest = bound, layout
+
+    def simulated(self, candidate: Candidate) -> None:
+        """A layout's time is known."""
+        for key in _settings(candidate.layout).items():
+            seen = self._seen[key]
+            if seen.best is None or candidate.seconds < seen.best.seconds:
+                seen.best = candidate
+
+    def families(self, best: Sequence[Candidate], limit: float, run: Callable[[Layout], Candidate]) -> list[Family]:
+        """One for each setting, those of the best layout included, in groups.
+
+        Args:
+            best: the fastest layouts.
+            limit: usable bytes.
+            run: simulates the likeliest layout of a setting of which none has been simulated.
+        """
+        if not best:
+            return []
+        for seen in self._seen.values():
+            if seen.best is None and seen.likeliest is not None:
+                self.simulated(run(seen.likeliest))
+        mine = set(_settings(best[0].layout).items())
+        order = list(_settings(best[0].layout))
+        rows: list[Family] = []
+        for (group, setting), seen in sorted(self._seen.items(), key=lambda row: order.index(row[0][0])):
+            seconds: float | None = None
+            if seen.best is None:
+                reason = f"out of memory: needs {seen.least_bytes / 1e9:,.4g} GB of {limit / 1e9:,.4g} GB usable"
+            else:
+                seconds = seen.best.seconds
+                reason = "the best layout has it" if (group, setting) in mine else difference(seen.best, best[0])
+            rows.append(Family(setting, seen.count, seen.fitting, seconds, seen.least_bytes, reason))
+        return rows
+
+
+def difference(other: Candidate, best: Candidate) -> str:
+    """What the slower of two loses the most time to."""
+    worse = {name: other.parts[name] - best.parts[name] for name in best.parts}
+    name = max(worse, key=lambda n: worse[n])
+    if other.seconds <= best.seconds * 1.001 or worse[name] <= 0:
+        return "about as fast"
+    return f"{other.seconds / best.seconds:.2f} x the time: {worse[name]:.3g} s more {name}"

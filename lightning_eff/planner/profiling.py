@@ -1,0 +1,384 @@
+"""The profile of a module that a plan is made from: parameters, FLOPs, bytes moved and bytes kept of each block.
+
+A training step is run twice, at two batch sizes, on fake tensors (shapes without data), so a module of any size can be
+profiled on any machine; every count is then a straight line in the number of samples.
+"""
+
+import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, astuple, dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
+
+from lightning_eff._core.batches import num_samples, num_tokens
+from lightning_eff._core.blocks import BlockStack, candidates, find_stack, hidden_of, split_output
+from lightning_eff.planner.counting import Counter, Work, storage_key
+
+_SIZES = (2, 4)  # of one sample, normalisation over the batch has no variance
+_HEADS = ("num_heads", "num_attention_heads", "n_head", "n_heads", "num_key_value_heads", "num_kv_heads", "nhead")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What a precision setting of the Trainer means for bytes and rates.
+
+    Attributes:
+        name: as in the recipe.
+        compute_bytes: of an activation that a matmul takes.
+        weight_bytes: of a parameter at rest.
+        grad_bytes: of a gradient.
+        fp8: linear layers multiply in FP8.
+        tf32: matmuls are in FP32, taken to run as TF32, at half the BF16 rate on every accelerator of the table.
+    """
+
+    name: str
+    compute_bytes: int
+    weight_bytes: int
+    grad_bytes: int
+    fp8: bool = False
+    tf32: bool = False
+
+
+def precision_of(name: str | int | None, *, fp8: bool = False) -> Precision:
+    """The meaning of ``Trainer(precision=name)``; ``fp8`` for a plugin that multiplies in FP8.
+
+    Raises:
+        ValueError: for a setting that a plan cannot be made for.
+    """
+    text = str(name if name is not None else "32-true")
+    aliases = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+    text = aliases.get(text, text)
+    if text in ("bf16-mixed", "16-mixed"):
+        return Precision(text, 2, 4, 4, fp8)
+    if text in ("bf16-true", "16-true"):
+        return Precision(text, 2, 2, 2, fp8)
+    if text == "32-true":
+        # FP8 plugins wrap another precision; without one named, activations between layers are taken as 16 bits
+        return Precision(text, 2, 4, 4, True) if fp8 else Precision(text, 4, 4, 4, tf32=True)
+    raise ValueError(
+        f"plan(precision={name!r}): expected 32-true, bf16-mixed, bf16-true, 16-mixed or 16-true; set one of them by"
+        " --precision, for the plan only."
+    )
+
+
+@dataclass(frozen=True)
+class Line:
+    """A count that grows with the samples: ``fixed + slope * samples``."""
+
+    fixed: Work
+    slope: Work
+
+    def at(self, samples: float) -> Work:
+        """The count at ``samples``."""
+        return self.fixed.combined(self.slope, lambda fixed, slope: fixed + slope * samples)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A block, or what is before or after the blocks.
+
+    Attributes:
+        forward: its forward pass.
+        backward: its backward pass.
+        parameters: how many parameters it alone has.
+    """
+
+    forward: Line
+    backward: Line
+    parameters: int
+
+
+@dataclass(frozen=True)
+class ModuleProfile:
+    """All that a plan knows of a module.
+
+    Attributes:
+        name: of the module's class.
+        stack: dotted path of the blocks, or None where the module has none.
+        blocks: each block.
+        before: what runs before the first block.
+        after: what runs after the last one, the loss included.
+        shared_parameters: used both before and after the blocks (tied embeddings); they count in ``before.parameters``.
+        hidden_bytes: of one sample's hidden state between two blocks.
+        tokens: of one sample; 0 where the batch holds no token ids.
+        widths: numbers that a tensor parallel size has to divide: heads, and widths of the blocks' matrices.
+        precision: what it was profiled in.
+        state_bytes: of the optimizer, for each parameter.
+        notes: what was assumed, for people.
+    """
+
+    name: str
+    stack: str | None
+    blocks: tuple[Part, ...]
+    before: Part
+    after: Part
+    shared_parameters: int
+    hidden_bytes: float
+    tokens: int
+    widths: tuple[int, ...]
+    precision: Precision
+    state_bytes: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def parameters(self) -> int:
+        """All of them."""
+        return self.before.parameters + self.after.parameters + sum(block.parameters for block in self.blocks)
+
+    def model_flops(self, samples: float) -> float:
+        """Of a forward and a backward pass, nothing computed again."""
+        parts = (self.before, *self.blocks, self.after)
+        return sum(p.forward.at(samples).flops + p.backward.at(samples).flops for p in parts)
+
+    def record(self) -> dict[str, Any]:
+        """For JSON: sums, and the first block."""
+        first = self.blocks[0] if self.blocks else self.after
+        return {
+            "module": self.name,
+            "stack": self.stack,
+            "num_blocks": len(self.blocks),
+            "parameters": self.parameters,
+            "shared_parameters": self.shared_parameters,
+            "model_flops_per_sample": self.model_flops(1.0),
+            "hidden_bytes_per_sample": self.hidden_bytes,
+            "tokens_per_sample": self.tokens,
+            "precision": asdict(self.precision),
+            "optimizer_state_bytes_per_parameter": self.state_bytes,
+            "first_block": {
+                "parameters": first.parameters,
+                "forward_flops_per_sample": first.forward.slope.flops,
+                "backward_flops_per_sample": first.backward.slope.flops,
+                "activation_bytes_per_sample": first.forward.slope.saved_bytes,
+            },
+            "notes": list(self.notes),
+        }
+
+
+def profile_module(
+    module: LightningModule,
+    batch: Any,
+    *,
+    precision: Precision,
+    fake_mode: FakeTensorMode | None,
+    state_bytes: float = 8.0,
+    layers: str | None = None,
+    notes: tuple[str, ...] = (),
+) -> ModuleProfile:
+    """Run a training step of ``module`` on shapes alone, and count.
+
+    Args:
+        module: built under ``fake_mode``, or really, if that is None.
+        batch: a real batch of the train loader; its samples are only shapes here.
+        precision: what the recipe trains in.
+        fake_mode: the mode that the module's parameters belong to; None runs the step really.
+        state_bytes: of the optimizer, for each parameter.
+        layers: dotted path of the stack of blocks; None looks for it.
+        notes: what was assumed so far.
+
+    Raises:
+        ValueError: if the step cannot be run so, or the stack is ambiguous; the message says what to do.
+    """
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"plan: {type(module).__name__} optimizes manually; expected automatic optimization, since a plan follows one"
+            " forward and one backward pass a step. There is no way round it."
+        )
+    found = find_stack(module, layers, who="plan") if layers or candidates(module) else None
+    stack = BlockStack(found) if found else None
+    blocks = stack.blocks if stack else []
+    if precision.weight_bytes == 2:
+        with fake_mode or nullcontext():
+            _halve(module)
+    counted = [_count(module, blocks, batch, _SIZES[0], precision, fake_mode)]
+    like = _likes(counted[0], blocks)
+    counted.append(_second(module, stack, like, batch, precision, fake_mode))
+    sizes = {storage_key(p): p.numel() for p in module.parameters()}
+    low = counted[0].regions
+    high = {at: counted[1].regions[like[at] if isinstance(at, int) else at] for at in low}
+    owners: dict[int, set[int | str]] = {}
+    for at, region in low.items():
+        for key in region.parameters:
+            owners.setdefault(key, set()).add(at)
+    for i, block in enumerate(
+        blocks
+    ):  # parameters that the step did not read, such as those of experts without a token
+        for p in block.parameters():
+            owners.setdefault(storage_key(p), set()).add(i)
+    outside = {key for key in sizes if not all(isinstance(at, int) for at in owners.get(key, {"before"}))}
+    shared = {key for key in outside if {"before", "after"} <= owners.get(key, set())}
+
+    def part(at: int | str) -> Part:
+        if isinstance(at, int):
+            mine = [key for key, where in owners.items() if key not in outside and min(where, key=str) == at]
+        else:
+            mine = [k for k in outside if ("after" if owners.get(k) == {"after"} else "before") == at]
+        return Part(
+            _line(low[at].forward, high[at].forward),
+            _line(low[at].backward, high[at].backward),
+            sum(sizes[key] for key in mine),
+        )
+
+    hidden = counted[1].hidden
+    tokens = num_tokens(batch) // max(1, num_samples(batch))
+    return ModuleProfile(
+        name=type(module).__name__,
+        stack=stack.path if stack else None,
+        blocks=tuple(part(i) for i in range(len(blocks))),
+        before=part("before"),
+        after=part("after"),
+        shared_parameters=sum(sizes[key] for key in shared),
+        hidden_bytes=0.0 if hidden is None else hidden.numel() * precision.compute_bytes / _SIZES[1],
+        tokens=tokens,
+        widths=_widths(blocks, module),
+        precision=precision,
+        state_bytes=state_bytes,
+        notes=notes,
+    )
+
+
+def _halve(module: nn.Module) -> None:
+    """``module.to(torch.bfloat16)``, which torch cannot do to fake parameters that have two names."""
+    halves: dict[int, Tensor] = {}
+
+    def half(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None or not tensor.is_floating_point():
+            return tensor
+        if id(tensor) not in halves:
+            copy = tensor.detach().to(torch.bfloat16)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            halves[id(tensor)] = nn.Parameter(copy, requires_grad=tensor.requires_grad) if is_parameter else copy
+        return halves[id(tensor)]
+
+    keep = list(module.parameters())  # an id is another tensor's as soon as its own is gone
+    for m in module.modules():
+        for tensors in (m._parameters, m._buffers):
+            found: dict[str, Any] = dict(tensors)
+            tensors.update({name: half(tensor) for name, tensor in found.items()})  # pyright: ignore[reportCallIssue, reportArgumentType]
+    del keep
+
+
+def _line(low: Work, high: Work) -> Line:
+    a, b = _SIZES
+    slope = low.combined(high, lambda at_a, at_b: max(0.0, (at_b - at_a) / (b - a)))
+    return Line(low.combined(slope, lambda at_a, s: max(0.0, at_a - a * s)), slope)
+
+
+def _likes(counter: Counter, blocks: list[nn.Module]) -> list[int]:
+    """For each block the first one that did the same work with as many parameters."""
+    kinds: dict[object, int] = {}
+    likes: list[int] = []
+    for i, block in enumerate(blocks):
+        region = counter.regions[i]
+        key = (astuple(region.forward), astuple(region.backward), tuple(p.shape for p in block.parameters()))
+        likes.append(kinds.setdefault(key, i))
+    return likes
+
+
+def _second(
+    module: LightningModule,
+    stack: BlockStack | None,
+    like: list[int],
+    batch: Any,
+    precision: Precision,
+    fake_mode: FakeTensorMode | None,
+) -> Counter:
+    """The run at the other batch size: of the blocks up to the last that is of a new kind, or of all."""
+    if stack is None:
+        return _count(module, [], batch, _SIZES[1], precision, fake_mode)
+    few = max(like) + 1
+    if few <= len(like) // 2:
+        stack.active = few
+        try:
+            with stack.view(training=True):
+                counter = _count(module, stack.blocks[:few], batch, _SIZES[1], precision, fake_mode)
+            if all(counter.regions[i].forward.flops for i in range(few)):
+                return counter
+        except (ValueError, TypeError):  # a module that counts on its depth: run all of it
+            pass
+        finally:
+            stack.active = len(stack)
+    return _count(module, stack.blocks, batch, _SIZES[1], precision, fake_mode)
+
+
+def _count(
+    module: LightningModule,
+    blocks: list[nn.Module],
+    batch: Any,
+    size: int,
+    precision: Precision,
+    fake_mode: FakeTensorMode | None,
+) -> Counter:
+    def fitted(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if value.ndim:
+            value = value[torch.arange(size) % value.shape[0]]
+        if value.is_floating_point() and precision.weight_bytes == 2:
+            value = value.to(torch.bfloat16)
+        return value if fake_mode is None else fake_mode.from_tensor(value)
+
+    counter = Counter(module, blocks, hidden_of, lambda output: split_output(output)[0])
+    mixed = torch.autocast("cpu", torch.bfloat16) if "mixed" in precision.name else nullcontext()
+    module.train()
+    step = _step(module)
+    with fake_mode or nullcontext(), torch.enable_grad():
+        inputs = tree_map(fitted, batch)
+        try:
+            with counter.counting():
+                with mixed:
+                    output = step(inputs)
+                loss = output["loss"] if isinstance(output, dict) else output
+                if not isinstance(loss, Tensor):
+                    raise TypeError(
+                        f"training_step returned {type(output).__name__}; expected the loss, or a dict with it"
+                    )
+                counter.backward(loss)
+        except Exception as error:
+            way_out = (
+                "run it on real tensors by --profile real, on a machine where it fits"
+                if fake_mode is not None
+                else "mend the training step: the plan runs it as it is, on the CPU"
+            )
+            raise ValueError(
+                f"plan: a training step of {type(module).__name__} on {size} samples did not run:"
+                f" {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}; {way_out}."
+            ) from error
+        finally:
+            module.zero_grad(set_to_none=True)
+    return counter
+
+
+def _step(module: LightningModule) -> Callable[[Any], Any]:
+    """The training step as a function of the batch, with logging muted."""
+    takes_index = len(inspect.signature(module.training_step).parameters) > 1
+
+    def run(batch: Any) -> Any:
+        before = {name: module.__dict__.get(name) for name in ("log", "log_dict")}
+        module.__dict__.update(log=lambda *args, **kwargs: None, log_dict=lambda *args, **kwargs: None)
+        try:
+            return module.training_step(batch, 0) if takes_index else module.training_step(batch)
+        finally:
+            for name, value in before.items():
+                module.__dict__.pop(name)
+                module.__dict__.update({} if value is None else {name: value})
+
+    return run
+
+
+def _widths(blocks: list[nn.Module], module: nn.Module) -> tuple[int, ...]:
+    """Head counts of the blocks and of the model's config, and both sides of the blocks' matrices."""
+    found: set[int] = set()
+    holders = [m for block in blocks[:1] for m in block.modules()]
+    holders += [config for m in module.modules() if blocks and (config := getattr(m, "config", None)) is not None]
+    for holder in holders:
+        values = (getattr(holder, name, None) for name in _HEADS)
+        found |= {value for value in values if isinstance(value, int) and not isinstance(value, bool) and value > 0}
+    for block in blocks[:1]:
+        found |= {n for p in block.parameters() if p.ndim == 2 and min(p.shape) > 1 for n in p.shape}
+    return tuple(sorted(found))

@@ -1,0 +1,163 @@
+"""A plan in words: the ten best layouts, where the time of the best goes, why the others lose, what was assumed."""
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+from lightning_eff.planner.evaluator import Candidate
+from lightning_eff.planner.search import Plan
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Aligned columns, the first ``left`` of them to the left."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    lines = []
+    for row in [header, ["-" * w for w in widths], *rows]:
+        cells = [
+            cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  " + "  ".join(cells).rstrip())
+    return lines
+
+
+def report(plan: Plan) -> str:
+    """The whole of it, for a terminal of about 120 columns."""
+    p, a = plan.profile, plan.accelerator
+    unit = p.tokens or 1
+    what = f"{p.tokens:,} tokens a sample" if p.tokens else "samples"
+    stack = f"{len(p.blocks)} blocks in {p.stack!r}" if p.stack else "no stack of blocks: data parallelism only"
+    lines = [
+        f"Plan for {p.name}: {_count(p.parameters)} parameters, {stack}, {what}, {p.precision.name}"
+        + (", linear layers in FP8" if p.precision.fp8 else ""),
+        f"on {plan.gpus:,} x {a.name} ({a.memory_bytes / 1e9:.0f} GB, {a.node_size} a node),"
+        f" {plan.global_batch:,} samples a step, {p.model_flops(1.0) * plan.global_batch / 1e15:,.4g} PFLOP;"
+        f" {_ceiling(plan)}",
+        "",
+    ]
+    if plan.best:
+        lines += [
+            "The fastest layouts, simulated:",
+            *_best(plan.best, unit, "tokens/s" if p.tokens else "samples/s"),
+            "",
+        ]
+        lines += _parts(plan.best[0])
+        lines += _launches(plan)
+        lines += ["", "As a strategy: " + strategy(plan.best[0])]
+    else:
+        lines += [
+            f"No layout fits: the smallest of {plan.enumerated:,} needs {plan.smallest / 1e9:,.4g} GB, and"
+            f" {a.memory_bytes * plan.assumptions.usable_memory / 1e9:,.4g} GB are usable. Take more or larger accelerators,"
+            " shorter samples, or a global batch with more divisors."
+            if plan.enumerated
+            else "No layout can be had; what ruled them out is below. Take another number of accelerators or global batch.",
+        ]
+    if plan.families:
+        rows = [
+            (f.setting, f"{f.count:,}", f"{f.fitting:,}", "-" if f.seconds is None else f"{f.seconds:.4g}", f.reason)
+            for f in plan.families
+        ]
+        lines += ["", "Why the others lose (of each kind the layout with the least lower bound, simulated):"]
+        lines += _reasons(rows)
+    lines += ["", f"{plan.enumerated:,} layouts: {plan.out_of_memory:,} out of memory, {plan.simulated:,} simulated,"]
+    beaten = plan.enumerated - plan.out_of_memory - plan.simulated
+    lines[-1] += f" {beaten:,} with a lower bound above the last of the ten. Ruled out before:"
+    lines += [f"  {count:>8,}  {reason}" for reason, count in plan.refused.items()] or ["  nothing"]
+    lines += ["", "Assumed (each can be set by --assume name=value; what they mean is in docs/planner.md):"]
+    lines += [f"  {f.name} = {getattr(plan.assumptions, f.name)}" for f in fields(plan.assumptions)]
+    lines += [f"  {note}" for note in p.notes]
+    lines += [f"  {a.name}: {a.source}"]
+    return "\n".join(lines)
+
+
+def strategy(candidate: Candidate) -> str:
+    """The layout as the strategy's arguments."""
+    layout = candidate.layout
+    pipeline = ""
+    if layout.pp > 1:
+        pipeline = f', schedule="{layout.schedule}", num_microbatches={layout.num_microbatches}'
+    accumulate = layout.num_microbatches if layout.pp == 1 else 1
+    return (
+        f"HybridParallelStrategy(data_parallel_size={layout.dp}, shard={layout.shard != 'none'},"
+        f" tensor_parallel_size={layout.tp}, pipeline_parallel_size={layout.pp}{pipeline}), batches of"
+        f" {layout.micro_batch * layout.num_microbatches // accumulate:,} samples a replica"
+        + (f", accumulate_grad_batches={accumulate}" if accumulate > 1 else "")
+    )
+
+
+def _ceiling(plan: Plan) -> str:
+    a, precision = plan.accelerator, plan.profile.precision
+    reached = (a.fp8_matmul_flops or 0.0) if precision.fp8 else a.matmul_flops * (0.5 if precision.tf32 else 1.0)
+    return f"MFU (of the dense BF16 peak) of at most {plan.assumptions.efficiency * reached / a.peak_flops:.0%}"
+
+
+def _best(best: Sequence[Candidate], unit: int, name: str) -> list[str]:
+    header = (
+        "",
+        "dp",
+        "tp",
+        "pp",
+        "sharding",
+        "schedule",
+        "micro-batch",
+        "remat",
+        "GB",
+        "s a step",
+        name,
+        "MFU",
+        "bubble",
+    )
+    rows = []
+    for i, c in enumerate(best, 1):
+        at = c.layout
+        schedule = at.schedule + (f" x{at.stages_per_rank}" if at.stages_per_rank > 1 else "")
+        samples = at.dp * at.micro_batch * at.num_microbatches
+        rows.append(
+            (
+                f"{i}",
+                f"{at.dp}",
+                f"{at.tp}",
+                f"{at.pp}",
+                at.shard,
+                schedule,
+                f"{at.num_microbatches} of {at.micro_batch}",
+                at.remat,
+                f"{c.memory.total / 1e9:.3g}",
+                f"{c.seconds:.4g}",
+                f"{samples * unit / c.seconds:,.0f}",
+                f"{c.mfu:.1%}",
+                f"{c.bubble:.1%}",
+            )
+        )
+    return table(header, rows)
+
+
+def _parts(best: Candidate) -> list[str]:
+    memory = best.memory
+    sizes = ("weights", "gradients", "optimizer", "activations", "working")
+    parts = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in best.parts.items())
+    held = ", ".join(f"{name} {getattr(memory, name) / 1e9:.3g} GB" for name in sizes)
+    return [f"The first one's time on its busiest rank: {parts};", f"its memory on the fullest rank: {held}."]
+
+
+def _launches(plan: Plan) -> list[str]:
+    """A warning where kernels are so short that launching them, which is free here, costs more than running them."""
+    best = plan.best[0]
+    passes = 2 * best.layout.num_microbatches * max(1, len(plan.profile.blocks)) / best.layout.pp
+    seconds = best.parts["compute"] / passes
+    if seconds > 1e-3:
+        return []
+    return [
+        f"A block's pass takes {seconds * 1e6:.0f} us here. Launching its kernels, which is not modelled, may well take longer:"
+        " the real step is slower."
+    ]
+
+
+def _reasons(rows: Sequence[tuple[str, str, str, str, str]]) -> list[str]:
+    lines = table(("with", "layouts", "fit", "s a step"), [row[:4] for row in rows])
+    return [lines[0] + "  why", lines[1], *(f"{line}  {row[4]}" for line, row in zip(lines[2:], rows, strict=True))]
+
+
+def _count(n: int) -> str:
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if n >= size:
+            return f"{n / size:.4g} {letter}"
+    return str(n)

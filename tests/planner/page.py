@@ -1,0 +1,191 @@
+"""Writes docs/planner.md from what the planner predicts of published runs: ``python -m tests.planner.page``."""
+
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+
+from lightning_eff.planner.accelerators import ACCELERATORS, find_accelerator
+from lightning_eff.planner.costs import Assumptions
+from lightning_eff.planner.evaluator import Candidate, Evaluator
+from lightning_eff.planner.layouts import Layout
+from lightning_eff.planner.profiling import ModuleProfile, precision_of
+from tests.planner.models import GPT, Llama, deep
+from tests.planner.published import LAYER_MILLISECONDS, MEGATRON, TITAN, Run, Titan
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "planner.md"
+
+
+@cache
+def gpt(width: int, layers: int, heads: int) -> ModuleProfile:
+    """A GPT of Megatron-LM's, in 16-bit mixed precision."""
+    return deep(GPT, layers, 2048, precision_of("bf16-mixed"), width, heads)
+
+
+@cache
+def megatron(width: int, layers: int, heads: int) -> Evaluator:
+    """Fused kernels and no sequence parallelism, as Megatron-LM had it in 2021."""
+    assumptions = Assumptions(fused=True, sequence_parallel=False)
+    return Evaluator(gpt(width, layers, heads), find_accelerator("a100-80"), assumptions)
+
+
+def layer_milliseconds(remat: str) -> float:
+    """Forward and backward pass of one layer of the 22B model on 8 A100, micro-batch 4."""
+    cost = megatron(6144, 48, 64).costs.part(0, 8, 4, remat, block=True)
+    return 1e3 * (cost.forward + cost.backward_input + cost.backward_weight)
+
+
+@cache
+def megatron_run(run: Run) -> Candidate:
+    """The run as it was laid out."""
+    dp = run.gpus // run.tp // run.pp
+    schedule = "Interleaved1F1B" if run.pp > 1 else "none"
+    m = run.batch // dp // run.micro_batch
+    layout = Layout(dp, run.tp, run.pp, "none", schedule, run.chunks, run.micro_batch, m, "full")
+    return megatron(run.width, run.layers, run.heads).run(layout)[0]
+
+
+def teraflops(run: Run) -> float:
+    """TFLOP/s a GPU, by the paper's own count of FLOPs."""
+    return run.flops / run.gpus / megatron_run(run).seconds / 1e12
+
+
+@cache
+def titan(run: Titan) -> tuple[float, Candidate]:
+    """Tokens/s a GPU, and all that is predicted."""
+    profile = deep(Llama, run.layers, 8192, precision_of("bf16-mixed", fp8=run.fp8), run.width, run.inner, run.heads)
+    found = Evaluator(profile, find_accelerator("h100-96"), Assumptions(fused=True)).run(run.layout)[0]
+    samples = run.layout.dp * run.layout.micro_batch * run.layout.num_microbatches
+    return samples * 8192 / run.layout.gpus / found.seconds, found
+
+
+def page() -> str:
+    """The whole text."""
+    rows = []
+    for run in MEGATRON:
+        got = teraflops(run)
+        at = f"{run.gpus // run.tp // run.pp} x {run.tp} x {run.pp}"
+        rows.append(
+            (f"{run.billions:g}B", f"{run.gpus}", at, f"{run.teraflops:g}", f"{got:.0f}", _error(got, run.teraflops))
+        )
+    one = _table(("GPT", "A100", "dp x tp x pp", "TFLOP/s a GPU", "predicted", "error"), rows)
+    rows = []
+    for run in TITAN:
+        got, found = titan(run)
+        memory = found.memory.total / 2**30
+        published = "-" if run.gibibytes is None else f"{run.gibibytes:g}"
+        speed = (f"{run.tokens_per_second:g}", f"{got:.0f}", _error(got, run.tokens_per_second))
+        held = (published, f"{memory:.1f}", "-" if run.gibibytes is None else _error(memory, run.gibibytes))
+        rows.append((run.name, f"{run.layout.gpus}", *speed, *held))
+    two = _table(("Llama 3.1", "H100", "tokens/s a GPU", "predicted", "error", "GiB", "predicted", "error"), rows)
+    table = _table(
+        ("--gpu", "GB", "BF16 peak, reached", "FP8 peak, reached", "memory", "node", "network", "source"),
+        [
+            (
+                a.name,
+                f"{a.memory_bytes / 1e9:.0f}",
+                f"{a.peak_flops / 1e12:.0f}, {a.matmul_flops / 1e12:.1f}",
+                "-"
+                if not a.fp8_peak_flops
+                else f"{a.fp8_peak_flops / 1e12:.0f}, {(a.fp8_matmul_flops or 0) / 1e12:.1f}",
+                f"{a.memory_bandwidth / 1e9:.0f}",
+                f"{a.node_bandwidth / 1e9:.0f}",
+                f"{a.network_bandwidth / 1e9:.0f}",
+                a.source,
+            )
+            for a in ACCELERATORS.values()
+        ],
+    )
+    layer = ", ".join(
+        f"{milliseconds:g} ms ({remat}) predicted as {layer_milliseconds(remat):.1f}"
+        for remat, milliseconds in LAYER_MILLISECONDS.items()
+    )
+    assumed = _table(("assumption", "default"), [(f"`{f.name}`", str(f.default)) for f in fields(Assumptions)])
+    largest = max(MEGATRON, key=lambda run: run.billions)
+    trillion = f"{megatron_run(largest).memory.total / 1e9:.0f}"
+    return _TEXT.format(trillion=trillion, megatron=one, titan=two, table=table, layer=layer, assumed=assumed)
+
+
+def _error(got: float, published: float) -> str:
+    return f"{(got / published - 1) * 100:+.0f} %"
+
+
+def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    lines = [header, tuple("-" * w for w in widths), *rows]
+    return "\n".join(
+        "| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in lines
+    )
+
+
+_TEXT = """\
+# The planner
+
+Written by `python -m tests.planner.page`; a test holds the figures to what the planner predicts now.
+
+```
+lightning-eff plan --config recipe.yaml --gpus 512 --gpu h200
+```
+
+prints the ten fastest layouts, where the first one's time and memory go, why the others lose and what was assumed, and
+draws the first one's step (`--timeline`). `--json` has all of it. No accelerator is needed, and the module takes no memory.
+
+1. **Profile.** The recipe's module is built and its `training_step` run on fake tensors (shapes without data), at two batch
+   sizes: FLOPs, bytes moved and bytes kept of each block, and of what is before and after the blocks. A step that looks at
+   values needs `--profile real`.
+2. **Layouts.** Data parallel (DDP; FSDP2 that gathers once a step, `zero2`, or for each micro-batch, `zero3`) x tensor
+   parallel within a node x pipeline, under every schedule of `torch.distributed.pipelining`, every number of micro-batches
+   that divides the global batch, and three kinds of remat: `none`; `selective`, which keeps results of linear layers and
+   fused attention and computes the rest again (`torch.utils.checkpoint.create_selective_checkpoint_contexts`); `full`,
+   which keeps each block's input.
+3. **Memory** of each: weights, gradients, optimizer state, the activations in flight on the fullest rank, the logits.
+4. **Time.** Every layout that fits has a lower bound: what its ranks compute, and the way of the first and the last
+   micro-batch through the pipeline. In the order of their bounds layouts are simulated, operation by operation, until ten
+   are faster than every bound that is left. So the ten are the ten fastest of all by this model.
+
+## What it rests on
+
+{assumed}
+
+`Assumptions` in `lightning_eff/planner/costs.py` says where each is from; `--assume name=value` changes one. `efficiency` is
+the MFU ceiling: matmuls run at that share of the best rate that was measured on the accelerator. It is from one layer of a
+22B GPT on 8 A100 (Korthikanti et al. 2022, table 4: {layer}), and
+not fitted to any run below. Further:
+
+- Matmuls, other kernels and tensor-parallel exchange come one after the other. Asynchronous tensor parallelism is not
+  modelled.
+- Sends between stages hide behind computing. Data-parallel exchange hides behind computing without a pipeline, up to one
+  block's share; in a pipeline it comes after the last backward pass, as torch has it.
+- All blocks are tensor-parallel in attention and MLP, with two exchanges of the hidden state in each pass.
+- FP32 matmuls run as TF32, at half the BF16 rate. A causal attention counts in full, as torch's own FLOP counter has it.
+- Kernel launches are free. **Small modules, whose kernels take microseconds, are far slower than predicted.**
+- Eager mode unless `--fused`, which takes everything between two matmuls as one kernel, as compilers nearly do.
+
+## How far it is off
+
+Schedules do the same operations in the same order as torch's own schedule objects, and their bubbles are those of the
+papers' formulas (tests/planner/test_schedules.py). Against published runs, with `--fused`:
+
+{megatron}
+
+Narayanan et al. 2021 (arXiv:2104.04473), tables 1 and 2 (PTD-P); full remat, interleaved. How many chunks is not published:
+the least that divides a rank's layers. **Stated error: 6 % over nodes with a pipeline (39B to 1T), 20 % for the smaller
+ones**, all of which are predicted too fast. The paper gives no memory. The 1T run fitted into 80 GB; here it is said to need
+{trillion} GB, since torch keeps the outputs of stages, which Megatron-LM frees.
+
+{titan}
+
+torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (Liang et al. 2024, arXiv:2410.06511) and, for 70B in BF16,
+asyncTP_llama3_h100_2025-06_torchtitan.md; 8,192 tokens, `torch.compile`. **Stated error: 15 % in speed and 20 % in memory
+for 405B; 45 % for the others.** These H100 were held to 500 W, and the table's rates are those of 700 W: all are predicted
+too fast. Their memory is what the allocator had reserved, fragments included. Asynchronous tensor parallelism was on in the
+405B runs. Interleaving made the 405B run 1.28 times as fast; predicted is the same within 5 %.
+
+## The table
+
+GB; TFLOP/s, dense; GB/s of memory, of one GPU's link within its node and to other nodes, in one direction. 8 GPUs a node.
+
+{table}
+"""
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
