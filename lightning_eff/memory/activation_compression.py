@@ -59,23 +59,22 @@ class ActivationCompression(Technique):
     and so the gradient of every linear map's weight, is right on average.
 
     Never compressed: parameters, also in the copies that autocast makes; the batch and buffers; the loss's own tensors;
-    attention's log-sum-exp; integers; statistics of norms; tensors of fewer than 256 elements; what custom autograd
-    Functions and checkpoints save; what is saved by operations whose derivative has a pole or a jump; and, counted in
-    ``unfit``, tensors that hold NaN or infinity or would round too badly. Two-valued tensors, such as dropout masks, and
-    what ReLU saves take one bit, exactly. Queries and keys of fused attention, and what linear maps and norms behind the
-    blocks (the head's) save, get 8 bits; those before the blocks (the embeddings') twice the bits, up to 8. A tensor that
-    several operations save is compressed once, one that is ``a x + b`` of a saved ``x`` (numbers ``a`` and ``b``; half of
-    what GELU's tanh form saves) needs no codes of its own, and one that is changed in place after it was saved raises as
-    in plain autograd.
+    integers; statistics of norms; tensors of fewer than 256 elements; what custom autograd Functions and checkpoints save;
+    what is saved by operations whose derivative has a pole or a jump; and, counted in ``unfit``, tensors that hold NaN or
+    infinity or would round too badly. Two-valued tensors, such as dropout masks, and what ReLU saves take one bit,
+    exactly. What linear maps and norms behind the blocks (the head's) save gets 8 bits; those before the blocks (the
+    embeddings'), and queries and keys of fused attention, twice the bits, up to 8. Fused attention without dropout runs
+    again in the backward pass, on the decoded tensors, so that its output and log-sum-exp are not held; that of
+    ``nn.MultiheadAttention`` is left to autograd. A tensor that several operations save is compressed once; one that is
+    ``a x + b`` of a saved ``x`` (numbers ``a`` and ``b``; half of what GELU's tanh form saves), or that a ``LayerNorm``
+    makes of it, needs no codes of its own; and one that is changed in place after it was saved raises as in plain autograd.
 
     ``bits="auto"`` (GACT) gives each tensor 1, 2, 3, 4 or 8 bits, so that the gradient's expected error is least at an
-    average of ``budget`` bits, in which a tensor without codes of its own counts with 0. What has 8 bits under any rule
-    (see above) has them here too, and counts. One bit is given where it costs little: that of a tensor which is no linear
-    map's input counts four times. The sensitivities are measured on the step's batch, at the first step, at a hundredth
-    and a tenth of ``interval``, and at every ``interval``-th: one pass for those of all linear maps' inputs, and one for
-    each other kind of tensor, all blocks together; a GPT-2 has a dozen kinds. These passes hold 8 bits of an element, so
-    that they tell it well, and take the memory of two more gradients. With fused attention 3 bits can be too few: a
-    byte-level GPT ended 10 % higher in loss (docs/memory.md).
+    average of ``budget`` bits, in which a tensor without codes of its own counts with 0: here also what GELU and SiLU make
+    of a saved tensor. Queries, keys and what has 8 bits above have 4 at least. One bit counts four times where a tensor is
+    no linear map's input. Sensitivities are measured on the step's batch, at the first step, at a hundredth, a tenth and a
+    third of ``interval``, and at every ``interval``-th: one pass for all linear maps' inputs, and one for each other kind
+    of tensor, all blocks together; a GPT-2 has a dozen. These passes hold 8 bits, and take two more gradients' memory.
 
     ``method="mesa"`` codes in 8 bits by running minima and ranges (decay 0.9), one of each head for attention's tensors
     and one of each other tensor, so that hardly anything is kept beside the codes. They are clamped at both ends; a tensor

@@ -80,7 +80,7 @@ class Engine:
     Args:
         module: the module that is trained.
         bits: of an element that is compressed by groups: 1, 2, 4 or 8; or a function of a tensor's key (see
-            :meth:`key`) and of whether it is one of those that get 8 bits at least where the rule is one number.
+            :meth:`key`) and of whether it is one of those that get more bits than others where the rule is one number.
             ``EXACT_BITS`` keeps a tensor as it is.
         group_size: elements of a group that share scale and minimum, a power of two from 16 to 8192.
         ranges: where given, codes tensors instead of groups; ``bits`` are 8 then.
@@ -260,7 +260,7 @@ class Engine:
 
     def _groups(self, x: Tensor, treatment: Treatment) -> Held:
         key = self.key() if self._named else ""
-        wide, rule = treatment is Treatment.WIDE, self.bits
+        wide, rule = treatment in (Treatment.WIDE, Treatment.DOUBLE), self.bits
         bits = rule(key, wide) if callable(rule) else max(rule, self._least(treatment))
         number, self._number = self._number, self._number + 1
         if bits == EXACT_BITS:

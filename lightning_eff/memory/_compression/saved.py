@@ -132,6 +132,7 @@ class SavedTensors(TorchFunctionMode):
         self.derivations = Derivations(SMALL)
         self._statistics: list[Tensor] = []  # that the norm which runs has saved
         self._op: Any = None
+        self._anew = False  # whether the attention that runs is computed anew in the backward pass
         self._args: tuple[Any, ...] = ()
         self._kwargs: dict[str, Any] = {}
 
@@ -162,8 +163,11 @@ class SavedTensors(TorchFunctionMode):
         call = None if on_result is None else Call.of(self._args, self._kwargs)
         if on_result is None or call is None:
             return None
-        self._args, self._kwargs = call.tensors, {}
-        return call.run(on_result)
+        self._args, self._kwargs, self._anew = call.tensors, {}, True
+        try:
+            return call.run(on_result)
+        finally:
+            self._anew = False
 
     def begin(self, batch: Iterable[Tensor]) -> None:
         """A forward pass begins on these tensors, which stay alive too, as do parameters and buffers as they are now."""
@@ -231,7 +235,7 @@ class SavedTensors(TorchFunctionMode):
         return groups
 
     def _of_attention(self, x: Tensor) -> Role:
-        """Of fused attention: q and k decide ``exp(q k - lse)``, so they get more bits, and ``lse`` is kept exact."""
+        """Of fused attention: q and k decide ``exp(q k - lse)``, so they get more bits, and ``lse`` is exact if it is kept."""
         node = x.grad_fn
         if node is None and not x.requires_grad and x.ndim < 4:
             return Role("attention", Treatment.MASK)  # log-sum-exp, or the dropout of unfused attention
@@ -245,7 +249,7 @@ class SavedTensors(TorchFunctionMode):
                 return Role("attention", Treatment.GROUPS)
             if at not in (q.data_ptr(), k.data_ptr()) and not x.requires_grad:
                 return Role("attention", Treatment.MASK)  # an attention mask, or a dropout mask
-        return Role("attention", Treatment.WIDE)
+        return Role("attention", Treatment.DOUBLE if self._anew else Treatment.WIDE)
 
     def heads(self, x: Tensor) -> tuple[int, int] | None:
         """The dimension of ``x`` along which attention's heads lie, and their number; None where it is not attention's.
