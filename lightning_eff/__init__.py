@@ -19,6 +19,10 @@ from lightning_eff.precision.int8 import INT8Precision
 from lightning_eff.precision.s2fp8 import S2FP8Precision
 from lightning_eff.precision.stochastic_rounding_bf16 import StochasticRoundingBF16
 from lightning_eff.precision.wang_2018_fp8 import Wang2018FP8Precision
+from lightning_eff.strategies.compressed_ddp import CompressedDDPStrategy
+from lightning_eff.strategies.deep_speed import DeepSpeedEffStrategy
+from lightning_eff.strategies.hybrid_parallel import HybridParallelStrategy
+from lightning_eff.strategies.local_sgd import LocalSGD
 
 if _typing.TYPE_CHECKING:
     from lightning_eff.bench import Benchmark, EfficiencyMonitor
@@ -28,11 +32,15 @@ __all__ = [
     "ActivationCompression",
     "ActivationOffload",
     "Benchmark",
+    "CompressedDDPStrategy",
+    "DeepSpeedEffStrategy",
     "EfficiencyMonitor",
     "FP8Precision",
+    "HybridParallelStrategy",
     "INT8Precision",
     "ImportanceSampling",
     "LatestWeightAveraging",
+    "LocalSGD",
     "OptimizerOffload",
     "ProgressiveLayerDropping",
     "ProgressiveStacking",

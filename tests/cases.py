@@ -107,6 +107,11 @@ CASES: dict[str, Case] = {
         active=lambda: eff.LatestWeightAveraging(window=3, interval=2),
         neutral=lambda: eff.LatestWeightAveraging(start=1.0),
     ),
+    "LocalSGD": Case(
+        active=lambda: eff.LocalSGD(interval=3, warmup_steps=2),
+        neutral=lambda: eff.LocalSGD(warmup_steps=inf),
+        exact=True,
+    ),
     "OptimizerOffload": Case(
         active=lambda: eff.OptimizerOffload(),
         neutral=lambda: eff.OptimizerOffload(),

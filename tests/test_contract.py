@@ -34,8 +34,9 @@ every_and_stand_ins = pytest.mark.parametrize("name", [*NAMES, *sorted(STAND_INS
 
 
 def test_every_export_has_a_case() -> None:
-    # tests/bench and tests/test_plugins.py hold to what applies of the contract what is no callback
-    others = {"Benchmark", "EfficiencyMonitor", *PLUGINS}
+    # tests/bench, tests/strategies and tests/test_plugins.py hold to what applies of the contract what is no callback
+    strategies = {"CompressedDDPStrategy", "DeepSpeedEffStrategy", "HybridParallelStrategy"}
+    others = {"Benchmark", "EfficiencyMonitor", *strategies, *PLUGINS}
     assert set(lightning_eff.__all__) - others == set(CASES)
     assert not set(CASES) & set(STAND_INS)
     for name in NAMES:
@@ -84,7 +85,7 @@ def test_trains_hugging_face_models(name: str, model: str) -> None:
 def test_raises_where_it_finds_nothing(name: str) -> None:
     lost = ALL[name].lost
     if lost is None:  # acts on weights or samples that every module has: there is nothing to be found
-        assert name in ("LatestWeightAveraging", "SharpnessAwareMinimization", "RandomSubset")
+        assert name in ("LatestWeightAveraging", "LocalSGD", "SharpnessAwareMinimization", "RandomSubset")
         return
     build, data, message = lost
     net = build()

@@ -10,7 +10,11 @@ from tests.cases import CASES
 from tests.models import flat
 from tests.runs import NUM_STEPS, checkpoints, differences, final_state, fit
 
-REFUSED = {("ActivationCompression", "ActivationOffload"), ("ImportanceSampling", "SelectiveBackprop")}
+REFUSED = {
+    ("ActivationCompression", "ActivationOffload"),
+    ("ImportanceSampling", "SelectiveBackprop"),
+    ("LatestWeightAveraging", "LocalSGD"),
+}
 PAIRS = list(combinations(sorted(CASES), 2))
 
 

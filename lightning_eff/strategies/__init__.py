@@ -1,0 +1,1 @@
+"""Strategies: one per Trainer, over torch.distributed and DeepSpeed."""

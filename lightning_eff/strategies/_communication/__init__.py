@@ -1,0 +1,1 @@
+"""Compressed collectives, and the optimizers and DDP hooks that use them."""

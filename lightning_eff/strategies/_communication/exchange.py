@@ -1,0 +1,158 @@
+"""A mean over ranks that moves compressed bytes: scatter, average, compress again, gather; with error feedback."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_eff.strategies._communication.codecs import Codec
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """``x`` of at least one dimension as float32 of shape (x.shape[0], the rest); a copy only where it must be."""
+    return x.detach().float().reshape(x.shape[0], -1)
+
+
+@dataclass
+class Traffic:
+    """Bytes that this rank sends, under the usual ring and pairwise algorithms, and what plain DDP would have sent.
+
+    Attributes:
+        sent: bytes sent.
+        plain: bytes of an all-reduce of the same gradients.
+    """
+
+    sent: float = 0.0
+    plain: float = 0.0
+
+    def all_reduce(self, num_bytes: float, world_size: int) -> None:
+        """Count an all-reduce of a tensor of ``num_bytes``: a ring sends ``2 (N - 1) / N`` times as much."""
+        self.sent += 2 * num_bytes * (world_size - 1) / world_size
+
+    def instead_of(self, num_bytes: float, world_size: int) -> None:
+        """Count what plain DDP would send for gradients of ``num_bytes``."""
+        self.plain += 2 * num_bytes * (world_size - 1) / world_size
+
+
+@dataclass
+class Residuals:
+    """What compression has not sent yet, to be added to what is sent next; kept for each tensor by name.
+
+    Attributes:
+        worker: float32 of shape (rows, cols): what this rank has not sent of its own values.
+        server: float32 of shape (ceil(rows / N), cols): what it has not sent of the mean of its share of the rows.
+    """
+
+    worker: dict[str, Tensor] = field(default_factory=dict)
+    server: dict[str, Tensor] = field(default_factory=dict)
+
+    def to(self, device: torch.device | str) -> "Residuals":
+        """A copy on ``device``."""
+        worker = {name: e.to(device, copy=True) for name, e in self.worker.items()}
+        return Residuals(worker, {name: e.to(device, copy=True) for name, e in self.server.items()})
+
+
+def redistribute(ranks: list[Residuals], rank: int, world_size: int) -> Residuals:
+    """The residuals of one of ``world_size`` ranks, from those of a run that may have had another number of ranks.
+
+    With the same number they are the rank's own. Otherwise the mean over ranks of what is still to be sent, which is all
+    that the sum of later updates depends on, is kept.
+    """
+    if len(ranks) == world_size:
+        return ranks[rank]
+    found = Residuals()
+    for name, first in ranks[0].worker.items():
+        found.worker[name] = torch.stack([r.worker[name] for r in ranks]).mean(dim=0)
+        if name in ranks[0].server:
+            whole = torch.cat([r.server[name] for r in ranks])[: first.shape[0]]
+            found.server[name] = _share(whole, world_size)[rank]
+    return found
+
+
+def _share(x: Tensor, world_size: int) -> Tensor:
+    """The rows of ``x`` (rows, cols) in ``world_size`` equal shares, the last ones padded with zeros: (N, r, cols)."""
+    rows, cols = x.shape
+    share = math.ceil(rows / world_size)
+    return torch.nn.functional.pad(x, (0, 0, 0, share * world_size - rows)).view(world_size, share, cols)
+
+
+@torch.no_grad()
+def compressed_mean(
+    matrices: Mapping[str, Tensor],
+    codec: Codec,
+    *,
+    group: dist.ProcessGroup | None,
+    residuals: Residuals | None,
+    seed: Callable[[str], int],
+    traffic: Traffic,
+) -> dict[str, Tensor]:
+    """The mean over ranks of each matrix, of which only codes are sent.
+
+    Rank i sends ``C(x_i + e_i)`` by shares of rows, and keeps ``e_i <- x_i + e_i - C(x_i + e_i)``; the owner of a share
+    averages, sends ``C(mean + E)`` and keeps ``E <- mean + E - C(mean + E)`` (Tang et al. 2021, arXiv:2102.02888, algorithm
+    1). So at any time what was returned, plus ``E``, plus the mean of the ``e_i``, is the sum of the true means. Each
+    matrix is compressed by itself, so the result does not depend on which matrices travel together. All ranks get the
+    same bytes, and so the same numbers.
+
+    Args:
+        matrices: float32 of shape (rows, cols), by name; the same names and shapes on all ranks. Not changed.
+        codec: what the bytes are.
+        group: the ranks; None means all.
+        residuals: the error feedback, updated in place; None for none.
+        seed: gives the seed of a name's random numbers, different on each rank.
+        traffic: counts what is sent.
+
+    Returns:
+        The means, of the same shapes.
+    """
+    world_size = dist.get_world_size(group)
+    payloads, shapes = [], []
+    for name, x in matrices.items():
+        if residuals is not None and name in residuals.worker:
+            x = x + residuals.worker[name]
+        shares = _share(x, world_size)
+        payloads.append(codec.encode(shares, seed(f"{name}/worker")))
+        shapes.append(shares.shape[1:])
+        if residuals is not None:
+            sent = codec.decode(payloads[-1], *shares.shape[1:]).flatten(0, 1)[: x.shape[0]]
+            residuals.worker[name] = x - sent
+    if not payloads:
+        return {}
+    sizes = [payload.shape[1] for payload in payloads]
+    outgoing = torch.cat(payloads, dim=1)
+    incoming = torch.empty_like(outgoing)
+    dist.all_to_all_single(incoming, outgoing, group=group)
+    traffic.sent += sum(sizes) * (world_size - 1)
+
+    answers = []
+    for name, data, shape in zip(matrices, incoming.split(sizes, dim=1), shapes, strict=True):
+        mean = codec.decode(data, *shape).mean(dim=0)
+        if residuals is not None and name in residuals.server:
+            mean = mean + residuals.server[name]
+        answers.append(codec.encode(mean.unsqueeze(0), seed(f"{name}/server")))
+        if residuals is not None:
+            residuals.server[name] = mean - codec.decode(answers[-1], *shape)[0]
+    gathered = torch.empty_like(outgoing)
+    dist.all_gather_into_tensor(gathered.view(-1), torch.cat(answers, dim=1).view(-1), group=group)
+    traffic.sent += sum(sizes) * (world_size - 1)
+
+    return {
+        name: codec.decode(data, *shape).flatten(0, 1)[: x.shape[0]]
+        for (name, x), data, shape in zip(matrices.items(), gathered.split(sizes, dim=1), shapes, strict=True)
+    }
+
+
+@torch.no_grad()
+def plain_mean(tensors: list[Tensor], *, group: dist.ProcessGroup | None, traffic: Traffic) -> None:
+    """Replace each tensor by its mean over ranks, all in one all-reduce; they must be of one dtype."""
+    if not tensors:
+        return
+    world_size = dist.get_world_size(group)
+    flat = torch.cat([x.reshape(-1) for x in tensors]).div_(world_size)
+    dist.all_reduce(flat, group=group)
+    traffic.all_reduce(flat.numel() * flat.element_size(), world_size)
+    for x, mean in zip(tensors, flat.split([x.numel() for x in tensors]), strict=True):
+        x.copy_(mean.view_as(x))

@@ -1,0 +1,300 @@
+"""DDP communication hooks that send fewer bytes, with their state kept by parameter, so that it survives a resume."""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, _should_compress, powerSGD_hook
+from torch.futures import Future
+from typing_extensions import override
+
+from lightning_eff._core.rng import keyed_generator
+from lightning_eff.strategies._communication.codecs import Codec
+from lightning_eff.strategies._communication.exchange import (
+    Residuals,
+    Traffic,
+    as_matrix,
+    compressed_mean,
+    plain_mean,
+    redistribute,
+)
+
+
+def run_hook(state: "GradientHook", bucket: GradBucket) -> Future[Tensor]:
+    """What DDP registers: the hook's object is its state."""
+    return state.reduce(bucket)
+
+
+class GradientHook(ABC):
+    """A communication hook; which gradients share a bucket does not change what it computes.
+
+    DDP regroups its buckets after the first step of each process, so what is kept from step to step is kept by the
+    parameter's name.
+
+    Args:
+        names: the name of each parameter.
+        start_step: how many steps the gradients are all-reduced as they are, >= 0.
+        seed: of random numbers; the same on all ranks.
+
+    Attributes:
+        step: how many steps were reduced.
+        traffic: bytes sent in the current step.
+        last: bytes sent in the step that was reduced last.
+    """
+
+    def __init__(self, names: dict[Tensor, str], *, start_step: int, seed: int) -> None:
+        self.names = names
+        self.start_step = start_step
+        self.seed = seed
+        self.step = 0
+        self.traffic = Traffic()
+        self.last = Traffic()
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+
+    def reduce(self, bucket: GradBucket) -> Future[Tensor]:
+        """Average the bucket's gradients over ranks, in place."""
+        buffer = bucket.buffer()
+        if bucket.index() == 0:
+            self.begin()
+        num_bytes = buffer.numel() * buffer.element_size()
+        self.traffic.instead_of(num_bytes, self.world_size)
+        if self.step < self.start_step:
+            plain_mean([buffer], group=None, traffic=self.traffic)
+            future = _done(buffer)
+        else:
+            future = self.compress(bucket)
+        if bucket.is_last():
+            self.step += 1
+            self.last = self.traffic
+        return future
+
+    def begin(self) -> None:
+        """The first bucket of a step has come."""
+        self.traffic = Traffic()
+
+    @abstractmethod
+    def compress(self, bucket: GradBucket) -> Future[Tensor]:
+        """Average the bucket's gradients, sending fewer bytes, and count them."""
+
+    def rewrapped(self, names: dict[Tensor, str]) -> None:
+        """DDP is built anew, with other buckets."""
+        self.names = names
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state, on the CPU, in plain containers."""
+        return {"step": self.step, "seed": self.seed}
+
+    def load_state_dict(self, ranks: list[dict[str, Any]]) -> None:
+        """Take over the state of this rank from those of all ranks of the run that saved it."""
+        self.step, self.seed = ranks[0]["step"], ranks[0]["seed"]
+
+    def _named(self, bucket: GradBucket) -> list[tuple[str, Tensor]]:
+        return [(self.names[p], g) for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)]
+
+
+class CodecHook(GradientHook):
+    """Signs or few-bit codes of matrices, by :func:`compressed_mean`; vectors (norms, biases) as they are.
+
+    Args:
+        codec: what is sent.
+        error_feedback: keep what was not sent, and send it next time.
+    """
+
+    def __init__(
+        self, names: dict[Tensor, str], *, codec: Codec, error_feedback: bool, start_step: int, seed: int
+    ) -> None:
+        super().__init__(names, start_step=start_step, seed=seed)
+        self.codec = codec
+        self.residuals = Residuals() if error_feedback else None
+
+    @override
+    def compress(self, bucket: GradBucket) -> Future[Tensor]:
+        gradients = self._named(bucket)
+        plain_mean([g for _, g in gradients if g.ndim < 2], group=None, traffic=self.traffic)
+        means = compressed_mean(
+            {name: as_matrix(g) for name, g in gradients if g.ndim >= 2},
+            self.codec,
+            group=None,
+            residuals=self.residuals,
+            seed=lambda key: keyed_generator(self.seed, key, self.step, self.rank).initial_seed(),
+            traffic=self.traffic,
+        )
+        for name, g in gradients:
+            if name in means:
+                g.copy_(means[name].view_as(g))
+        return _done(bucket.buffer())
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        kept = (self.residuals or Residuals()).to("cpu")
+        return {**super().state_dict(), "worker": kept.worker, "server": kept.server}
+
+    @override
+    def load_state_dict(self, ranks: list[dict[str, Any]]) -> None:
+        super().load_state_dict(ranks)
+        if self.residuals is not None:
+            saved = [Residuals(state["worker"], state["server"]) for state in ranks]
+            device = next((p.device for p in self.names), torch.device("cpu"))
+            self.residuals = redistribute(saved, self.rank, self.world_size).to(device)
+
+
+class BF16Hook(GradientHook):
+    """torch's ``bf16_compress_hook``: gradients are rounded to bfloat16 and averaged in it."""
+
+    @override
+    def compress(self, bucket: GradBucket) -> Future[Tensor]:
+        self.traffic.all_reduce(2 * bucket.buffer().numel(), self.world_size)
+        group = dist.group.WORLD
+        assert group is not None
+        return _in_order(bf16_compress_hook(group, bucket), bucket)
+
+
+class PowerSGDHook(GradientHook):
+    """torch's ``powerSGD_hook``, whose memory is by bucket: here it is taken apart by parameter whenever buckets change.
+
+    Args:
+        rank: of the approximation, >= 1.
+        error_feedback: as in torch.
+        min_compression_rate: as in torch: a matrix that would not shrink by this factor is sent as it is.
+    """
+
+    def __init__(
+        self,
+        names: dict[Tensor, str],
+        *,
+        rank: int,
+        error_feedback: bool,
+        min_compression_rate: float,
+        start_step: int,
+        seed: int,
+    ) -> None:
+        super().__init__(names, start_step=start_step, seed=seed)
+        self.approximation_rank = rank
+        self.min_compression_rate = min_compression_rate
+        self.inner = PowerSGDState(
+            None,
+            matrix_approximation_rank=rank,
+            start_powerSGD_iter=2,  # torch counts by itself, from `iter` below; plain steps are ours
+            min_compression_rate=min_compression_rate,  # pyright: ignore[reportArgumentType]
+            use_error_feedback=error_feedback,
+            warm_start=True,
+            orthogonalization_epsilon=1e-8,  # pyright: ignore[reportArgumentType]  # zeros would become NaN
+        )
+        self.inner.iter = 2
+        self._settled = 0  # steps since DDP was built; its buckets stay what they are from the third on
+        self._layout: dict[int, list[tuple[str, torch.Size]]] = {}  # of the buckets that torch's memory is of
+        self._errors: dict[str, Tensor] = {}  # by name, while no bucket holds them
+        self._qs: dict[str, Tensor] = {}
+
+    @override
+    def begin(self) -> None:
+        super().begin()
+        if self._settled < 3:
+            self._take_apart()
+            self._settled += 1
+
+    @override
+    def rewrapped(self, names: dict[Tensor, str]) -> None:
+        super().rewrapped(names)
+        self._settled = 0
+
+    @override
+    def compress(self, bucket: GradBucket) -> Future[Tensor]:
+        gradients = self._named(bucket)
+        if bucket.index() not in self._layout:
+            self._put_together(bucket.index(), gradients, bucket.buffer())
+        for _, g in gradients:
+            n, m, r = self._sizes(g.shape)
+            count = (n + m) * r if r else g.numel()
+            self.traffic.all_reduce(count * g.element_size(), self.world_size)
+        return _in_order(powerSGD_hook(self.inner, bucket), bucket)
+
+    def _sizes(self, shape: torch.Size) -> tuple[int, int, int]:
+        """Rows, columns and rank of the approximation of a gradient; rank 0 where torch sends it as it is."""
+        n, m = shape[0] if shape else 1, shape[1:].numel()
+        r = min(n, m, self.approximation_rank)
+        return n, m, r if _should_compress(n, m, r, self.min_compression_rate)[0] else 0
+
+    def _compressed(self, layout: list[tuple[str, torch.Size]]) -> list[tuple[str, int, int, int]]:
+        """(name, rows, columns, rank) in the order in which torch lays them out: by shape, then as they come."""
+        by_shape: dict[tuple[int, int], list[tuple[str, int, int, int]]] = {}
+        for name, shape in layout:
+            n, m, r = self._sizes(shape)
+            if r:
+                by_shape.setdefault((n, m), []).append((name, n, m, r))
+        return [entry for entries in by_shape.values() for entry in entries]
+
+    def _take_apart(self) -> None:
+        """From torch's memory by bucket to ours by name."""
+        errors, qs = self._by_name()
+        self._errors.update(errors)
+        self._qs.update(qs)
+        for memory in (self.inner.error_dict, self.inner.p_memory_dict, self.inner.q_memory_dict, self._layout):
+            memory.clear()
+
+    def _by_name(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        errors, qs = dict(self._errors), dict(self._qs)
+        for index, layout in self._layout.items():
+            if index in self.inner.error_dict:
+                parts = self.inner.error_dict[index].split([shape.numel() for _, shape in layout])
+                errors.update({name: e.clone() for (name, _), e in zip(layout, parts, strict=True)})
+            entries = self._compressed(layout)
+            parts = self.inner.q_memory_dict[index].split([m * r for _, _, m, r in entries])
+            qs.update({name: q.view(m, r).clone() for (name, _, m, r), q in zip(entries, parts, strict=True)})
+        return errors, qs
+
+    def _put_together(self, index: int, gradients: list[tuple[str, Tensor]], buffer: Tensor) -> None:
+        """From our memory by name to torch's of this bucket; a Q that is not there yet is drawn by its name."""
+        layout = [(name, g.shape) for name, g in gradients]
+        self._layout[index] = layout
+        if self.inner.use_error_feedback and any(name in self._errors for name, _ in layout):
+            parts = [
+                self._errors.pop(name, torch.zeros(shape.numel())).to(buffer.device, buffer.dtype)
+                for name, shape in layout
+            ]
+            self.inner.error_dict[index] = torch.cat(parts)
+        qs, rows = [buffer.new_empty(0)], 0
+        for name, n, m, r in self._compressed(layout):
+            q = self._qs.pop(name, None)
+            if q is None or q.shape != (m, r):
+                q = torch.randn(m, r, generator=keyed_generator(self.seed, "Q", name))
+            qs.append(q.reshape(-1).to(buffer.device, buffer.dtype))
+            rows += n * r
+        self.inner.q_memory_dict[index] = torch.cat(qs)
+        self.inner.p_memory_dict[index] = buffer.new_empty(rows)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        errors, qs = self._by_name()
+        shapes = {name: p.shape for p, name in self.names.items()}
+        return {
+            **super().state_dict(),
+            "errors": {name: e.view(shapes[name]).to("cpu", copy=True) for name, e in errors.items()},
+            "qs": {name: q.to("cpu", copy=True) for name, q in qs.items()},
+        }
+
+    @override
+    def load_state_dict(self, ranks: list[dict[str, Any]]) -> None:
+        super().load_state_dict(ranks)
+        saved = [Residuals({name: e.reshape(1, -1) for name, e in state["errors"].items()}) for state in ranks]
+        own = redistribute(saved, self.rank, self.world_size).worker
+        self._take_apart()
+        self._errors = {name: e.reshape(-1) for name, e in own.items()}
+        self._qs = dict(ranks[0]["qs"])  # the same on all ranks
+        self._settled = 0
+
+
+def _done(value: Tensor) -> Future[Tensor]:
+    """A future that is done: on a GPU the work is queued on the current stream, which the result is tied to."""
+    future: Future[Tensor] = Future(devices=[value.device]) if value.is_cuda else Future()
+    future.set_result(value)
+    return future
+
+
+def _in_order(future: Future[Tensor], bucket: GradBucket) -> Future[Tensor]:
+    """On the CPU, wait for the result: gloo runs callbacks in threads of its own, in an order that ranks do not share."""
+    return future if bucket.buffer().is_cuda else _done(future.wait())

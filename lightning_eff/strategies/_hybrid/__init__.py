@@ -1,0 +1,1 @@
+"""Pieces of HybridParallelStrategy: layout, weights, sharding, clipping, checkpoints, and the watch over all processes."""

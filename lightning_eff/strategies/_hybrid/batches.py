@@ -1,0 +1,84 @@
+"""A batch of the run before it begins, for checks at setup: taken beside the loaders, whose own order stays."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from lightning_eff._core import rng
+from lightning_eff._core.batches import tensors
+from lightning_eff._core.loaders import apart
+
+
+@contextmanager
+def stage(trainer: Trainer, name: Any) -> Iterator[None]:
+    """Let hooks that ask see the trainer in the stage ``name``."""
+    before = trainer.state.stage
+    trainer.state.stage = name
+    try:
+        yield
+    finally:
+        trainer.state.stage = before
+
+
+def first_training_batch(trainer: Trainer, module: LightningModule) -> Any:
+    """The first batch of the training data on the strategy's device, or None if this fit trains on none.
+
+    The random state and the loaders' own order are left as they are.
+    """
+    from lightning.pytorch.trainer.states import RunningStage
+
+    with rng.fork(), stage(trainer, RunningStage.TRAINING):
+        trainer.fit_loop.setup_data()
+        combined = trainer.fit_loop._combined_loader
+        if combined is None or trainer.num_training_batches == 0:
+            return None
+        again = apart(combined, 0)
+        try:
+            batch = next(iter(again), None)
+        finally:
+            again.reset()
+        return None if batch is None else on_device(trainer, module, batch[0])
+
+
+def on_device(trainer: Trainer, module: LightningModule, batch: Any) -> Any:
+    """The batch after the precision plugin's and the module's own transfer hooks."""
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+
+def takes_index(step: Any) -> bool:
+    """Whether a step method has a parameter ``batch_idx``."""
+    return is_param_in_hook_signature(step, "batch_idx", min_args=2)
+
+
+def check_same_batch(batch: Any, group: dist.ProcessGroup, *, who: str) -> None:
+    """Raise ``ValueError`` on all ranks of ``group`` unless they got the same batch; collective."""
+    digest = [(path, tuple(t.shape), float(t.double().sum()) if t.numel() else 0.0) for path, t in tensors(batch)]
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, repr(digest), group=group)
+    ranks = dist.get_process_group_ranks(group)
+    apart_from_first = [ranks[i] for i, value in enumerate(found) if value != found[0]]
+    if apart_from_first:
+        raise ValueError(
+            f"{who}: ranks {ranks} hold one replica of the model together, and {apart_from_first} got another first batch"
+            f" than rank {ranks[0]}; expected the same on all of them. A sampler or data set of your own must go by the"
+            " data-parallel rank (trainer.distributed_sampler_kwargs), not by the global one; and what it draws at random"
+            " must follow from a seed (seed_everything)."
+        )
+
+
+@torch.no_grad()
+def same_randomness(group: dist.ProcessGroup, *, source: bool) -> None:
+    """Give every rank of ``group`` the random state of its first rank; collective."""
+    state: list[Any] = [rng.capture() if source else None]
+    dist.broadcast_object_list(state, group=group, group_src=0)
+    if not source:
+        rng.restore({k: v for k, v in state[0].items() if k != "cuda"})
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(int(state[0]["torch"].sum()))

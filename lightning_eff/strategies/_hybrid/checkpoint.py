@@ -1,0 +1,185 @@
+"""Checkpoints that do not depend on the layout: a folder of every rank's pieces, or one file as the plain module's.
+
+The folder is written and read by ``torch.distributed.checkpoint``, in the structure that Lightning's own sharded
+checkpoints have: ``state_dict.<key>``, ``optimizer_<i>.state.<parameter>.<key>``, and ``meta.pt`` for what is no tensor.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from lightning_eff.strategies._hybrid.gathering import Described, Gathering
+from lightning_eff.strategies._hybrid.optimizer_state import NamedOptimizer
+from lightning_eff.strategies._hybrid.plain import Plain
+from lightning_eff.strategies._hybrid.shards import empty_like, fill
+
+META = "meta.pt"
+GROUPS = "optimizer_param_groups"
+
+
+def is_sharded(path: Path) -> bool:
+    """Whether ``path`` is a folder of pieces."""
+    return path.is_dir() and (path / META).is_file()
+
+
+# -- the module
+
+
+def consolidate(module: nn.Module, plain: Plain, gathering: Gathering) -> dict[str, Any]:
+    """The plain module's ``state_dict`` on rank 0, in host memory; {} elsewhere; collective, one tensor at a time."""
+    held = module.state_dict()
+    first = dist.get_rank() == 0
+    whole: dict[str, Any] = {}
+    of_slot: dict[str, Tensor] = {}
+    for key, name in plain.keys.items():
+        if name is None:
+            if first and key in held:
+                whole[key] = held[key]
+            continue
+        if name not in of_slot or not first:
+            slot = plain.slots[name]
+            if name in of_slot:
+                continue
+            tensor = gathering.on_first(name, held.get(key), Described(tuple(slot.shape), slot.dtype))
+            of_slot[name] = tensor if tensor is not None else torch.empty(0)
+        if first:
+            whole[key] = of_slot[name]
+    return whole
+
+
+def load_whole(module: nn.Module, plain: Plain, state: Mapping[str, Any], *, strict: bool) -> None:
+    """Take this rank's pieces out of a plain module's ``state_dict``.
+
+    Raises:
+        RuntimeError: if ``strict`` and the keys are not the plain module's.
+    """
+    check_keys(plain, state.keys(), type(module).__name__, strict=strict)
+    rest: dict[str, Any] = {}
+    for key, target in module.state_dict().items():
+        if key in state:
+            if plain.keys.get(key) is None or not isinstance(target, Tensor):
+                rest[key] = state[key]
+            else:
+                fill(target, state[key].to(target.device))
+    if rest:
+        module.load_state_dict(rest, strict=False)
+
+
+def check_keys(plain: Plain, keys: Any, name: str, *, strict: bool) -> None:
+    """Raise ``RuntimeError`` if ``strict`` and ``keys`` are not those of the plain module's ``state_dict``."""
+    missing, unexpected = [k for k in plain.keys if k not in keys], [k for k in keys if k not in plain.keys]
+    if strict and (missing or unexpected):
+        raise RuntimeError(
+            f"Error(s) in loading state_dict for {name}: missing keys {missing}, unexpected keys {unexpected}; expected"
+            " those of the module as it is without a strategy. Load a checkpoint of this module, or set"
+            " strict_loading=False on it."
+        )
+
+
+# -- folders
+
+
+def save_sharded(
+    checkpoint: dict[str, Any],
+    path: Path,
+    module: nn.Module,
+    plain: Plain,
+    gathering: Gathering,
+    optimizers: list[NamedOptimizer],
+) -> None:
+    """Write every rank's pieces to the folder ``path``; collective. ``checkpoint`` is the rest, of which rank 0's counts."""
+    if path.is_file():
+        path.unlink()
+    path.mkdir(parents=True, exist_ok=True)
+    pieces: dict[str, Any] = {
+        "state_dict": {
+            key: value
+            for key, value in module.state_dict().items()
+            if (name := plain.keys.get(key)) is None or gathering.owned(name)
+        }
+    }
+    rest = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
+    if "optimizer_states" in checkpoint:
+        for i, optimizer in enumerate(optimizers):
+            state = {name: s for name, s in optimizer.state().items() if gathering.owned(name)}
+            pieces[f"optimizer_{i}"] = {"state": state}
+        rest[GROUPS] = [optimizer.options() for optimizer in optimizers]
+    save(pieces, checkpoint_id=path)
+    if dist.get_rank() == 0:
+        torch.save(rest, path / META)
+    dist.barrier()  # nobody goes on to load what is not there yet
+
+
+def load_sharded(
+    path: Path,
+    module: nn.Module,
+    plain: Plain,
+    optimizers: list[NamedOptimizer],
+    *,
+    strict: bool,
+    weights_only: bool | None,
+    device: torch.device,
+    who: str,
+) -> dict[str, Any]:
+    """Read this rank's pieces from a folder, whatever layout wrote it, in place; collective.
+
+    Returns:
+        What is no tensor of the module or of the optimizers.
+
+    Raises:
+        RuntimeError: if ``strict`` and the keys are not the plain module's.
+        ValueError: if the optimizers' groups differ.
+    """
+    saved = FileSystemReader(path).read_metadata()
+    paths: dict[str, tuple[Any, ...]] = saved.planner_data or {}
+    keys = {where[1] for where in paths.values() if where[0] == "state_dict"}
+    check_keys(plain, keys, type(module).__name__, strict=strict)
+    rest: dict[str, Any] = torch.load(path / META, map_location="cpu", weights_only=weights_only)
+    own = module.state_dict()
+    pieces: dict[str, Any] = {"state_dict": {key: value for key, value in own.items() if key in keys}}
+    groups: list[Any] = rest.pop(GROUPS, [])
+    for i, optimizer in enumerate(optimizers):
+        if i < len(groups):
+            optimizer.set_options(groups[i], who=who)
+            pieces[f"optimizer_{i}"] = {"state": _targets(f"optimizer_{i}", optimizer, saved, paths, device)}
+    load(pieces, checkpoint_id=path)
+    others = {k: v for k, v in pieces["state_dict"].items() if not isinstance(v, Tensor)}
+    if others:
+        module.load_state_dict(others, strict=False)
+    for i, optimizer in enumerate(optimizers):
+        if i < len(groups):
+            optimizer.set_state(pieces[f"optimizer_{i}"]["state"].get, device)
+    rest["state_dict"] = {}
+    if groups:
+        rest["optimizer_states"] = []
+    return rest
+
+
+def _targets(
+    which: str, optimizer: NamedOptimizer, saved: Any, paths: Mapping[str, tuple[Any, ...]], device: torch.device
+) -> dict[str, dict[str, Any]]:
+    """Room for the state of the parameters held here, as the folder has it."""
+    room: dict[str, dict[str, Any]] = {}
+    for flat, where in paths.items():
+        if where[:2] != (which, "state") or where[2] not in optimizer.held:
+            continue
+        name, key = where[2], where[3]
+        what, p = saved.state_dict_metadata[flat], optimizer.held[name]
+        if not isinstance(what, TensorStorageMetadata):
+            room.setdefault(name, {})[key] = None
+            continue
+        dtype = what.properties.dtype
+        if what.size == p.shape and p.ndim > 0:
+            target = empty_like(p, dtype, device)
+        else:
+            target = torch.zeros(what.size, dtype=dtype, device="cpu" if what.size.numel() == 1 else device)
+        room.setdefault(name, {})[key] = target
+    return room

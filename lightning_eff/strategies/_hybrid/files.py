@@ -1,0 +1,121 @@
+"""A run's checkpoints: what is saved of a divided module and its optimizers, and how any layout takes it up again."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch.optim import Optimizer
+
+from lightning_eff.strategies._hybrid import checkpoint as formats
+from lightning_eff.strategies._hybrid.gathering import Gathering
+from lightning_eff.strategies._hybrid.optimizer_state import NamedOptimizer
+from lightning_eff.strategies._hybrid.plain import Plain
+
+
+class Files:
+    """Saves and loads one replica.
+
+    Attributes:
+        optimizers: the run's, with names; none where nothing is trained.
+
+    Args:
+        whole: every rank holds the whole module.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        plain: Plain,
+        gathering: Gathering,
+        device: torch.device,
+        *,
+        whole: bool,
+        who: str,
+    ) -> None:
+        self._module, self._plain, self._gathering = module, plain, gathering
+        self._device, self._whole, self._who = device, whole, who
+        self._in_place = False
+        self.optimizers: list[NamedOptimizer] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plain module's; on rank 0 only where the module is divided, and then collective."""
+        if self._whole:
+            return self._module.state_dict()
+        return formats.consolidate(self._module, self._plain, self._gathering)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The plain optimizer's; on rank 0 only where the module is divided, and then collective."""
+        if self._whole:
+            return optimizer.state_dict()
+        return next(o for o in self.optimizers if o.optimizer is optimizer).consolidate(self._gathering)
+
+    def clear_way(self, path: Path) -> None:
+        """Remove a folder of pieces where one file shall be written.
+
+        Raises:
+            IsADirectoryError: if ``path`` is another folder.
+        """
+        if not path.is_dir():
+            return
+        if not formats.is_sharded(path):
+            raise IsADirectoryError(f"The checkpoint path exists and is a directory: {path}")
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(path)
+
+    def save(self, checkpoint: dict[str, Any], path: Path) -> None:
+        """Write a folder of every rank's pieces; collective."""
+        formats.save_sharded(checkpoint, path, self._module, self._plain, self._gathering, self.optimizers)
+
+    def load(self, path: Path, weights_only: bool | None, io: CheckpointIO) -> dict[str, Any]:
+        """Read a checkpoint of any layout; weights and optimizer state of a folder are taken up at once; collective.
+
+        Raises:
+            FileNotFoundError: if there is no checkpoint.
+        """
+        self._in_place = formats.is_sharded(path)
+        if self._in_place:
+            return formats.load_sharded(
+                path,
+                self._module,
+                self._plain,
+                self.optimizers,
+                strict=self._module.strict_loading,
+                weights_only=weights_only,
+                device=self._device,
+                who=self._who,
+            )
+        if path.is_dir():
+            raise FileNotFoundError(
+                f"{self._who}: {path} is a folder without {formats.META}; expected a file, or a folder that a strategy wrote"
+                " as a checkpoint and finished writing. Resume from another checkpoint."
+            )
+        if path.is_file() and type(io) is TorchCheckpointIO:
+            try:  # every rank reads the pieces that it needs
+                return torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
+            except RuntimeError as error:
+                if "mmap" not in str(error):
+                    raise
+        return io.load_checkpoint(path, weights_only=weights_only)
+
+    def load_state_dict(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
+        """Take up the weights of a file."""
+        if self._in_place:
+            return
+        if self._whole:
+            self._module.load_state_dict(checkpoint["state_dict"], strict=strict)
+            return
+        formats.load_whole(self._module, self._plain, checkpoint["state_dict"], strict=strict)
+
+    def load_optimizer_states(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take up the optimizer state of a file."""
+        if self._in_place:
+            return
+        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_plain(saved, self._device, who=self._who)

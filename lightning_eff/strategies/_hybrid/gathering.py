@@ -1,0 +1,96 @@
+"""Whole tensors from their pieces, one at a time: on rank 0 for a file, or on every rank for the module's own use."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_eff.strategies._hybrid.layout import DATA, PIPELINE, TENSOR
+from lightning_eff.strategies._hybrid.shards import whole_of
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a rank must know of a tensor that it does not hold: its whole shape and its dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Described":
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+
+class Gathering:
+    """The ranks of a mesh as holders of one module's tensors.
+
+    Args:
+        mesh: with the axes of :mod:`.layout`.
+        owner: name -> the first stage that holds the tensor of that name.
+        device: where messages are taken from.
+    """
+
+    def __init__(self, mesh: DeviceMesh, owner: Callable[[str], int], device: torch.device) -> None:
+        self.mesh, self.owner, self.device = mesh, owner, device
+        self.stage = mesh.get_local_rank(PIPELINE)
+        self.stages = mesh[PIPELINE].get_group()
+        self.coordinates = {axis: mesh.get_local_rank(axis) for axis in (DATA, TENSOR)}
+
+    @property
+    def _first_of_stage(self) -> bool:
+        return not any(self.coordinates.values())
+
+    def owned(self, name: str) -> bool:
+        """Whether this rank's stage is the first that holds ``name``."""
+        return self.owner(name) == self.stage
+
+    def on_first(self, name: str, held: Tensor | None, what: Described) -> Tensor | None:
+        """The whole tensor in host memory on rank 0, None elsewhere; collective, with ``held`` where it is owned."""
+        owner = self.owner(name)
+        whole = None
+        if owner == self.stage:
+            assert held is not None, f"stage {owner} owns {name} and does not hold it"
+            whole = whole_of(held).contiguous()
+        if not self._first_of_stage:
+            return None
+        if owner == 0:
+            return whole.cpu() if self.stage == 0 and whole is not None else None
+        if self.stage == owner:
+            assert whole is not None
+            dist.send(whole.to(self.device), 0)
+        elif self.stage == 0:
+            got = torch.empty(what.shape, dtype=what.dtype, device=self.device)
+            dist.recv(got, int(self.mesh.mesh[owner, 0, 0]))
+            return got.cpu()
+        return None
+
+    def on_all(self, name: str, held: Tensor | None, what: Described) -> Tensor:
+        """The whole tensor in host memory on every rank; collective."""
+        owner = self.owner(name)
+        if owner == self.stage:
+            assert held is not None, f"stage {owner} owns {name} and does not hold it"
+            whole = whole_of(held).contiguous().clone()
+        else:
+            whole = torch.empty(what.shape, dtype=what.dtype, device=self.device)
+        if self.stages.size() > 1:
+            whole = whole.to(self.device)
+            dist.broadcast(whole, group=self.stages, group_src=owner)
+        return whole.cpu()
+
+    def merged(self, mine: Mapping[str, Any]) -> dict[str, Any]:
+        """The union of every stage's mapping, on every rank; small things only; collective."""
+        if self.stages.size() == 1:
+            return dict(mine)
+        parts: list[Any] = [None] * self.stages.size()
+        dist.all_gather_object(parts, dict(mine), group=self.stages)
+        return {key: value for part in parts for key, value in part.items()}
+
+
+def ranks_apart(values: Iterable[Any]) -> list[int]:
+    """Ranks whose value differs from that of the first."""
+    values = list(values)
+    return [rank for rank, value in enumerate(values) if value != values[0]]

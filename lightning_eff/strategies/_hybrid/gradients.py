@@ -1,0 +1,91 @@
+"""Gradients: clipped, where they lie in pieces on the ranks, and those of a pipeline's pass kept until they are asked for.
+
+Lightning's closure runs ``training_step``, then zeroes gradients, then calls ``backward``. A pipeline's schedule has run
+the backward passes within the first of these, so what it left is put aside, and ``backward`` puts it back.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_eff.strategies._hybrid.shards import counted_here, local
+
+
+@torch.no_grad()
+def global_norm(
+    params: Iterable[nn.Parameter],
+    *,
+    coordinates: Mapping[str, int],
+    counts: Callable[[nn.Parameter], bool],
+    device: torch.device,
+) -> Tensor:
+    """``sqrt(sum g^2)`` over the gradients of the whole model, the same on every rank; collective over all ranks.
+
+    Of equal copies one counts: along an axis on which a gradient is not divided, that of the first rank; of parameters
+    that several stages hold, that of the stage for which ``counts`` is true.
+
+    Args:
+        params: this rank's parameters; those without a gradient add nothing.
+        coordinates: this rank's place along the axes of data and tensor parallelism.
+        counts: whether the copy of a parameter on this stage is the one that counts.
+        device: where the sum is taken.
+
+    Returns:
+        A scalar in float32.
+    """
+    total = torch.zeros((), device=device)
+    for p in params:
+        if p.grad is not None and counts(p) and counted_here(p.grad, coordinates):
+            total += torch.linalg.vector_norm(local(p.grad), dtype=torch.float32).square()
+    dist.all_reduce(total)
+    return total.sqrt()
+
+
+@torch.no_grad()
+def clip_by_norm(params: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+    """``g *= min(1, max_norm / (norm + 1e-6))`` in place, as ``torch.nn.utils.clip_grad_norm_`` has it."""
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for p in params:
+        if p.grad is not None:
+            here = local(p.grad)
+            here.mul_(scale.to(here.device, here.dtype))
+
+
+@torch.no_grad()
+def clip_by_value(params: Iterable[nn.Parameter], max_value: float) -> None:
+    """``g = clamp(g, -max_value, max_value)`` in place."""
+    for p in params:
+        if p.grad is not None:
+            local(p.grad).clamp_(-max_value, max_value)
+
+
+class Stash:
+    """Gradients put aside; it stands in for the module when a precision plugin calls ``backward``."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._grads: list[tuple[nn.Parameter, Tensor]] = []
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Put aside the gradients that passes in here leave; those from before stay where they are."""
+        params = list(self._module.parameters())
+        before = [p.grad for p in params]
+        for p in params:
+            p.grad = None
+        try:
+            yield
+            self._grads = [(p, p.grad) for p in params if p.grad is not None]
+        finally:
+            for p, grad in zip(params, before, strict=True):
+                p.grad = grad
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Add what was put aside to the parameters' gradients, as a backward pass from ``loss`` would have."""
+        for p, grad in self._grads:
+            p.grad = grad if p.grad is None else p.grad + grad
+        self._grads = []

@@ -1,0 +1,95 @@
+"""How many ways the processes are divided: sizes along the three axes, checked, and the device mesh of them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+PIPELINE, DATA, TENSOR = AXES = ("pipeline_parallel", "data_parallel", "tensor_parallel")
+SIZES = (2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the mesh (pipeline, data, tensor), whose product is the number of processes.
+
+    Ranks next to one another are of one tensor-parallel group, which speaks most; then come the replicas, then the stages.
+    """
+
+    pipeline: int
+    data: int
+    tensor: int
+
+    def __str__(self) -> str:
+        return f"pipeline {self.pipeline} x data {self.data} x tensor {self.tensor}"
+
+    @property
+    def world(self) -> int:
+        return self.pipeline * self.data * self.tensor
+
+    @property
+    def model_parallel(self) -> bool:
+        """A model is spread over several processes by its layers or by its tensors."""
+        return self.pipeline * self.tensor > 1
+
+
+def check_size(name: str, value: Any, *, who: str, auto: bool = False) -> None:
+    """Raise unless ``value`` is a whole number of processes >= 1, or "auto" where that is allowed."""
+    if auto and value == "auto":
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        either = "'auto' or " if auto else ""
+        raise ValueError(f"{who}({name}={value!r}): expected {either}a number of processes, an integer >= 1.")
+
+
+def resolve(data: int | Literal["auto"], tensor: int, pipeline: int, world: int, *, who: str) -> Layout:
+    """The layout of ``world`` processes; ``data="auto"`` takes what the two other sizes leave.
+
+    Raises:
+        ValueError: if the sizes do not multiply to ``world``, with the arithmetic.
+    """
+    asked = f"tensor_parallel_size={tensor}, pipeline_parallel_size={pipeline}"
+    if data == "auto":
+        if world % (tensor * pipeline):
+            raise ValueError(
+                f"{who}({asked}): {tensor} x {pipeline} = {tensor * pipeline} does not divide the {world} processes"
+                f" (devices x num_nodes). Start {tensor * pipeline} processes or a multiple of that, or change the sizes."
+            )
+        return Layout(pipeline, world // (tensor * pipeline), tensor)
+    layout = Layout(pipeline, data, tensor)
+    if layout.world != world:
+        raise ValueError(
+            f"{who}(data_parallel_size={data}, {asked}): {data} x {tensor} x {pipeline} = {layout.world}, but there are"
+            f" {world} processes (devices x num_nodes). Start {layout.world} processes, or take sizes that multiply to"
+            f" {world}; data_parallel_size='auto' takes what the others leave."
+        )
+    return layout
+
+
+def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
+    """The mesh of all processes, with the axes ``AXES``; collective."""
+    return init_device_mesh(device.type, (layout.pipeline, layout.data, layout.tensor), mesh_dim_names=AXES)
+
+
+def model_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The processes that hold one replica of the model together: one group for each data-parallel rank; collective."""
+    ranks = mesh.mesh.permute(1, 0, 2).flatten(1).tolist()  # of each replica
+    mine: dist.ProcessGroup | None = None
+    for members in ranks:
+        group = dist.new_group(members)
+        if dist.get_rank() in members:
+            assert isinstance(group, dist.ProcessGroup)
+            mine = group
+    assert mine is not None
+    return mine
+
+
+def names() -> Iterator[tuple[str, dict[str, int]]]:
+    """The strategy strings and the sizes that they stand for: "hybrid", "hybrid_tp2", "hybrid_tp2_pp4", ..."""
+    for tensor in (1, *SIZES):
+        for pipeline in (1, *SIZES):
+            name = "hybrid" + (f"_tp{tensor}" if tensor > 1 else "") + (f"_pp{pipeline}" if pipeline > 1 else "")
+            yield name, {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}

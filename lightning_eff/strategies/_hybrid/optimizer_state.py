@@ -1,0 +1,183 @@
+"""Optimizer state under the names of the plain module's parameters, so that it does not depend on the layout.
+
+A rank's optimizer steps the parameters that it holds. The plain optimizer's numbering is recorded when it is built, on
+the whole module, and files carry that numbering.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_eff.strategies._hybrid.gathering import Described, Gathering
+from lightning_eff.strategies._hybrid.shards import shard_like
+
+Options = dict[str, Any]
+
+
+class NamedOptimizer:
+    """An optimizer whose parameters have names, and the plain module's numbering of them.
+
+    Attributes:
+        groups: names in each parameter group, in the plain order, those that other ranks hold included.
+        held: the parameters that this rank steps, by name.
+
+    Args:
+        optimizer: built on the whole module, some of whose parameters may be placeholders.
+        names: id of each parameter that the module showed -> its name.
+        held: the names that this rank holds; all others are taken out of the optimizer.
+        who: for messages.
+
+    Raises:
+        ValueError: if the optimizer has a parameter that is none of the module's, or has been stepped.
+    """
+
+    def __init__(self, optimizer: Optimizer, names: Mapping[int, str], held: set[str], *, who: str) -> None:
+        self.optimizer = optimizer
+        self.groups: list[list[str]] = []
+        self._told_names: dict[int, list[str]] = {}
+        for index, group in enumerate(optimizer.param_groups):
+            unknown = [tuple(p.shape) for p in group["params"] if id(p) not in names]
+            if unknown:
+                raise ValueError(
+                    f"{who}: group {index} of {type(optimizer).__name__} holds parameters of shapes {unknown} that are not"
+                    " among the LightningModule's own; expected parameters taken from the module within"
+                    " configure_optimizers, since what the module held before is divided by now. Build the optimizer from"
+                    " self.parameters() or self.named_parameters()."
+                )
+            self.groups.append([names[id(p)] for p in group["params"]])
+            keep = [names[id(p)] in held for p in group["params"]]
+            group["params"] = [p for p, kept in zip(group["params"], keep, strict=True) if kept]
+            if "param_names" in group:  # torch's own, where the optimizer was given named parameters
+                self._told_names[index] = list(group["param_names"])
+                group["param_names"] = [n for n, kept in zip(group["param_names"], keep, strict=True) if kept]
+        by_id = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for p in [p for p in optimizer.state if id(p) not in by_id]:
+            del optimizer.state[p]
+        self.held: dict[str, nn.Parameter] = {}
+        for group, all_names in zip(optimizer.param_groups, self.groups, strict=True):
+            kept = (name for name in all_names if name in held)
+            self.held.update(zip(kept, group["params"], strict=True))
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """The state of the parameters held here, by name."""
+        return {name: dict(self.optimizer.state[p]) for name, p in self.held.items() if p in self.optimizer.state}
+
+    def options(self) -> list[Options]:
+        """Each group's options, with the names of its parameters under "params"."""
+        return [
+            {
+                **{k: v for k, v in group.items() if k != "params"},
+                **({"param_names": self._told_names[i]} if i in self._told_names else {}),
+                "params": list(names),
+            }
+            for i, (group, names) in enumerate(zip(self.optimizer.param_groups, self.groups, strict=True))
+        ]
+
+    def set_options(self, saved: list[Options], *, who: str) -> None:
+        """Take over the options of saved groups, which are of the same sizes.
+
+        Raises:
+            ValueError: if the groups differ.
+        """
+        sizes, now = [len(group["params"]) for group in saved], [len(names) for names in self.groups]
+        if sizes != now:
+            raise ValueError(
+                f"{who}: the checkpoint's {type(self.optimizer).__name__} has groups of {sizes} parameters and this run's"
+                f" has {now}; expected the same. Resume with the configure_optimizers that the checkpoint was saved with."
+            )
+        for group, old in zip(self.optimizer.param_groups, saved, strict=True):
+            group.update({k: v for k, v in old.items() if k not in ("params", "param_names")})
+
+    def set_state(self, get: Callable[[str], Mapping[str, Any] | None], device: torch.device) -> None:
+        """Take over state: ``get(name)`` is a parameter's saved state, of whole tensors or of this rank's DTensors."""
+        on_device = {
+            id(p)
+            for group in self.optimizer.param_groups
+            if group.get("capturable") or group.get("fused")
+            for p in group["params"]
+        }
+        for name, p in self.held.items():
+            saved = get(name)
+            self.optimizer.state.pop(p, None)
+            if saved is not None:
+                count_on = device if id(p) in on_device else torch.device("cpu")
+                self.optimizer.state[p] = {
+                    key: _placed(key, value, p, device, count_on) if isinstance(value, Tensor) else value
+                    for key, value in saved.items()
+                }
+
+    # -- the plain optimizer's state, in one piece on rank 0
+
+    def consolidate(self, gathering: Gathering) -> dict[str, Any]:
+        """The ``state_dict`` that the plain module's optimizer would have, on rank 0; {} elsewhere; collective."""
+        mine = self.state()
+        told = gathering.merged(
+            {name: {k: _told(v) for k, v in state.items()} for name, state in mine.items() if gathering.owned(name)}
+        )
+        result: dict[int, dict[str, Any]] = {}
+        numbers = {name: i for i, name in enumerate(name for names in self.groups for name in names)}
+        first = torch.distributed.get_rank() == 0
+        for name, number in numbers.items():
+            if name not in told:
+                continue
+            state: dict[str, Any] = {}
+            for key, what in told[name].items():
+                if isinstance(what, Described):
+                    held = mine[name][key] if gathering.owned(name) else None
+                    state[key] = gathering.on_first(name, held, what)
+                else:
+                    state[key] = what
+            if first:
+                result[number] = state
+        if not first:
+            return {}
+        groups = [{**options, "params": [numbers[name] for name in options["params"]]} for options in self.options()]
+        return {"state": result, "param_groups": groups}
+
+    def load_plain(self, saved: Mapping[str, Any], device: torch.device, *, who: str) -> None:
+        """Take over the ``state_dict`` of a plain optimizer on the plain module.
+
+        Raises:
+            ValueError: if its groups differ from this one's.
+        """
+        self.set_options(saved["param_groups"], who=who)
+        ids = (number for group in saved["param_groups"] for number in group["params"])
+        numbers = dict(zip((name for names in self.groups for name in names), ids, strict=True))
+        self.set_state(lambda name: saved["state"].get(numbers[name]), device)
+
+
+def _told(value: Any) -> Any:
+    """What other stages are told of a value: a tensor's shape and dtype, or, if it is a single number, the value."""
+    if isinstance(value, Tensor) and (hasattr(value, "device_mesh") or value.numel() > 1):
+        return Described.of(value)
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _placed(key: str, value: Tensor, p: nn.Parameter, device: torch.device, count_on: torch.device) -> Tensor:
+    if hasattr(value, "device_mesh"):
+        return value
+    if key == "step":  # torch's optimizers keep counts in host memory, unless they step in one kernel
+        return value.to(count_on, copy=True)
+    return shard_like(value, p, device)
+
+
+def named(
+    optimizers: Iterable[Optimizer], shown: Mapping[int, str], held: set[str], *, who: str
+) -> list[NamedOptimizer]:
+    """:class:`NamedOptimizer` of each."""
+    return [NamedOptimizer(optimizer, shown, held, who=who) for optimizer in optimizers]
+
+
+def steps_apart(optimizers: Iterable[Optimizer]) -> None:
+    """Step parameters one by one in groups where they are of several meshes, or some plain and some divided.
+
+    torch's ``foreach`` steps take no such mixture. Groups for which the user asked for a step are left as they are.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            meshes = {str(getattr(p, "device_mesh", None)) for p in group["params"]}
+            if len(meshes) > 1 and group.get("foreach", True) is None and not group.get("fused"):
+                group["foreach"] = False

@@ -1,0 +1,399 @@
+"""One replica of the module on the ranks that hold it: divided at setup, run in steps, and put together at the end."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+from torch._C._distributed_c10d import _broadcast_coalesced
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.utils import _sync_module_states
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_eff._core import rng
+from lightning_eff._core.patches import Patches
+from lightning_eff._core.steps import silent
+from lightning_eff._core.wrapping import WrappingPrecision
+from lightning_eff.strategies._hybrid import batches, gradients, sharding
+from lightning_eff.strategies._hybrid.arguments import Settings, innermost
+from lightning_eff.strategies._hybrid.files import Files
+from lightning_eff.strategies._hybrid.gathering import Described, Gathering
+from lightning_eff.strategies._hybrid.initial import Initial
+from lightning_eff.strategies._hybrid.layout import DATA, PIPELINE, TENSOR, Layout, model_group
+from lightning_eff.strategies._hybrid.optimizer_state import NamedOptimizer, named, steps_apart
+from lightning_eff.strategies._hybrid.plain import Plain
+from lightning_eff.strategies._hybrid.shards import all_reduce_mean
+from lightning_eff.strategies._hybrid.structure import Structure, parameters_by_registry
+
+_BUCKET_BYTES = 250 * 2**20
+
+
+class Replica:
+    """The module in the hands of this rank.
+
+    Attributes:
+        plain: the record of the module as it was; from :meth:`divide` on.
+        pipeline: the stages here, with more than one pipeline rank.
+        tensor: the plan of split maps, with more than one tensor-parallel rank.
+        optimizers: the run's, with names.
+        files: its checkpoints; from :meth:`divide` on.
+        replicated: every process holds the whole model.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        layout: Layout,
+        mesh: DeviceMesh,
+        settings: Settings,
+        *,
+        who: str,
+    ) -> None:
+        self.trainer, self.module, self.layout, self.mesh = trainer, module, layout, mesh
+        self.settings, self.who = settings, who
+        self.replicated = not layout.model_parallel and (not settings.shard or layout.data == 1)
+        self.device: torch.device = trainer.strategy.root_device
+        self.fitting = trainer.state.fn == "fit"
+        self.plain: Plain
+        self.gathering: Gathering
+        self.files: Files
+        self.pipeline: Any = None
+        self.tensor: Any = None
+        self.optimizers: list[NamedOptimizer] = []
+        self._model: nn.Module = module
+        self._roots: list[nn.Module] = []
+        self._patches = Patches()
+        self._structure = Structure(module)
+        self._layer_sync: Any = trainer.strategy._layer_sync  # pyright: ignore[reportAttributeAccessIssue]
+        self._synced = self._divided = False
+        self._own_forward = "forward" in module.__dict__
+        self._accumulating = False
+        self._reduced: set[int] = set()  # parameters whose gradients FSDP2 reduces
+        self._stash = gradients.Stash(module)
+        self._buffers: list[Tensor] = []
+
+    # -- at setup
+
+    def divide(self) -> nn.Module:
+        """Divide the module; returns what runs its steps. Collective over all ranks.
+
+        Raises:
+            ValueError: if it cannot be divided so, with the reason.
+        """
+        module, layout = self.module, self.layout
+        deferred = self._anywhere(any(t.is_meta for t in (*module.parameters(), *module.buffers())))
+        plugin = self.trainer.precision_plugin
+        if plugin.convert_module(module) is not module:
+            raise ValueError(
+                f"{self.who}: {type(plugin).__name__}.convert_module returned another module; expected the same one,"
+                " converted in place. Take another precision plugin."
+            )
+        for inner in innermost(plugin):
+            if self.fitting and isinstance(inner, WrappingPrecision):
+                inner._agree()  # where all ranks pass, and not in a step, which stages begin at different times
+        if self.fitting and self._layer_sync is not None and layout.data > 1:
+            self._layer_sync.apply(module)
+            self._synced = True
+        initial = Initial(module, who=self.who) if deferred else None
+        if initial is None:
+            self.trainer.strategy.model_to_device()
+        self.plain = Plain(module, who=self.who)
+        if initial is None and layout.world > 1:
+            _sync_module_states(
+                module, dist.distributed_c10d._get_default_group(), _BUCKET_BYTES, 0, (), broadcast_buffers=True
+            )
+        if layout.data == 1:  # the loader as it is: a sampler of Lightning's would shuffle it in another order
+            self._patches.set(self.trainer._accelerator_connector, "use_distributed_sampler", False)
+        if layout.model_parallel:
+            batch = None if deferred else self._check_batch()
+            with self._structure.noting():
+                self._divide_model(batch)
+        self._find_owners()
+        if initial is not None and self.replicated:
+            initial.make(self.plain, self.held, self.device)
+        self._wrap()
+        if initial is not None and not self.replicated:
+            initial.make(self.plain, self.held, self.device)
+            for root in self._roots:
+                sharding.take_up(root)
+        for root in self._roots:
+            sharding.settle(root)
+        self._reduced = {id(p) for root in self._roots for p in sharding.sharded_parameters(root)}
+        self.plain.release()
+        self.files = Files(self.module, self.plain, self.gathering, self.device, whole=self.replicated, who=self.who)
+        if self.layout.data > 1 and not self.replicated:
+            current = self.plain.current()
+            self._buffers = [
+                current[name]
+                for name, slot in self.plain.slots.items()
+                if name in self.held and not slot.is_parameter and slot.persistent and slot.dtype.is_floating_point
+            ]
+        if not self.replicated:
+            for inner in innermost(plugin):
+                self._patches.set(inner, "clip_grad_by_norm", self._clip_by_norm)
+                self._patches.set(inner, "clip_grad_by_value", self._clip_by_value)
+        self._divided = True
+        return self._model
+
+    def _anywhere(self, here: bool) -> bool:
+        told = torch.tensor(int(here), device=self.device)
+        dist.all_reduce(told, dist.ReduceOp.MAX)
+        return bool(told)
+
+    def _check_batch(self) -> Any:
+        """A training batch, the same on all ranks of this replica, which draw the same numbers from now on; or None."""
+        group = model_group(self.mesh)
+        batches.same_randomness(group, source=dist.get_rank(group) == 0)
+        if not self.fitting:
+            return None
+        batch = batches.first_training_batch(self.trainer, self.module)
+        if batch is not None:
+            batches.check_same_batch(batch, group, who=self.who)
+        return batch
+
+    def _step(self, batch: Any) -> Any:
+        """The module's own training step in its precision."""
+        index = (0,) if batches.takes_index(self.module.training_step) else ()
+        with self.trainer.precision_plugin.train_step_context():
+            return self.module.training_step(batch, *index)
+
+    def _divide_model(self, batch: Any) -> None:
+        """Tensor and pipeline parallelism, checked on ``batch`` if there is one."""
+        layout, settings = self.layout, self.settings
+        if layout.pipeline > 1:
+            from lightning_eff.strategies._pipeline.pipeline import Pipeline
+
+            self.pipeline = Pipeline(
+                self.module,
+                layers=settings.layers,
+                group=self.mesh[PIPELINE].get_group(),
+                schedule=settings.schedule,
+                num_microbatches=settings.num_microbatches,
+                split=settings.pipeline_split,
+                device=self.device,
+                who=self.who,
+            )
+            if batch is not None:
+                self.pipeline.verify(self._step, batch)
+            else:
+                rank_zero_info(
+                    f"{self.who}: the pipeline's cut is not checked, since there is no batch or no weight yet."
+                )
+        if layout.tensor > 1:
+            from lightning_eff.strategies._tensor.plan import tensor_parallel
+
+            def loss() -> Tensor:
+                with rng.fork(), silent(self.module):
+                    output = self._step(batch)
+                return output["loss"] if isinstance(output, Mapping) else output
+
+            self.tensor = tensor_parallel(
+                self.module,
+                self.mesh[TENSOR],
+                settings.tensor_parallel_plan,
+                None if batch is None else loss,
+                layers=settings.layers,
+                sequence_parallel=settings.sequence_parallel,
+                who=self.who,
+            )
+            rank_zero_info(str(self.tensor))
+        if self.pipeline is not None:
+            with nullcontext() if self.tensor is None else parameters_by_registry(self.module):
+                self.pipeline.cut()
+
+    def _find_owners(self) -> None:
+        """Which tensors are here, and which stage is the first that holds each."""
+        self.held = self.plain.held()
+        self.owner = dict.fromkeys(self.held, 0)
+        if self.pipeline is not None:
+            group = self.mesh[PIPELINE].get_group()
+            told: list[Any] = [None] * group.size()
+            dist.all_gather_object(told, (sorted(self.held), self.pipeline.owned_names), group=group)
+            self.owner = {name: stage for stage in reversed(range(len(told))) for name in told[stage][0]}
+            for stage, (held, saves) in enumerate(told):  # buffers outside the blocks are the last stage's to save
+                self.owner.update({name: stage for key in saves if (name := self.plain.keys[key]) in held})
+        self.gathering = Gathering(self.mesh, lambda name: self.owner[name], self.device)
+
+    def _wrap(self) -> None:
+        """Data parallelism around what is here: torch's DDP, FSDP2, or this strategy's own averaging of gradients."""
+        mesh = self.mesh[DATA]
+        if self.layout.data == 1:
+            return
+        if self.replicated:
+            if self.fitting:
+                ids = None if self.device.type == "cpu" else [self.device.index]
+                stream = nullcontext() if ids is None else torch.cuda.stream(torch.cuda.Stream())
+                with stream:
+                    self._model = DistributedDataParallel(self.module, device_ids=ids)
+            return
+        if not self.settings.shard:
+            return
+        if self.pipeline is None:
+            root = sharding.Root(self.module)
+            sharding.shard(root, sharding.blocks_of(self.module, self.settings.layers, who=self.who), mesh)
+            self._roots, self._model = [root], root
+        else:
+            self._shard_stages(mesh)
+
+    def _shard_stages(self, mesh: DeviceMesh) -> None:
+        # torch's split backward passes look up weights after a reshard would have freed them, and train wrongly in silence
+        keep = self.pipeline.splits_backward
+        alone = len(self.pipeline.stages) == 1
+        for runner in self.pipeline.stages:
+            # of two stages here, each would be a root: what both use stays whole, and is averaged after the pass
+            sharding.shard(runner, runner.blocks, mesh, reshard_after_forward=False if keep else None, with_rest=alone)
+            self._roots.append(runner)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Show every parameter of the plain module, those that are elsewhere as placeholders."""
+        if self.pipeline is None:
+            yield
+            return
+        stack, now = self.pipeline.stack, list(self.pipeline.stack.container._modules.values())
+        stack.show(stack.blocks)
+        try:
+            with self.plain.shown(self.device):
+                yield
+        finally:
+            stack.show(now)
+
+    def take_optimizers(self, optimizers: list[Optimizer]) -> None:
+        """Name the parameters of optimizers that were built within :meth:`whole`."""
+        shown = {id(p): name for name, p in self.module.named_parameters()}
+        self.optimizers = self.files.optimizers = named(optimizers, shown, self.held, who=self.who)
+        steps_apart(optimizers)
+
+    # -- in a step
+
+    @property
+    def target(self) -> Any:
+        """Whose ``backward`` the precision plugin calls: the module's own, or of what a pipeline's pass left."""
+        return self.module if self.pipeline is None else self._stash
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Backward passes in here leave their gradients on each rank."""
+        self._accumulating = True
+        own = isinstance(self._model, DistributedDataParallel)
+        blocked: AbstractContextManager[Any] = self._model.no_sync() if own else nullcontext()  # pyright: ignore[reportCallIssue]
+        if self._roots and self.pipeline is None:
+            blocked = sharding.no_sync(self._roots[0])
+        try:
+            with blocked:
+                yield
+        finally:
+            self._accumulating = False
+
+    def begin_step(self) -> None:
+        """Give all replicas the buffers of the first, as DDP does."""
+        if self._buffers:
+            group = self.mesh[DATA].get_group()
+            _broadcast_coalesced(group, self._buffers, _BUCKET_BYTES, 0)
+
+    def run_pipeline(self, batch: Any, *args: Any) -> Tensor:
+        """Forward and backward passes of all micro-batches; the gradients wait for :meth:`Stash.backward`."""
+        plugin = self.trainer.precision_plugin
+
+        def step(micro_batch: Any) -> Any:
+            self._gather_roots()
+            with plugin.train_step_context():
+                return self.module.training_step(micro_batch, *args)
+
+        with self._stash.collecting():
+            return self.pipeline.run(
+                step,
+                batch,
+                accumulate=self.trainer.accumulate_grad_batches,
+                before_reduce=None if self.tensor is None else self.tensor.normalize_gradients,
+            )
+
+    def _gather_roots(self) -> None:
+        for root in self._roots:  # a stage's passes for shapes and evaluation do not go through its root
+            sharding.gather_root(root)
+
+    def evaluate_pipeline(self, name: str, args: tuple[Any, ...]) -> Any:
+        """A validation, test or predict step over all stages; its output on every rank of the pipeline."""
+        context = getattr(self.trainer.precision_plugin, name.replace("validation", "val") + "_context")
+
+        def step(batch: Any) -> Any:
+            self._gather_roots()
+            with context():
+                return getattr(self.module, name)(batch, *args[1:])
+
+        with self.evaluation():
+            return self.pipeline.evaluate(step, args[0])
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """After a step without a backward pass, which would do it, the pieces are the parameters again."""
+        try:
+            yield
+        finally:
+            for root in self._roots:
+                sharding.reshard(root)
+
+    def finish_gradients(self) -> None:
+        """After a backward pass: gradients lie as their parameters do and, unless they pile up, are averaged."""
+        if self.replicated:
+            return
+        if self.tensor is not None and self.pipeline is None:
+            self.tensor.normalize_gradients()
+        if not self._accumulating and self.layout.data > 1:
+            params = [p for p in self.module.parameters() if id(p) not in self._reduced]
+            all_reduce_mean(params, self.mesh[DATA].get_group())
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        params = list(self.trainer.precision_plugin.main_params(optimizer))
+        norm = self.gradient_norm(params)
+        gradients.clip_by_norm(params, norm, float(clip_val))
+
+    def _clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        gradients.clip_by_value(self.trainer.precision_plugin.main_params(optimizer), float(clip_val))
+
+    def gradient_norm(self, params: Sequence[nn.Parameter]) -> Tensor:
+        """The norm of the gradients of the whole model; collective over all ranks."""
+        names = {id(p): name for optimizer in self.optimizers for name, p in optimizer.held.items()}
+        return gradients.global_norm(
+            params,
+            coordinates=self.gathering.coordinates,
+            counts=lambda p: id(p) not in names or self.gathering.owned(names[id(p)]),
+            device=self.device,
+        )
+
+    # -- at the end
+
+    def undo(self, *, gather: bool) -> None:
+        """Put the module back as it was, with the trained weights if ``gather``; collective if so."""
+        self._patches.restore()
+        if not self._own_forward:  # Lightning's redirection through a wrapper leaves one on the instance
+            self.module.__dict__.pop("forward", None)
+        if not self.replicated:
+            self._undo_division(gather=gather)
+        if self._synced:
+            self._layer_sync.revert(self.module)
+
+    def _undo_division(self, *, gather: bool) -> None:
+        for root in self._roots:
+            sharding.reshard(root)
+        whole = self._gather() if gather and self._divided else None
+        for root in self._roots:
+            sharding.unshard(root)
+        self._structure.restore()
+        if "plain" in self.__dict__:
+            self.plain.restore(whole)
+
+    def _gather(self) -> dict[str, Tensor]:
+        current = self.plain.current()
+        found: dict[str, Tensor] = {}
+        for name, slot in self.plain.slots.items():
+            if name in self.owner and (slot.is_parameter or self.pipeline is not None):
+                held = current[name] if name in self.held else None
+                found[name] = self.gathering.on_all(name, held, Described(tuple(slot.shape), slot.dtype))
+        return found

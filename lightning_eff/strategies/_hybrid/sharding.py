@@ -1,0 +1,146 @@
+"""FSDP2 around a module that knows nothing of it: one group for each block, the rest with the root, and the way back."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from lightning_eff._core.blocks import candidates, find_stack
+
+
+class Root(nn.Module):
+    """Makes a step of the LightningModule one call of ``forward``, where FSDP2's root acts."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def blocks_of(module: nn.Module, layers: str | None, *, who: str) -> list[nn.Module]:
+    """The repeated blocks of ``module``: those of the stack ``layers``, or of every stack; none is legal."""
+    found = (
+        [find_stack(module, layers, who=who)] if layers is not None else [c for c in candidates(module) if c.composite]
+    )
+    blocks = [block for c in found for block in c.container._modules.values() if block is not None]
+    return list(dict.fromkeys(blocks))
+
+
+def shard(
+    root: nn.Module,
+    blocks: Iterable[nn.Module],
+    mesh: DeviceMesh,
+    *,
+    reshard_after_forward: bool | None = None,
+    with_rest: bool = True,
+) -> None:
+    """Divide the parameters of ``root`` over ``mesh``, a block at a time; what is in no block goes with the root.
+
+    A block that shares a parameter with what is outside of it goes with the root too.
+
+    Args:
+        root: the module whose ``forward`` runs a step.
+        blocks: modules in it.
+        mesh: one axis, the data-parallel one.
+        reshard_after_forward: free a block's whole parameters between forward and backward; None does so for blocks.
+        with_rest: divide what is in no block too; else it stays whole on every rank.
+    """
+    users: dict[int, int] = {}
+    blocks = list(blocks)
+    inside = [{id(p) for p in block.parameters()} for block in blocks]
+    for ids in inside:
+        for key in ids:
+            users[key] = users.get(key, 0) + 1
+    within = {id(m) for block in blocks for m in block.modules()}
+    for m in root.modules():
+        if id(m) not in within:
+            for p in m._parameters.values():
+                users[id(p)] = users.get(id(p), 0) + 1
+    for block, ids in zip(blocks, inside, strict=True):
+        if ids and all(users[key] == 1 for key in ids):
+            fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    sharded = set(sharded_parameters(root))
+    ignored = None if with_rest else {p for p in root.parameters() if p not in sharded}
+    fully_shard(root, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=ignored)
+
+
+def sharded_parameters(root: nn.Module) -> list[nn.Parameter]:
+    """The pieces, which FSDP2 steps with averaged gradients."""
+    return [
+        p.sharded_param for m in groups(root) for g in m._get_fsdp_state()._fsdp_param_groups for p in g.fsdp_params
+    ]
+
+
+def take_up(root: nn.Module) -> None:
+    """Let FSDP2 know of pieces that were registered in the place of others."""
+    for m in groups(root):
+        for group in m._get_fsdp_state()._fsdp_param_groups:
+            for p in group.fsdp_params:
+                p.reset_sharded_param()
+
+
+def settle(root: nn.Module) -> None:
+    """Let FSDP2 take ``root`` as the root now, and not the first module that runs, which may be a block by itself."""
+    root._get_fsdp_state()._lazy_init()  # pyright: ignore[reportCallIssue]
+
+
+def gather_root(root: nn.Module) -> None:
+    """Make what is in no block whole, for a pass that does not go through the root; nothing if it is whole already."""
+    root.unshard()  # pyright: ignore[reportCallIssue]
+
+
+def groups(root: nn.Module) -> list[FSDPModule]:
+    """The FSDP2 modules in ``root``."""
+    return [m for m in root.modules() if isinstance(m, FSDPModule)]
+
+
+def reshard(root: nn.Module) -> None:
+    """Register the pieces again as the modules' parameters, also where a root keeps the whole after a forward pass."""
+    for m in groups(root):
+        m.reshard()
+
+
+@contextmanager
+def no_sync(root: nn.Module) -> Iterator[None]:
+    """Let gradients of backward passes in here pile up without messages."""
+    for m in groups(root):
+        m.set_requires_gradient_sync(False, recurse=False)
+    try:
+        yield
+    finally:
+        for m in groups(root):
+            m.set_requires_gradient_sync(True, recurse=False)
+
+
+def unshard(root: nn.Module) -> None:
+    """Undo :func:`shard` but for the parameters: classes, hooks and marks are gone, and the modules can be sharded anew."""
+    for module in groups(root):
+        state = module._get_fsdp_state()
+        state._pre_forward_hook_handle.remove()
+        state._post_forward_hook_handle.remove()
+        for group in state._fsdp_param_groups:
+            handles = (
+                group._module_to_pre_save_state_dict_hook_handle,
+                group._module_to_pre_load_state_dict_hook_handle,
+            )
+            for handle in (h for by_module in handles for h in by_module.values()):
+                handle.remove()
+            for p in group.fsdp_params:
+                p._post_load_hook_handle.remove()
+        _forget(module)  # pyright: ignore[reportArgumentType]
+    for module in root.modules():
+        for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params", STATE_KEY, REGISTRY_KEY):
+            module.__dict__.pop(mark, None)
+
+
+def _forget(module: nn.Module) -> None:
+    cls = type(module)
+    object.__setattr__(module, "__class__", cls.__mro__[cls._orig_cls_mro_index])  # pyright: ignore[reportAttributeAccessIssue]
+    _module_state_mapping.pop(module, None)

@@ -1,0 +1,96 @@
+"""Tensors that are whole in the plain module and lie in pieces on the ranks: which piece is here, and the whole again."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The piece of ``tensor`` that lies here; the tensor itself if it is a plain one."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def piece(whole: Tensor, like: Tensor) -> Tensor:
+    """The piece of ``whole`` (a plain tensor of the shape of ``like``) that this rank holds of ``like``; a view."""
+    if not isinstance(like, DTensor):
+        return whole
+    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    for dim, (size, start) in enumerate(zip(shape, offset, strict=True)):
+        whole = whole.narrow(dim, min(start, whole.shape[dim]), size)
+    return whole
+
+
+@torch.no_grad()
+def fill(target: Tensor, whole: Tensor) -> None:
+    """Write this rank's piece of ``whole`` into ``target``, which is a plain tensor or a DTensor, in place."""
+    here = target._local_tensor if isinstance(target, DTensor) else target
+    here.copy_(piece(whole, target))
+
+
+def shard_like(whole: Tensor, like: Tensor, device: torch.device) -> Tensor:
+    """``whole`` on ``device``, divided as ``like`` if it has its shape; else whole on every rank."""
+    if not isinstance(like, DTensor) or whole.numel() == 1:
+        return whole.to(device, copy=True)
+    if whole.shape == like.shape:
+        return wrap_like(piece(whole, like).to(device, copy=True), like)
+    replicated = [Replicate()] * like.device_mesh.ndim
+    return DTensor.from_local(whole.to(device, copy=True), like.device_mesh, replicated, run_check=False)
+
+
+def wrap_like(here: Tensor, like: DTensor) -> DTensor:
+    """The DTensor of the shape and placements of ``like`` with ``here`` as the local piece."""
+    return DTensor.from_local(
+        here, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def empty_like(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros of the shape and placements of ``like``."""
+    if isinstance(like, DTensor):
+        return wrap_like(torch.zeros(like._local_tensor.shape, dtype=dtype, device=device), like)
+    return torch.zeros(like.shape, dtype=dtype, device=device)
+
+
+@torch.no_grad()
+def whole_of(tensor: Tensor) -> Tensor:
+    """The whole tensor, detached; collective over the mesh of a DTensor."""
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def counted_here(tensor: Tensor, coordinates: Mapping[str, int]) -> bool:
+    """Whether this rank's piece counts in a sum over all ranks: of equal copies only the first does.
+
+    Args:
+        tensor: the parameter, or its gradient, with normalised placements.
+        coordinates: this rank's place along each axis of the mesh along which copies or pieces lie.
+    """
+    sharded: set[str] = set()
+    if isinstance(tensor, DTensor):
+        names = tensor.device_mesh.mesh_dim_names or ()
+        sharded = {name for name, at in zip(names, tensor.placements, strict=True) if not at.is_replicate()}
+    return all(rank == 0 or axis in sharded for axis, rank in coordinates.items())
+
+
+def all_reduce_mean(params: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Average gradients over ``group``, in one message for each dtype; those that no rank has stay None; collective."""
+    params = [p for p in params if p.requires_grad]
+    if not params or group.size() == 1:
+        return
+    has = torch.tensor([p.grad is not None for p in params], dtype=torch.uint8, device=local(params[0]).device)
+    dist.all_reduce(has, dist.ReduceOp.MAX, group=group)
+    buckets: dict[torch.dtype, list[Tensor]] = {}
+    for p, any_has in zip(params, has.tolist(), strict=True):
+        if any_has:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            here = p.grad._local_tensor if isinstance(p.grad, DTensor) else p.grad
+            buckets.setdefault(here.dtype, []).append(here)
+    for grads in buckets.values():
+        flat = torch.cat([grad.reshape(-1) for grad in grads]).div_(group.size())
+        dist.all_reduce(flat, group=group)
+        for grad, reduced in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+            grad.copy_(reduced.view_as(grad))

@@ -1,0 +1,89 @@
+"""What dividing a module changes on its submodules beside parameters: classes, hooks, attributes; recorded and undone."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+_MISSING = object()
+_TENSORS = ("_parameters", "_buffers")
+
+
+class Structure:
+    """Notes what happens to a module within :meth:`noting`, and puts exactly that back."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._undo: list[tuple[dict[str, Any], str, Any]] = []
+        self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
+        self._orders: list[tuple[dict[str, Any], list[str]]] = []
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Changes to the submodules in here are undone by :meth:`restore`; also if an exception ends it."""
+        before = [
+            (m, type(m), dict(m.__dict__), {k: dict(v) for k, v in m.__dict__.items() if isinstance(v, dict)})
+            for m in self._module.modules()
+        ]
+        try:
+            yield
+        finally:
+            for module, cls, namespace, inner in before:
+                if type(module) is not cls:
+                    self._classes.append((module, cls))
+                self._note(module.__dict__, namespace, skip=_TENSORS)
+                for key, was in inner.items():
+                    now = module.__dict__.get(key)
+                    if key not in _TENSORS and isinstance(now, dict) and now is namespace[key]:
+                        self._note(now, was)
+                        if list(now) != list(was):
+                            self._orders.append((now, list(was)))
+
+    def _note(self, now: dict[str, Any], was: dict[str, Any], skip: tuple[str, ...] = ()) -> None:
+        for key in now.keys() | was.keys():
+            if key not in skip and now.get(key, _MISSING) is not was.get(key, _MISSING):
+                self._undo.append((now, key, was.get(key, _MISSING)))
+
+    def restore(self) -> None:
+        """Put back what was noted, newest first; what others changed since stays."""
+        while self._undo:
+            namespace, key, old = self._undo.pop()
+            if old is _MISSING:
+                namespace.pop(key, None)
+            else:
+                namespace[key] = old
+        while self._orders:
+            namespace, keys = self._orders.pop()
+            in_order = {key: namespace[key] for key in keys if key in namespace} | namespace
+            namespace.clear()
+            namespace.update(in_order)
+        while self._classes:
+            module, cls = self._classes.pop()
+            object.__setattr__(module, "__class__", cls)
+
+
+@contextmanager
+def parameters_by_registry(module: nn.Module) -> Iterator[None]:
+    """Let a pipeline be cut out of a tensor-parallel module, whose attributes read as plain tensors.
+
+    From here on ``module.get_parameter`` gives what is registered, a DTensor. Parameters that are let go of in here read
+    as plain zeros of the shape that they read as before, since user code outside the blocks still runs on them.
+    """
+
+    def get_parameter(name: str) -> nn.Parameter:
+        return dict(module.named_parameters(remove_duplicate=False))[name]
+
+    plain: list[tuple[nn.Module, str, Tensor]] = []
+    with torch.no_grad():
+        for m in module.modules():
+            for key, p in m._parameters.items():
+                if isinstance(p, DTensor) and not isinstance(t := getattr(m, key), DTensor):
+                    plain.append((m, key, torch.zeros((), dtype=t.dtype, device=t.device).expand(t.shape)))
+    module.__dict__["get_parameter"] = get_parameter
+    yield
+    for m, key, zeros in plain:
+        if isinstance(m.__dict__.get(key), DTensor):
+            m.__dict__[key] = zeros

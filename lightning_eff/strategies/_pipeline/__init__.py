@@ -1,0 +1,1 @@
+"""Pipeline parallelism for an unchanged LightningModule, on PyTorch's own stages and schedules."""

@@ -1,0 +1,146 @@
+"""Whole batches through the stages, one after the other: for evaluation, for the checks at setup and to learn shapes."""
+
+import io
+import pickle
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from typing_extensions import override
+
+from lightning_eff.strategies._pipeline.layout import Layout
+from lightning_eff.strategies._pipeline.runner import Step, left
+from lightning_eff.strategies._pipeline.streams import Stream
+from lightning_eff.strategies._pipeline.view import Like, Pass, Stack
+
+
+@dataclass
+class Through:
+    """What a batch left behind on its way.
+
+    Attributes:
+        output: what the step returned on the last stage, where it ran here.
+        hidden: the hidden state that left each stage that ran here.
+        likes: its shape and type.
+    """
+
+    output: Any = None
+    hidden: dict[int, Tensor] = field(default_factory=dict)
+    likes: dict[int, Like] = field(default_factory=dict)
+
+
+def through(
+    stack: Stack,
+    where: Layout,
+    step: Step,
+    batch: Any,
+    stream: Stream,
+    *,
+    group: ProcessGroup | None,
+    device: torch.device,
+    taint: bool = False,
+    grad: bool = False,
+    around: Callable[[int], Any] = lambda stage: nullcontext(),
+) -> Through:
+    """Run the step on a batch, stage after stage.
+
+    Args:
+        group: the pipeline ranks, each of which runs its own stages; None runs all of them in this process.
+        taint: blocks that do not run return NaN.
+        grad: the hidden states that are received want gradients.
+        around: a context for each stage that runs here.
+    """
+    me = None if group is None else dist.get_rank(group)
+    found = Through()
+    for stage, (first, end) in enumerate(where.bounds):
+        if me is not None and where.ranks[stage] != me:
+            continue
+        received = None
+        if stage > 0:
+            if me is None or where.ranks[stage - 1] == me:
+                received = found.hidden[stage - 1]
+            else:
+                assert group is not None
+                received = _receive(stack, where.ranks[stage - 1], group, device)
+            received = received.detach()
+            found.likes[stage - 1] = (tuple(received.shape), received.dtype)
+            if grad:
+                received = received.clone().requires_grad_()
+        run = Pass(stack, first, end, stream, received, training=grad, taint=taint, learn=True)
+        with around(stage):
+            output, exited = left(run, step, batch)
+        if not exited:
+            found.output = output
+            continue
+        found.hidden[stage] = output
+        found.likes[stage] = (tuple(output.shape), output.dtype)
+        if me is not None and where.ranks[stage + 1] != me:
+            assert group is not None
+            _send(stack, output.detach(), where.ranks[stage + 1], group, device)
+    return found
+
+
+def _send(stack: Stack, hidden: Tensor, to: int, group: ProcessGroup, device: torch.device) -> None:
+    told = [tuple(hidden.shape), hidden.dtype, stack.form, stack.slot]
+    dist.send_object_list(told, group_dst=to, group=group, device=device)
+    dist.send(hidden.contiguous(), group_dst=to, group=group)
+
+
+def _receive(stack: Stack, source: int, group: ProcessGroup, device: torch.device) -> Tensor:
+    told: list[Any] = [None] * 4
+    dist.recv_object_list(told, group_src=source, group=group, device=device)
+    shape, dtype, form, slot = told
+    stack.form, stack.slot = stack.form or form, slot if stack.slot is None else stack.slot
+    hidden = torch.empty(shape, dtype=dtype, device=device)
+    dist.recv(hidden, group_src=source, group=group)
+    return hidden
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles all but tensors, which it sets aside."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[Tensor] = []
+
+    @override
+    def persistent_id(self, obj: Any) -> int | None:
+        if not isinstance(obj, Tensor):
+            return None
+        self.tensors.append(obj.detach())
+        return len(self.tensors) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
+        super().__init__(file)
+        self.tensors = tensors
+
+    @override
+    def persistent_load(self, pid: int) -> Tensor:
+        return self.tensors[pid]
+
+
+def broadcast(value: Any, source: int, group: ProcessGroup, device: torch.device) -> Any:
+    """The ``value`` of group rank ``source`` on every rank: tensors as they are, all else by pickle."""
+    mine = dist.get_rank(group) == source
+    told: list[Any] = [None]
+    tensors: list[Tensor] = []
+    if mine:
+        file = io.BytesIO()
+        pickler = _Pickler(file)
+        pickler.dump(value)
+        tensors = [tensor.to(device).contiguous() for tensor in pickler.tensors]
+        told = [(file.getvalue(), [(tuple(tensor.shape), tensor.dtype) for tensor in tensors])]
+    dist.broadcast_object_list(told, group_src=source, group=group)
+    pickled, shapes = told[0]
+    if not mine:
+        tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
+    for tensor in tensors:
+        dist.broadcast(tensor, group_src=source, group=group)
+    return value if mine else _Unpickler(io.BytesIO(pickled), tensors).load()

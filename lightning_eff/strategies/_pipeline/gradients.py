@@ -1,0 +1,76 @@
+"""Gradients of parameters that several pipeline ranks hold: summed over those ranks, since each has a part."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+
+class SharedGradients:
+    """The sum over pipeline ranks.
+
+    Args:
+        module: the module; parameters are looked up by name, because sharding puts others in their place.
+        holders: of each parameter that this rank shares, its first name and the group ranks that hold it.
+        group: the pipeline ranks.
+        device: where collectives run.
+    """
+
+    def __init__(
+        self, module: nn.Module, holders: Mapping[str, tuple[int, ...]], group: ProcessGroup, device: torch.device
+    ) -> None:
+        self.module, self.group, self.device = module, group, device
+        self._names: dict[tuple[int, ...], list[str]] = {}
+        for name, ranks in holders.items():
+            self._names.setdefault(ranks, []).append(name)
+        everyone = tuple(range(dist.get_world_size(group)))
+        self._groups: dict[tuple[int, ...], ProcessGroup] = {}
+        for ranks in sorted(self._names):
+            if ranks == everyone:
+                self._groups[ranks] = group
+            else:
+                members = [dist.get_global_rank(group, rank) for rank in ranks]
+                made = dist.new_group(members, use_local_synchronization=True)
+                assert isinstance(made, ProcessGroup)
+                self._groups[ranks] = made
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The shared parameters of this rank."""
+        return [p for names in self._names.values() for p in self._of(names)]
+
+    def _of(self, names: list[str]) -> list[nn.Parameter]:
+        return [p for name in names if (p := self.module.get_parameter(name)).requires_grad]
+
+    def set_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Take away gradients that were summed before (those of earlier batches that are accumulated)."""
+        kept = [(p, p.grad) for p in self.parameters() if p.grad is not None]
+        for p, _ in kept:
+            p.grad = None
+        return kept
+
+    def put_back(self, kept: list[tuple[nn.Parameter, Tensor]]) -> None:
+        """Add them to the new ones."""
+        for p, grad in kept:
+            p.grad = grad if p.grad is None else p.grad.add_(grad)
+
+    def reduce(self) -> None:
+        """Sum gradients over the ranks; one that no rank has stays None."""
+        for ranks in sorted(self._names):
+            group, parameters = self._groups[ranks], self._of(self._names[ranks])
+            has = torch.tensor([float(p.grad is not None) for p in parameters], device=self.device)
+            dist.all_reduce(has, group=group)
+            for p, count in zip(parameters, has.tolist(), strict=True):
+                if count == 0:
+                    continue
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+                local = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+                if local.is_contiguous():
+                    dist.all_reduce(local, group=group)
+                else:
+                    whole = local.contiguous()
+                    dist.all_reduce(whole, group=group)
+                    local.copy_(whole)

@@ -1,0 +1,242 @@
+"""``self.log`` in a pipeline: recorded while micro-batches run, agreed on by all ranks, and logged once on each of them."""
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torchmetrics import Metric
+
+
+@dataclass
+class Record:
+    """One name that was logged: its options, and its value in each micro-batch."""
+
+    options: dict[str, Any]
+    values: list[Any] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+
+    def value(self) -> Tensor:
+        """The value over all micro-batches, as ``reduce_fx`` says: the mean, unless a sum, maximum or minimum."""
+        stacked = torch.stack([torch.as_tensor(v).detach().to(torch.float64).reshape(()).cpu() for v in self.values])
+        reduce_fx = self.options.get("reduce_fx", "mean")
+        name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+        if name in ("sum", "max", "min"):
+            return {"sum": torch.sum, "max": torch.max, "min": torch.min}[name](stacked)
+        if name in ("mean", "avg"):
+            if self.sizes and len(self.sizes) == len(self.values) and sum(self.sizes) > 0:
+                weights = torch.tensor(self.sizes, dtype=torch.float64)
+                return (stacked * weights).sum() / weights.sum()
+            return stacked.mean()
+        return torch.as_tensor(cast("Any", reduce_fx)(stacked)).to(torch.float64)
+
+
+class Recorder:
+    """What a pass logged.
+
+    Args:
+        module: the LightningModule; a module without ``log`` records nothing.
+        who: for messages.
+    """
+
+    def __init__(self, module: nn.Module, *, who: str) -> None:
+        self.module, self.who = module, who
+        self.records: dict[str, Record] = {}
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Take ``self.log`` of the module instead of the Trainer's, until the context ends."""
+        if not hasattr(self.module, "log"):
+            yield
+            return
+        namespace = self.module.__dict__
+        had, before = "log" in namespace, namespace.get("log")
+        namespace["log"] = self._log
+        try:
+            yield
+        finally:
+            if had:
+                namespace["log"] = before
+            else:
+                namespace.pop("log", None)
+
+    def _log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist")
+        names += ("sync_dist_group", "add_dataloader_idx", "batch_size", "metric_attribute", "rank_zero_only")
+        options |= dict(zip(names, args, strict=False))
+        if isinstance(value, dict):
+            raise ValueError(
+                f"{self.who}: self.log({name!r}, ...) got a dict; expected a number, a tensor of one element or a Metric."
+                " Use self.log_dict."
+            )
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(
+                f"{self.who}: self.log({name!r}, ...) got a tensor of shape {tuple(value.shape)}; expected one element."
+                " Log its mean or its sum."
+            )
+        record = self.records.setdefault(name, Record(options))
+        record.options = options
+        if options.get("batch_size") is not None:
+            record.sizes.append(int(options["batch_size"]))
+        if isinstance(value, Tensor):
+            value = value.detach().clone()  # the user may change it in place after
+        record.values = [value] if isinstance(value, Metric) else [*record.values, value]
+
+    def take(self) -> dict[str, Record]:
+        """What was recorded; the next pass begins anew."""
+        taken, self.records = self.records, {}
+        return taken
+
+
+class Recorders:
+    """The recorders of a rank's stages: the code outside the blocks logs on each of them."""
+
+    def __init__(self, module: nn.Module, stages: list[int], *, who: str) -> None:
+        self._of = {stage: Recorder(module, who=who) for stage in stages}
+
+    def recorded(self, stage: int) -> AbstractContextManager[None]:
+        """Take what ``stage`` logs, until the context ends."""
+        return self._of[stage].recorded()
+
+    def take(self) -> dict[str, Record]:
+        """What the last of the stages logged, and what the others logged that it did not."""
+        taken: dict[str, Record] = {}
+        for stage in sorted(self._of, reverse=True):
+            for name, record in self._of[stage].take().items():
+                taken.setdefault(name, record)
+        return taken
+
+
+class Agreement:
+    """The names that ranks log, agreed on once and again whenever they change.
+
+    In most passes nothing changed, and one sum over the ranks carries all values (and the loss). The last stage's rank
+    logs all that stands outside the blocks; of the others it takes what it did not log itself.
+
+    Args:
+        module: the LightningModule.
+        group: the pipeline ranks.
+        source: the group rank of the last stage.
+        device: where collectives run.
+    """
+
+    def __init__(self, module: nn.Module, group: ProcessGroup, source: int, device: torch.device) -> None:
+        self.module, self.group, self.source, self.device = module, group, source, device
+        self._agreed: dict[str, list[tuple[str, int, dict[str, Any], str | None]]] = {}
+        self._own: dict[str, str] = {}
+
+    def share(self, kind: str, records: dict[str, Record], extra: list[float]) -> tuple[list[float], list[Any]]:
+        """Exchange the records of one pass.
+
+        Args:
+            kind: of pass; each has its own names.
+            records: this rank's.
+            extra: numbers to be summed over the ranks beside them.
+
+        Returns:
+            The sums of ``extra``, and ``(name, value, options)`` of all that is to be logged, the same on every rank.
+        """
+        own = json.dumps([(n, repr(sorted(r.options.items())), self._metric(r)) for n, r in records.items()])
+        changed = self._agreed.get(kind) is None or self._own.get(kind) != own
+        sums, values = self._sum(kind, records, extra, changed)
+        if sums[0] > 0:
+            self._own[kind] = own
+            self._agree(kind, records)
+            sums, values = self._sum(kind, records, extra, False)
+        logged = []
+        for (name, rank, options, metric), (value, size) in zip(self._agreed[kind], values, strict=True):
+            options = dict(options)
+            if options.get("batch_size") is not None:
+                options["batch_size"] = round(size)
+            logged.append((name, value if metric is None else self._shared_metric(metric, rank), options))
+        return sums[1:], logged
+
+    def _metric(self, record: Record) -> str | None:
+        """The path of a logged Metric in the module; None for a number."""
+        value = record.values[-1]
+        if not isinstance(value, Metric):
+            return None
+        for path, found in self.module.named_modules(remove_duplicate=False):
+            if found is value:
+                return path
+        raise ValueError(
+            f"HybridParallelStrategy: self.log got a {type(value).__name__} that is no attribute of the module; expected"
+            " one that every pipeline rank can find. Make it an attribute of the LightningModule, or log its value."
+        )
+
+    def _agree(self, kind: str, records: dict[str, Record]) -> None:
+        mine = [(n, dict(r.options), self._metric(r)) for n, r in records.items()]
+        theirs: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(theirs, mine, group=self.group)
+        agreed: dict[str, tuple[str, int, dict[str, Any], str | None]] = {}
+        for rank in (self.source, *range(len(theirs))):
+            for name, options, metric in theirs[rank]:
+                agreed.setdefault(name, (name, rank, options, metric))
+        self._agreed[kind] = list(agreed.values())
+
+    def _sum(
+        self, kind: str, records: dict[str, Record], extra: list[float], changed: bool
+    ) -> tuple[list[float], list[tuple[Tensor, float]]]:
+        me = dist.get_rank(self.group)
+        numbers = [float(changed), *extra]
+        for name, rank, _, metric in [] if changed else self._agreed.get(kind, []):
+            mine = rank == me and metric is None and name in records
+            numbers += [float(records[name].value()), float(sum(records[name].sizes))] if mine else [0.0, 0.0]
+        sent = 1 + len(extra) + 2 * len(self._agreed.get(kind, []))
+        packed = torch.tensor(numbers + [0.0] * (sent - len(numbers)), dtype=torch.float64, device=self.device)
+        dist.all_reduce(packed, group=self.group)
+        flat = packed.tolist()
+        head = 1 + len(extra)
+        values = [(torch.tensor(flat[i], device=self.device), flat[i + 1]) for i in range(head, len(flat), 2)]
+        return flat[:head], values
+
+    def _shared_metric(self, path: str, rank: int) -> Metric:
+        """The Metric itself; ranks that did not update it learn how often it was, and what its last value was."""
+        metric = cast("Metric", self.module.get_submodule(path))
+        told: list[Any] = [(metric._update_count, _on_cpu(metric._forward_cache))]
+        dist.broadcast_object_list(told, group_src=rank, group=self.group)
+        if dist.get_rank(self.group) != rank:
+            metric._update_count, metric._computed = told[0][0], None
+            cache = told[0][1]
+            metric._forward_cache = cache.to(metric.device) if isinstance(cache, Tensor) else cache
+        return metric
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def replay(module: nn.Module, logged: list[Any]) -> None:
+    """Log on this rank what all agreed on, by the module's own ``log``."""
+    for name, value, options in logged:
+        cast("Any", module).log(name, value, **options)
+
+
+@contextmanager
+def metrics_kept(metrics: Iterable[Metric]) -> Iterator[None]:
+    """Leave metrics as they were: what code outside the blocks adds to them counts on the last stage only."""
+    own = ("_update_count", "_computed", "_forward_cache")
+    kept = [
+        (
+            m,
+            {name: _copied(getattr(m, name)) for name in m._defaults},
+            {n: m.__dict__[n] for n in own if n in m.__dict__},
+        )
+        for m in metrics
+    ]
+    try:
+        yield
+    finally:
+        for metric, states, rest in kept:
+            for name, value in states.items():
+                setattr(metric, name, value)
+            cast("dict[str, Any]", metric.__dict__).update(rest)
+
+
+def _copied(state: Any) -> Any:
+    return state.detach().clone() if isinstance(state, Tensor) else list(state)

@@ -1,0 +1,133 @@
+"""Which parameters a pipeline rank holds, and letting go of the rest without a change of names."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_eff.strategies._pipeline.layout import Layout
+from lightning_eff.strategies._pipeline.view import Stack
+
+
+def emptied(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape, type and device that takes the memory of one element, and wants no gradient."""
+    if isinstance(tensor, DTensor):
+        local = torch.zeros((), dtype=tensor.dtype, device=tensor.to_local().device).expand(tensor.to_local().shape)
+        return DTensor.from_local(
+            local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+    return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
+class Freed(nn.Module):
+    """In the place of a block that another rank owns: no parameters, no buffers; other attributes are the block's."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_block"] = block
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_block"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"A {type(self.__dict__['_block']).__name__} was called that another pipeline rank owns; expected calls"
+            " within the steps that the strategy runs only. Move what calls it into training_step, validation_step,"
+            " test_step or predict_step."
+        )
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """Which stages use which parameters, by the parameter's first name in the whole module.
+
+    Attributes:
+        stages: of each parameter, the stages that need its value.
+        names: of each parameter, all its names (tied weights have several).
+        certain: whether the use of parameters outside the blocks was seen; if not, every stage keeps all of them.
+    """
+
+    stages: dict[str, tuple[int, ...]]
+    names: dict[str, tuple[str, ...]]
+    certain: bool
+
+    def ranks(self, name: str, where: Layout) -> tuple[int, ...]:
+        """The pipeline ranks that hold a parameter."""
+        return tuple(sorted({where.ranks[stage] for stage in self.stages[name]}))
+
+
+def names_of(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """All names of every parameter, under its first one, in the order of the module."""
+    first: dict[int, str] = {}
+    names: dict[str, list[str]] = {}
+    for name, p in module.named_parameters(remove_duplicate=False):
+        names.setdefault(first.setdefault(id(p), name), []).append(name)
+    return {name: tuple(more) for name, more in names.items()}
+
+
+def in_blocks(module: nn.Module, stack: Stack, where: Layout) -> dict[str, set[int]]:
+    """The stages whose blocks hold each parameter, by its first name; empty for one outside the blocks."""
+    of_block = [{id(p) for p in block.parameters()} for block in stack.blocks]
+    return {
+        name: {where.stage_of(i) for i, ids in enumerate(of_block) if id(p) in ids}
+        for name, p in module.named_parameters()
+    }
+
+
+def holdings(module: nn.Module, stack: Stack, where: Layout, outside: dict[str, set[int]] | None) -> Holdings:
+    """Put together what stages use.
+
+    Args:
+        outside: of each parameter's first name, the stages that use it outside of their own blocks; None if not known.
+    """
+    inside = in_blocks(module, stack, where)
+    everywhere = set(range(where.num_stages))
+    stages = {}
+    for name, own in inside.items():
+        if outside is not None:
+            used = own | outside.get(name, set())
+        else:
+            used = own if _only_in_blocks(module, name, stack) else everywhere
+        stages[name] = tuple(sorted(used))
+    return Holdings(stages, names_of(module), outside is not None)
+
+
+def _only_in_blocks(module: nn.Module, name: str, stack: Stack) -> bool:
+    inside = {id(m) for block in stack.blocks for m in block.modules()}
+    p = module.get_parameter(name)
+    owners = [m for m in module.modules() if any(q is p for q in m._parameters.values())]
+    return all(id(m) in inside for m in owners)
+
+
+def free(module: nn.Module, stack: Stack, owned: Iterable[int], keep: set[int]) -> None:
+    """Let go of every parameter whose id is not in ``keep``, and of the buffers of blocks that are not ``owned``.
+
+    Names of what stays are as they were. What goes is no parameter any more; the attribute is still there, with zeros
+    of the same shape, because the user's code outside the blocks still runs on every stage.
+    """
+    mine = set(owned)
+    gone = {id(p): p for p in module.parameters() if id(p) not in keep}
+    instead = {key: emptied(p.detach()) for key, p in gone.items()}
+    theirs = [m for i, block in enumerate(stack.blocks) if i not in mine for m in block.modules()]
+    ours = {id(m) for i, block in enumerate(stack.blocks) if i in mine for m in block.modules()}
+    for m in module.modules():
+        for name, p in list(m._parameters.items()):
+            if p is not None and id(p) in gone:
+                del m._parameters[name]
+                m.__dict__[name] = instead[id(p)]
+    for m in theirs:
+        if id(m) not in ours:
+            for name, buffer in list(m._buffers.items()):
+                if buffer is not None:
+                    m._buffers[name] = emptied(buffer)
+    for key, p in gone.items():  # whoever still refers to it holds no memory
+        if not isinstance(p, DTensor):
+            p.data = instead[key]
+        p.grad = None
+    stack.show([block if i in mine else Freed(block) for i, block in enumerate(stack.blocks)])

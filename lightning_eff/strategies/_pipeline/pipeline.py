@@ -1,0 +1,385 @@
+"""Pipeline parallelism for an unchanged module: each rank runs the user's own step with its own blocks in place.
+
+On a later stage the hidden state that enters the first owned block is the received one, while masks, positions and other
+arguments come from the user's code on the same micro-batch; at the block after a stage's last one the step is left, and
+the hidden state sent on. So only the last stage reaches head and loss. This runs as the submodule of PyTorch's
+``PipelineStage`` under PyTorch's own schedules (GPipe, Huang et al. 2019, arXiv:1811.06965; 1F1B, Narayanan et al. 2019,
+arXiv:1806.03377; interleaved, 2021, arXiv:2104.04473; breadth-first, Lamy-Poirier 2022, arXiv:2211.05953; zero bubble,
+Qi et al. 2024, arXiv:2401.10241; DualPipeV, after DeepSeek-AI 2024, arXiv:2412.19437).
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torchmetrics import Metric
+
+from lightning_eff._core import rng
+from lightning_eff._core.batches import num_samples
+from lightning_eff._core.blocks import find_stack, refuse_compiled_around
+from lightning_eff.strategies._pipeline import layout as layouts
+from lightning_eff.strategies._pipeline.batch import content, digest, signature, split
+from lightning_eff.strategies._pipeline.evaluation import broadcast, through
+from lightning_eff.strategies._pipeline.gradients import SharedGradients
+from lightning_eff.strategies._pipeline.logging import Agreement, Recorders, metrics_kept, replay
+from lightning_eff.strategies._pipeline.memory import Holdings, free, holdings
+from lightning_eff.strategies._pipeline.order import SPLIT_BACKWARD, schedule_name
+from lightning_eff.strategies._pipeline.runner import OuterBuffers, Running, StageRunner, Step
+from lightning_eff.strategies._pipeline.schedules import Schedules
+from lightning_eff.strategies._pipeline.streams import Stream
+from lightning_eff.strategies._pipeline.verify import Verification, bypassed, no_reentrant
+from lightning_eff.strategies._pipeline.view import Stack
+
+_CHECKED_PASSES = 2
+
+
+class Pipeline:
+    """One module over the ranks of a pipeline group.
+
+    ``training_step`` runs once for each micro-batch and each stage of a rank, so a counter in it counts those; what it
+    logs is the mean over micro-batches (or the sum, minimum or maximum, if ``reduce_fx`` says so).
+
+    Args:
+        module: the LightningModule, or any module; the same weights on all ranks.
+        layers: dotted path of the stack of blocks; None looks for the longest.
+        group: the pipeline ranks; stages lie on them in the order of the group.
+        schedule: one of GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV.
+        num_microbatches: into which each batch is split, >= 1. None: for each batch, the largest number up to twice the
+            stages that divides it and that the schedule can run. A batch that is smaller than the largest one so far
+            (an epoch's last) and does not divide is split into the largest number below that fits.
+        split: "balanced" (by the blocks' parameters, with the head counted on the last stage), or the number of blocks
+            of each stage.
+        device: of the blocks and of what is sent.
+        seed: from which all random numbers of the steps follow, equal on all ranks of the pipeline (and of a tensor
+            parallel group). None takes the first pipeline rank's ``torch.initial_seed()``.
+        who: for messages.
+
+    Attributes:
+        layout: which blocks and stages lie where.
+        stages: this rank's stages, first to last; ``stages[i].blocks`` are the modules of the blocks it owns.
+        splits_backward: the schedule computes gradients of weights apart from those of inputs, so that parameters must
+            not be resharded after the forward pass.
+        all_names: keys of the whole module's ``state_dict``.
+        owned_names: of these, the ones this rank saves: every key is owned by one rank.
+        all_parameters: of the whole module, the name (first of tied ones), shape and type of every parameter in order.
+
+    Raises:
+        ValueError: if module, stack, schedule, split or number of micro-batches do not fit together; the message says
+            what to do.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        layers: str | None,
+        group: ProcessGroup,
+        schedule: str,
+        num_microbatches: int | None,
+        split: str | Sequence[int],
+        device: torch.device | str,
+        seed: int | None = None,
+        who: str = "HybridParallelStrategy",
+    ) -> None:
+        self.module, self.group, self.who = module, group, who
+        self.device = torch.device(device)
+        self.schedule = schedule_name(schedule, who=who)
+        self.splits_backward = self.schedule in SPLIT_BACKWARD
+        self._check_module()
+        found = find_stack(module, layers, who=who)
+        refuse_compiled_around(module, found.path, who=who, way_out="Compile the blocks one by one (block.compile()).")
+        self.stack = Stack(found, who=who)
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.layout = layouts.layout(
+            module,
+            self.stack.blocks,
+            schedule=self.schedule,
+            num_ranks=self.size,
+            split=split,
+            path=found.path,
+            who=who,
+        )
+        layouts.check_num_microbatches(num_microbatches, self.layout, who=who)
+        self._check_compiled()
+        self.num_microbatches = num_microbatches
+        self.local_stages = self.layout.stages_of(self.rank)
+        self.metrics = [m for m in module.modules() if isinstance(m, Metric)]
+        self.holdings: Holdings | None = None
+        self.stages: list[StageRunner] = []
+        self.all_names = list(module.state_dict())
+        self.all_parameters = {n: (tuple(p.shape), p.dtype) for n, p in module.named_parameters()}
+        self.owned_names: list[str] = list(self.all_names)
+        self.outer_buffers = OuterBuffers(module, self.stack.blocks, self.local_stages)
+        self.running: Running | None = None
+        self.passes = self.evaluations = 0
+        agreed = torch.tensor([torch.initial_seed() % 2**62], dtype=torch.int64, device=self.device)
+        dist.broadcast(agreed, group_src=0, group=group)
+        self.seed = int(agreed) if seed is None else seed
+        self._agreement = Agreement(module, group, self.layout.last_rank, self.device)
+        self._shared: SharedGradients | None = None
+        self._schedules = Schedules(self)
+        self._most: int | None = None
+
+    # -- setup
+
+    def _check_module(self) -> None:
+        name = type(self.module).__name__
+        if getattr(self.module, "automatic_optimization", True) is False:
+            raise ValueError(
+                f"{self.who}: {name} has automatic_optimization=False; expected True, because the schedule runs the"
+                " backward pass of each micro-batch itself. Use automatic optimization, or pipeline_parallel_size=1."
+            )
+        if (
+            isinstance(self.module, pl.LightningModule)
+            and type(self.module).backward is not pl.LightningModule.backward
+        ):
+            raise ValueError(
+                f"{self.who}: {name} overrides backward; expected LightningModule's own, because the schedule runs the"
+                " backward pass of each micro-batch itself. Take the override out, or use pipeline_parallel_size=1."
+            )
+
+    def _check_compiled(self) -> None:
+        wrapped = [i for i, block in enumerate(self.stack.blocks) if "_orig_mod" in block._modules]
+        if self.splits_backward and wrapped:
+            raise ValueError(
+                f"{self.who}(schedule={self.schedule!r}): block {wrapped[0]} of {self.stack.path!r} is a torch.compile'd"
+                " module; PyTorch's schedules that split the backward pass do not run it. Compile in place by"
+                " block.compile(), or use GPipe, 1F1B, Interleaved1F1B or LoopedBFS."
+            )
+
+    def verify(self, step: Step, batch: Any) -> None:
+        """Check on one micro-batch of ``batch`` that the cut computes what the whole module does; before :meth:`cut`.
+
+        Every rank runs the whole module, then its stages one after the other, without backward passes: so parameters
+        and the activations of one micro-batch must fit. Random numbers, buffers, metrics, logs and gradients are left
+        as they were. Which stage uses which parameters outside the blocks is learnt too, so that :meth:`cut` can let go
+        of the rest.
+
+        Raises:
+            ValueError: with what the cut would compute wrongly, and what to do.
+        """
+        size = num_samples(batch)
+        number, _ = layouts.num_microbatches(size, self.num_microbatches, self.layout, most=None, who=self.who)
+        part = split(batch, number)[0]
+        checks = Verification(self.module, self.stack, self.layout, step, part, device=self.device, who=self.who)
+        holdings_here, found = checks.run()
+        told: list[Any] = [holdings_here]
+        dist.broadcast_object_list(told, group_src=0, group=self.group)
+        self.holdings = told[0]
+        self._schedules.verified(found, step, part)
+
+    def bypassed(self, stage: int) -> str:
+        """What to say when a stage depends on more of the earlier blocks than it receives."""
+        return bypassed(self.stack, self.layout, stage, "what it hands on")
+
+    def cut(self) -> None:
+        """Let go of the parameters that this rank does not use, and build its stages.
+
+        Names of the others stay. Without :meth:`verify` before, all parameters outside the blocks are kept.
+        """
+        whole = self.holdings or holdings(self.module, self.stack, self.layout, None)
+        self.holdings = whole
+        mine = [n for n in whole.stages if self.rank in whole.ranks(n, self.layout)]
+        keep = {id(self.module.get_parameter(name)) for name in mine}
+        self.owned_names = self._owned(whole)
+        blocks = [self.stack.blocks[slice(*self.layout.bounds[stage])] for stage in self.local_stages]
+        owned = [i for stage in self.local_stages for i in range(*self.layout.bounds[stage])]
+        free(self.module, self.stack, owned, keep)
+        alone = self.module if len(self.local_stages) == 1 else None
+        self.stages = [
+            StageRunner(self, stage, own, whole=alone) for stage, own in zip(self.local_stages, blocks, strict=True)
+        ]
+        holders = {
+            n: ranks for n in whole.stages if len(ranks := whole.ranks(n, self.layout)) > 1 and self.rank in ranks
+        }
+        self._shared = SharedGradients(self.module, holders, self.group, self.device)
+
+    def _owned(self, whole: Holdings) -> list[str]:
+        """Keys that this rank saves: those of a block with the block, other parameters on their first holder.
+
+        Buffers outside the blocks are the last stage's, which alone runs all the code outside the blocks.
+        """
+        first = {each: whole.ranks(name, self.layout)[0] for name, names in whole.names.items() for each in names}
+        prefix = {f"{self.stack.path}.{key}.": i for i, key in enumerate(self.stack.keys)}
+        owner = {}
+        for key in self.all_names:
+            block = next((i for start, i in prefix.items() if key.startswith(start)), None)
+            if block is not None:
+                owner[key] = self.layout.ranks[self.layout.stage_of(block)]
+            else:
+                owner[key] = first.get(key, self.layout.last_rank)
+        return [key for key in self.all_names if owner[key] == self.rank]
+
+    @property
+    def shared(self) -> list[nn.Parameter]:
+        """This rank's parameters that other pipeline ranks hold too; their gradients are summed."""
+        return [] if self._shared is None else self._shared.parameters()
+
+    def outer_parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters this rank holds outside its blocks."""
+        inside = {id(p) for stage in self.stages for block in stage.blocks for p in block.parameters()}
+        yield from (p for p in self.module.parameters() if id(p) not in inside)
+
+    def reduce_shared(self) -> None:
+        """Sum the gradients of :attr:`shared` over the pipeline ranks that hold them; on all ranks together."""
+        if self._shared is not None:
+            self._shared.reduce()
+
+    # -- training
+
+    def run(
+        self,
+        step: Step,
+        batch: Any,
+        *,
+        accumulate: int = 1,
+        scale: float | Tensor = 1.0,
+        before_reduce: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """Forward and backward passes of all micro-batches of a batch.
+
+        Gradients are added to ``p.grad``: those of the mean loss over the micro-batches, divided by ``accumulate``.
+        Those of :attr:`shared` parameters are summed over the pipeline ranks. What the step logged is logged on all
+        ranks.
+
+        Args:
+            step: runs the user's ``training_step`` on a micro-batch, in the precision's context.
+            batch: the whole batch, the same on all pipeline ranks.
+            accumulate: batches over which gradients are accumulated, >= 1.
+            scale: the loss is multiplied by it before the backward passes (a gradient scaler's factor).
+            before_reduce: called between the backward passes and the sum over shared gradients.
+
+        Returns:
+            The mean loss, shape (), detached, the same on all pipeline ranks.
+
+        Raises:
+            ValueError: if the batch does not divide, ranks got different batches, or the step does what a pipeline
+                cannot run; the message says what to do.
+        """
+        if not self.stages:
+            raise RuntimeError("Pipeline.run: the module is not cut; call cut() first.")
+        microbatches, name = self._microbatches(batch)
+        number = len(microbatches)
+        recorders = Recorders(self.module, self.local_stages, who=self.who)
+        state = rng.capture()
+        kept = None if self._shared is None else self._shared.set_aside()
+        try:
+            schedule, likes = self._schedules.of(name, step, microbatches)
+            self.running = Running(step, microbatches, self.passes, scale / (number * accumulate), likes, recorders)
+            self._execute(schedule, number)
+            losses = self.running.losses
+        finally:
+            self.running = None
+            rng.restore(state)
+        self.passes += 1
+        if before_reduce is not None:
+            before_reduce()
+        self.reduce_shared()
+        if self._shared is not None and kept is not None:
+            self._shared.put_back(kept)
+        total = float(torch.stack(losses).double().mean()) if losses else 0.0
+        (loss,), logged = self._agreement.share("train", recorders.take(), [total])
+        replay(self.module, logged)
+        return torch.tensor(loss, dtype=torch.float32, device=self.device)
+
+    def _execute(self, schedule: Any, number: int) -> None:
+        running = self.running
+        assert running is not None
+        target = torch.zeros(number)  # unused; PyTorch's schedules index it
+        torch_log = logging.getLogger("torch.distributed.pipelining.schedules")
+        level = torch_log.level
+        torch_log.setLevel(logging.CRITICAL)  # after an error it would print the whole schedule above its message
+        try:
+            schedule.step(mb=torch.arange(number), target=target, return_outputs=False)
+        except BaseException as error:
+            self._schedules.clear()
+            failure = running.failure
+            if failure is not None and failure is not error:
+                raise failure from None  # the user's own, not PyTorch's report of it
+            if "use_reentrant" in _chain(error):
+                raise RuntimeError(no_reentrant(self.who, self.schedule)) from error
+            if str(error).strip().startswith("Failed to run stage") and error.__cause__ is not None:
+                raise error.__cause__ from None
+            raise
+        finally:
+            torch_log.setLevel(level)
+
+    def _microbatches(self, batch: Any) -> tuple[list[Any], str]:
+        """The micro-batches and their schedule, after a check that all pipeline ranks were given the same batch."""
+        size = num_samples(batch)
+        self._same(batch, self.passes)
+        parts, schedule = layouts.num_microbatches(
+            size, self.num_microbatches, self.layout, most=self._most, who=self.who
+        )
+        self._most = max(size, self._most or 0)
+        return split(batch, parts), schedule
+
+    def _same(self, batch: Any, number: int) -> None:
+        """Raise ``ValueError`` on all pipeline ranks if their batches differ in shape; in the first passes, in content."""
+        shapes = digest(signature(batch))
+        inside = content(batch) if number < _CHECKED_PASSES else 0
+        mine = torch.tensor([shapes, -shapes, inside, -inside], dtype=torch.int64, device=self.device)
+        dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self.group)
+        high, low, most, least = mine.tolist()
+        if high != -low or most != -least:
+            what = "shapes" if high != -low else "content"
+            raise ValueError(
+                f"{self.who}: the ranks of one pipeline got batches of different {what}; expected the same batch on each,"
+                " since the first stage reads its inputs and the last its labels. Let the sampler depend on the"
+                " data-parallel rank only (use_distributed_sampler=True), and seed what is random in it equally:"
+                " seed_everything(..., workers=True)."
+            )
+
+    # -- evaluation
+
+    def evaluate(self, step: Step, batch: Any) -> Any:
+        """Run a validation, test or predict step on the whole batch, stage after stage.
+
+        What it logs is logged on all pipeline ranks; what it returns, on the last stage, is returned on all.
+        """
+        self._same(batch, self.evaluations)
+        stream = Stream(self.seed, "evaluate", self.evaluations, 0)
+        recorders = Recorders(self.module, self.local_stages, who=self.who)
+        is_last = self.rank == self.layout.last_rank
+        last = self.layout.num_stages - 1
+
+        @contextmanager
+        def around(stage: int) -> Iterator[None]:
+            with recorders.recorded(stage), metrics_kept(() if stage == last else self.metrics):
+                yield
+
+        with rng.fork():
+            found = through(
+                self.stack, self.layout, step, batch, stream, group=self.group, device=self.device, around=around
+            )
+        self.evaluations += 1
+        records = recorders.take()
+        _, logged = self._agreement.share("evaluate", records, [])
+        replay(self.module, logged)
+        return broadcast(found.output if is_last else None, self.layout.last_rank, self.group, self.device)
+
+    # -- state
+
+    def state_dict(self) -> dict[str, int]:
+        """The seed and the number of passes, from which every random number follows."""
+        return {"seed": self.seed, "passes": self.passes, "evaluations": self.evaluations}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on with the random numbers of the run that ``state`` comes from, on whatever layout."""
+        self.seed, self.passes, self.evaluations = state["seed"], state["passes"], state["evaluations"]
+        self.outer_buffers.forget()
+
+
+def _chain(error: BaseException | None) -> str:
+    """The messages of an error and of its causes."""
+    messages = []
+    while error is not None:
+        messages.append(str(error))
+        error = error.__cause__ or error.__context__
+    return " ".join(messages)

@@ -1,0 +1,289 @@
+"""What a cut would compute wrongly, found before anything is cut: in one process, on one micro-batch."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_eff._core import rng
+from lightning_eff._core.steps import silent
+from lightning_eff.strategies._pipeline.evaluation import Through, through
+from lightning_eff.strategies._pipeline.layout import Layout
+from lightning_eff.strategies._pipeline.logging import Record, Recorder
+from lightning_eff.strategies._pipeline.memory import Holdings, holdings, names_of
+from lightning_eff.strategies._pipeline.order import SPLIT_BACKWARD
+from lightning_eff.strategies._pipeline.runner import Step, left, loss_of
+from lightning_eff.strategies._pipeline.streams import Stream
+from lightning_eff.strategies._pipeline.view import ONE_OUTPUT, Pass, Stack, uncut
+
+_WAY_OUT = (
+    "Let each block see what it needs in its own arguments, name another stack by layers=, or use"
+    " pipeline_parallel_size=1."
+)
+
+
+def bypassed(stack: Stack, where: Layout, stage: int, what: str) -> str:
+    """What to say when ``what`` a stage computes depends on more of the earlier blocks than it receives."""
+    first, end = where.bounds[stage]
+    more = (
+        f" The blocks return tensors at {stack.extra} beside the hidden state, which are not sent (T5's position bias, a"
+        f" router's logits). {ONE_OUTPUT}"
+        if stack.extra
+        else ""
+    )
+    return (
+        f"{stack.who}: with the model cut before block {first} of {stack.path!r}, {what} in stage {stage} (blocks {first}"
+        f" to {end - 1}) depends on what earlier blocks returned, beside the hidden state that the stage receives: a skip"
+        " around the stack, as in a U-Net, a sum over the hidden states of all blocks, a hook on blocks that collects what"
+        " they compute (a router's auxiliary loss), or a sum over self.parameters(). Those values are on another"
+        f" rank.{more} {_WAY_OUT}"
+    )
+
+
+def reached(output: Tensor, stop: Any = None) -> set[int]:
+    """The ids of the leaf tensors to which a backward pass from ``output`` gives gradients, not through node ``stop``."""
+    if output.grad_fn is None:
+        return {id(output)} if output.requires_grad else set()
+    return {id(node.variable) for node in _nodes(output, stop) if hasattr(node, "variable")}
+
+
+def _nodes(output: Tensor, stop: Any = None) -> Iterator[Any]:
+    """Every node of the graph behind ``output``, not beyond node ``stop``."""
+    seen: set[Any] = set()
+    todo: list[Any] = [output.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node is not stop and node not in seen:
+            seen.add(node)
+            todo.extend(following for following, _ in node.next_functions)
+            yield node
+
+
+def no_reentrant(who: str, schedule: str) -> str:
+    """What to say to a reentrant checkpoint under a schedule that splits the backward pass."""
+    return (
+        f"{who}(schedule={schedule!r}): the schedule splits the backward pass, which PyTorch's reentrant checkpoints do not"
+        " allow. Use non-reentrant ones (use_reentrant=False; in Hugging Face models gradient_checkpointing_enable("
+        "gradient_checkpointing_kwargs={'use_reentrant': False})), or GPipe, 1F1B, Interleaved1F1B or LoopedBFS."
+    )
+
+
+@contextmanager
+def valued(parameters: list[nn.Parameter], value: float) -> Iterator[None]:
+    """Let parameters have one value everywhere, in the memory of one element."""
+    before = [p.data for p in parameters]
+    try:
+        for p in parameters:
+            p.data = torch.full((), value, dtype=p.dtype, device=p.device).expand(p.shape)
+        yield
+    finally:
+        for p, data in zip(parameters, before, strict=True):
+            p.data = data
+
+
+class Verification:
+    """The checks of one module.
+
+    Args:
+        module: the whole module, nothing of it cut.
+        step: the user's step.
+        batch: one micro-batch.
+    """
+
+    def __init__(
+        self, module: nn.Module, stack: Stack, where: Layout, step: Step, batch: Any, *, device: torch.device, who: str
+    ) -> None:
+        self.module, self.stack, self.where, self.step, self.batch = module, stack, where, step, batch
+        self.device, self.who = device, who
+        self._received: dict[int, Tensor] = {}
+        self._spoilt: set[str] = set()
+        self.names = {id(p): name for name, p in module.named_parameters()}
+
+    def _stream(self) -> Stream:
+        return Stream(0, "verify", 0, 0)
+
+    def _whole(self) -> tuple[Tensor, dict[str, Record], dict[int, Tensor]]:
+        recorder = Recorder(self.module, who=self.who)
+        with rng.fork(), silent(cast("Any", self.module)), torch.enable_grad(), recorder.recorded():
+            with uncut(self.stack, self._stream(), learn=True) as run:
+                output = self.step(self.batch)
+            run.finished()
+            return loss_of(output, who=self.who), recorder.take(), run.entered
+
+    def _cut(self) -> tuple[Through, dict[str, Record]]:
+        """All stages one after the other; what a stage does not run is NaN to it."""
+        recorder = Recorder(self.module, who=self.who)
+        last = self.where.num_stages - 1
+        with rng.fork(), torch.enable_grad():
+            found = through(
+                self.stack,
+                self.where,
+                self.step,
+                self.batch,
+                self._stream(),
+                group=None,
+                device=self.device,
+                taint=True,
+                grad=True,
+                around=lambda s: self._apart(recorder if s == last else Recorder(self.module, who=self.who)),
+            )
+        return found, recorder.take()
+
+    @contextmanager
+    def _apart(self, recorder: Recorder) -> Iterator[None]:
+        """A pass that leaves no trace but what it logged, and the names of the states that it made NaN."""
+        with silent(cast("Any", self.module)), recorder.recorded():
+            before = self._nan_states()
+            yield
+            self._spoilt = self._nan_states() - before
+
+    def _nan_states(self) -> set[str]:
+        states = dict(self.module.named_buffers())
+        for path, metric in self.module.named_modules():
+            if isinstance(metric, Metric):
+                states |= {
+                    f"{path}.{name}": s for name in metric._defaults if isinstance(s := getattr(metric, name), Tensor)
+                }
+        return {name for name, s in states.items() if s.is_floating_point() and bool(torch.isnan(s).any())}
+
+    def run(self) -> tuple[Holdings, Through]:
+        """All checks.
+
+        Returns:
+            Which stage uses which parameters, and the shapes between stages.
+
+        Raises:
+            ValueError: with what the cut would compute wrongly.
+        """
+        loss, logs, entered = self._whole()
+        expected = float(loss.detach())
+        if not math.isfinite(expected):
+            raise ValueError(
+                f"{self.who}: training_step returned a loss of {expected} on the first batch; expected a finite number,"
+                " against which the pipeline's can be checked. Mend the model or the batch."
+            )
+        gradients = reached(loss)
+        if self.where.schedule in SPLIT_BACKWARD and any("CheckpointFunction" in node.name() for node in _nodes(loss)):
+            raise ValueError(no_reentrant(self.who, self.where.schedule))
+        self._nothing_beside(loss, entered)
+        del loss, entered
+        reaches: dict[int, set[int]] = {}
+        found, cut_logs = self._cut()
+        for stage, hidden in found.hidden.items():
+            self._clean(hidden, stage, "what it hands on")
+            reaches[stage] = reached(hidden)
+        last = self.where.num_stages - 1
+        cut_loss = loss_of(found.output, who=self.who)
+        self._clean(cut_loss, last, "the loss")
+        if self._spoilt:
+            what = f"the state {min(self._spoilt)!r}"
+            raise ValueError(bypassed(self.stack, self.where, last, what))
+        reaches[last] = reached(cut_loss)
+        self._equal("the loss", expected, float(cut_loss.detach()), lambda: float(self._whole()[0].detach()))
+        for name, record in logs.items():
+            if name in cut_logs and isinstance(record.values[-1], int | float | Tensor):
+                self._same_log(name, record, cut_logs[name])
+        lost = [self.names[key] for key in gradients - set().union(*reaches.values()) if key in self.names]
+        if lost:
+            raise ValueError(
+                f"{self.who}: cut into {self.where.num_stages} stages, these parameters would get no gradient, which in"
+                f" the whole model they do: {sorted(lost)[:8]}. They act between the blocks of {self.stack.path!r}, beside"
+                f" the hidden state. {_WAY_OUT}"
+            )
+        self._received = {stage + 1: hidden.detach() for stage, hidden in found.hidden.items()}
+        outside = self._used(reaches)
+        found.hidden.clear()
+        return holdings(self.module, self.stack, self.where, outside), found
+
+    def _nothing_beside(self, loss: Tensor, entered: dict[int, Tensor]) -> None:
+        """Raise ``ValueError`` if the uncut loss depends on a stage's blocks beside the hidden state that leaves it."""
+        inside = {id(m) for block in self.stack.blocks for m in block.modules()}
+        outside = {id(p) for m in self.module.modules() if id(m) not in inside for p in m._parameters.values()}
+        for stage, (first, _) in enumerate(self.where.bounds):
+            node = entered[first].grad_fn if stage else None
+            if node is None:
+                continue
+            before = {id(p) for block in self.stack.blocks[:first] for p in block.parameters()}
+            after = {id(p) for block in self.stack.blocks[first:] for p in block.parameters()}
+            found = reached(loss, node) & (before - after - outside)
+            if found:
+                name = min(self.names[key] for key in found)
+                what = f"the loss, by a way that leads to {name!r},"
+                raise ValueError(bypassed(self.stack, self.where, stage, what))
+
+    def _clean(self, value: Tensor, stage: int, what: str) -> None:
+        if value.is_floating_point() and bool(torch.isnan(value.detach()).any()):
+            raise ValueError(bypassed(self.stack, self.where, stage, what))
+
+    def _equal(self, what: str, expected: float, got: float, again: Callable[[], float]) -> None:
+        allowed = 4 * torch.finfo(torch.float32).eps * max(1.0, abs(expected))
+        if abs(expected - got) <= allowed:
+            return
+        noise = abs(again() - expected)  # a device that sums in no fixed order
+        if abs(expected - got) <= allowed + 4 * noise:
+            return
+        raise ValueError(
+            f"{self.who}: cut into {self.where.num_stages} stages at {self.stack.path!r}, {what} of the first micro-batch"
+            f" would be {got!r}; uncut it is {expected!r} (allowed difference {allowed + 4 * noise:.1e}). Something beside"
+            " the hidden state goes from block to block or from blocks to the loss: a hook that collects what blocks"
+            " compute (a router's auxiliary loss: output_router_logits=False), a sum over self.parameters(), an attribute"
+            f" that blocks set. {_WAY_OUT}"
+        )
+
+    def _same_log(self, name: str, record: Record, cut: Record) -> None:
+        def again() -> float:
+            return float(self._whole()[1][name].value())
+
+        self._equal(f"the logged {name!r}", float(record.value()), float(cut.value()), again)
+
+    def _used(self, reaches: dict[int, set[int]]) -> dict[str, set[int]]:
+        """The stages that use each parameter outside the blocks: it gets a gradient there, or its value matters."""
+        outside: dict[str, set[int]] = {}
+        by_name = {name: self.module.get_parameter(name) for name in names_of(self.module)}
+        for stage, ids in reaches.items():
+            for name, p in by_name.items():
+                if id(p) in ids:
+                    outside.setdefault(name, set()).add(stage)
+        owned = [
+            {id(p) for block in self.stack.blocks[first:end] for p in block.parameters()}
+            for first, end in self.where.bounds
+        ]
+        rest = {
+            stage: [n for n, p in by_name.items() if id(p) not in ids | owned[stage] and p.is_floating_point()]
+            for stage, ids in reaches.items()
+        }
+        for stage, names in rest.items():
+            for name in self._matter(stage, names, by_name):
+                outside.setdefault(name, set()).add(stage)
+        for name, p in by_name.items():
+            if not p.is_floating_point():
+                outside[name] = set(range(self.where.num_stages))
+        return outside
+
+    def _matter(self, stage: int, names: list[str], by_name: dict[str, nn.Parameter]) -> list[str]:
+        """Those of the parameters ``names`` whose value changes what the stage hands on or logs: all, by halves."""
+        if not names or not self._tainted(stage, [by_name[name] for name in names]):
+            return []
+        if len(names) == 1:
+            return names
+        half = len(names) // 2
+        return self._matter(stage, names[:half], by_name) + self._matter(stage, names[half:], by_name)
+
+    def _tainted(self, stage: int, parameters: list[nn.Parameter]) -> bool:
+        first, end = self.where.bounds[stage]
+        recorder = Recorder(self.module, who=self.who)
+        run = Pass(self.stack, first, end, self._stream(), self._received.get(stage))
+        try:
+            with rng.fork(), torch.enable_grad(), self._apart(recorder), valued(parameters, math.nan):
+                output, exited = left(run, self.step, self.batch)
+                output = output if exited else loss_of(output, who=self.who)
+        except Exception:  # the step does not run on such values: they matter to it
+            return True
+        logs = [r.value() for r in recorder.take().values() if isinstance(r.values[-1], int | float | Tensor)]
+        # buffers and metrics outside the blocks are the last stage's
+        spoilt = bool(self._spoilt) and stage == self.where.num_stages - 1
+        return spoilt or any(bool(torch.isnan(value.detach()).any()) for value in (output, *logs))

@@ -1,0 +1,332 @@
+"""One pass of the user's own step with some of its blocks in place: others let the hidden state through, or leave."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_eff._core.blocks import Candidate, hidden_of, split_output
+from lightning_eff.strategies._pipeline.streams import Stream
+
+Like = tuple[tuple[int, ...], torch.dtype]
+Form = tuple[Like | None, ...] | None
+
+ONE_OUTPUT = (
+    "Let the block return the hidden state alone (in Hugging Face models: output_attentions=False,"
+    " output_router_logits=False, use_cache=False), or use pipeline_parallel_size=1."
+)
+
+
+class StageExit(BaseException):
+    """Leaves the user's step at the block after a stage's last; no ``except Exception`` of theirs may stop it."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+class _Entry(torch.autograd.Function):
+    """A copy of a received hidden state: a block may add to its input in place, which a leaf of the graph forbids.
+
+    Its gradient is made contiguous, since it is sent.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0].contiguous()
+
+
+class Stack:
+    """The blocks of a model, in whole, and what is known of their output.
+
+    Attributes:
+        blocks: the module's own blocks, in order.
+        form: what a block returns beside the hidden state, in a tuple of one: None if it returns a tensor, else of each
+            further item its shape and type, or None if it is no tensor; None until a block was seen to run.
+        slot: the argument by which blocks take the hidden state, its position or its name, if a block was seen to take
+            what the one before it returned; else it is the first floating-point tensor.
+    """
+
+    def __init__(self, found: Candidate, *, who: str) -> None:
+        self.path, self.container, self.who = found.path, found.container, who
+        self.keys = [key for key, block in found.container._modules.items() if block is not None]
+        self.blocks = [block for block in found.container._modules.values() if block is not None]
+        self.form: tuple[Form] | None = None
+        self.slot: int | str | None = None
+        self._returned: Tensor | None = None
+
+    def hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """The hidden state in a block's call."""
+        if isinstance(self.slot, int) and self.slot < len(args) and isinstance(args[self.slot], Tensor):
+            return args[self.slot]
+        if isinstance(self.slot, str) and isinstance(kwargs.get(self.slot), Tensor):
+            return kwargs[self.slot]
+        return hidden_of(args, kwargs)
+
+    def replaced(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], new: Tensor
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A block's call with ``new`` in the place of the hidden state."""
+        old = self.hidden(args, kwargs)
+        for i, value in enumerate(args):
+            if value is old:
+                return (*args[:i], new, *args[i + 1 :]), kwargs
+        key = next(key for key in ("hidden_states", *kwargs) if kwargs.get(key) is old)
+        return args, {**kwargs, key: new}
+
+    def watch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Learn by which argument a block takes what the one before it returned."""
+        if self._returned is None or self.slot is not None:
+            return
+        slots = [key for key, value in (*enumerate(args), *kwargs.items()) if value is self._returned]
+        self.slot = slots[0] if slots else None
+
+    def note(self, index: int, output: Any) -> None:
+        """Learn the form of the blocks' output.
+
+        Raises:
+            ValueError: if a block returns what cannot be stood in for, or another form than the blocks before it.
+        """
+        try:
+            self._returned, rest = split_output(output)
+        except TypeError as error:
+            raise ValueError(f"{self.who}: block {index} of {self.path!r}: {error}") from None
+        held = [i + 1 for i, value in enumerate(rest or ()) if not _plain(value)]
+        if held:
+            raise ValueError(
+                f"{self.who}: block {index} of {self.path!r} returned a tuple of {1 + len(rest or ())}, whose items {held}"
+                " hold tensors of integers, or several; expected one tensor, the hidden state, because only that is sent"
+                f" to the next pipeline stage. {ONE_OUTPUT}"
+            )
+        form = None if rest is None else tuple(_like(value) for value in rest)
+        if self.form is not None and len(form or ()) != len(self.form[0] or ()):
+            raise ValueError(
+                f"{self.who}: block {index} of {self.path!r} returned {_named(form)}, those before it"
+                f" {_named(self.form[0])}; expected blocks that all return the same form. Name another stack by layers=."
+            )
+        self.form = (form,)
+
+    def rest(self) -> None:
+        """Between passes nothing is held on to."""
+        self._returned = None
+
+    @property
+    def extra(self) -> list[int]:
+        """Which items beside the hidden state are tensors: they do not reach the next stage."""
+        return [i + 1 for i, like in enumerate((self.form and self.form[0]) or ()) if like is not None]
+
+    def formed(self, hidden: Tensor, *, taint: bool) -> Any:
+        """``hidden`` as the blocks return it; what they return beside it is None, or NaN if that is to be seen."""
+        if self.form is None or self.form[0] is None:
+            return hidden
+        rest = [
+            torch.full(like[0], torch.nan, dtype=like[1], device=hidden.device) if taint and like is not None else None
+            for like in self.form[0]
+        ]
+        return (hidden, *rest)
+
+    def show(self, modules: list[nn.Module]) -> None:
+        """Put ``modules`` in the blocks' places for good."""
+        for key, module in zip(self.keys, modules, strict=True):
+            self.container._modules[key] = module
+
+
+def _plain(value: Any) -> bool:
+    """Whether a block's further output is one floating-point tensor or holds none."""
+    if isinstance(value, Tensor):
+        return value.is_floating_point()
+    if isinstance(value, tuple | list):
+        return not any(isinstance(item, Tensor) or not _plain(item) for item in value)
+    return not isinstance(value, dict) or _plain(tuple(value.values()))
+
+
+def _like(value: Any) -> Like | None:
+    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else None
+
+
+def _named(form: Form) -> str:
+    return "a tensor" if form is None else f"a tuple of {1 + len(form)}"
+
+
+class Pass:
+    """One run of the user's step as a stage sees it.
+
+    Args:
+        stack: the blocks.
+        first: the first block that runs.
+        end: the one after the last that runs; where there is such a block, the step is left there.
+        stream: the random numbers.
+        received: the hidden state that enters block ``first``; None if that is the model's own, or if ``first`` is 0.
+        training: gradients are wanted, so that a block called without is an error.
+        taint: blocks that do not run return NaN, so that what depends on them is seen to.
+        learn: note the form of the output of the blocks that run, and what enters them.
+
+    Attributes:
+        entered: by index, the hidden state that entered each block that ran, if ``learn``.
+    """
+
+    def __init__(
+        self,
+        stack: Stack,
+        first: int,
+        end: int,
+        stream: Stream,
+        received: Tensor | None = None,
+        *,
+        training: bool = False,
+        taint: bool = False,
+        learn: bool = False,
+    ) -> None:
+        self.stack, self.first, self.end, self.stream = stack, first, end, stream
+        self.training, self.learn = training, learn
+        self.expected, self.active = 0, False
+        self.entered: dict[int, Tensor] = {}
+        self.entry: Tensor | None = None
+        self.passed: Tensor | None = None
+        if received is not None:
+            self.entry = cast("Tensor", _Entry.apply(received))
+            self.passed = torch.full_like(received.detach(), torch.nan) if taint else received.detach()
+        self.taint = taint
+        self._shown: dict[str, nn.Module | None] = dict(stack.container._modules)
+        for index, key in enumerate(stack.keys):
+            self._shown[key] = StandIn.of(self, index, stack.blocks[index])
+
+    @contextmanager
+    def view(self) -> Iterator[None]:
+        """Show the module's own code the blocks of this pass."""
+        self.active = True
+        self.stream.start()
+        try:
+            with self.again():
+                yield
+        finally:
+            self.active = False
+            self.stack.rest()
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Show them to a backward pass, whose checkpoints run parts of the user's code once more."""
+        namespace = self.stack.container.__dict__
+        original = namespace["_modules"]
+        namespace["_modules"] = self._shown
+        try:
+            yield
+        finally:
+            namespace["_modules"] = original
+
+    def arrive(self, index: int) -> None:
+        """Check that the module's code calls each block once, in order, and with gradients where they are wanted."""
+        who, path = self.stack.who, self.stack.path
+        if index != self.expected:
+            raise ValueError(
+                f"{who}: block {index} of {path!r} was called where block {self.expected} was expected; pipeline stages"
+                " need every block to be called once in each step, in the order of the stack. Take out what calls blocks"
+                " twice, in another order or not at all (layer drop, an extra forward pass in training_step), or name"
+                " another stack by layers=."
+            )
+        self.expected += 1
+        if self.training and not torch.is_grad_enabled():
+            raise ValueError(
+                f"{who}: block {index} of {path!r} was called without gradients in a training step; a pipeline stage"
+                " would lose the gradient of the hidden state it received. A reentrant checkpoint around the block does"
+                " this: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+            )
+
+    def finished(self) -> None:
+        """Check that a step that came to its end was to come there.
+
+        Raises:
+            ValueError: if a block was not called.
+        """
+        if self.expected < len(self.stack.blocks):
+            raise ValueError(
+                f"{self.stack.who}: the step ended before it called block {self.expected} of {self.stack.path!r}; pipeline"
+                " stages need every block to be called once in each step. Take out what passes blocks over (layer drop,"
+                " an early return, a bare except around the blocks), or name another stack by layers=."
+            )
+
+
+class StandIn(nn.Module):
+    """In a block's place during one pass: runs it, passes it over, or leaves.
+
+    It belongs to one pass, and so to one micro-batch, because a checkpoint may run it again in the backward pass. To
+    the module's own code it looks like the block: attributes and class are the block's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.__dict__["training"]  # the block's own
+
+    @staticmethod
+    def of(run: Pass, index: int, block: nn.Module) -> "StandIn":
+        stand_in = StandIn.__new__(StandIn)
+        stand_in.__dict__.update(_PROTOTYPE.__dict__, _run=run, _index=index, _block=block)
+        if run.first <= index < run.end:
+            stand_in.__dict__.update(_parameters=block._parameters, _buffers=block._buffers, _modules=block._modules)
+        return stand_in
+
+    @property
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
+        block = self.__dict__.get("_block")
+        return StandIn if block is None else type(block)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_block"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_block" in self.__dict__:
+            setattr(self.__dict__["_block"], name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def train(self, mode: bool = True) -> "StandIn":
+        self.__dict__["_block"].train(mode)
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The block's output, the received hidden state in its form, or :class:`StageExit`."""
+        run: Pass = self.__dict__["_run"]
+        index: int = self.__dict__["_index"]
+        if run.active:
+            run.arrive(index)
+            if index >= run.end:
+                raise StageExit(run.stack.hidden(args, kwargs))
+        if index < run.first or index >= run.end:
+            hidden = run.stack.hidden(args, kwargs)
+            if run.passed is not None:
+                hidden = run.passed
+            elif run.taint:
+                hidden = torch.full_like(hidden.detach(), torch.nan)
+            run.stream.leave(index)
+            return run.stack.formed(hidden, taint=run.taint)
+        if index == run.first and run.entry is not None:
+            args, kwargs = run.stack.replaced(args, kwargs, run.entry)
+        if run.learn:
+            run.stack.watch(args, kwargs)
+            run.entered[index] = run.stack.hidden(args, kwargs)
+        run.stream.enter(index)
+        output = self.__dict__["_block"](*args, **kwargs)
+        if run.learn:
+            run.stack.note(index, output)
+        run.stream.leave(index)
+        return output
+
+
+_PROTOTYPE = StandIn()
+
+
+@contextmanager
+def uncut(stack: Stack, stream: Stream, *, learn: bool = False) -> Iterator[Pass]:
+    """Run all blocks, with the random numbers that a pipeline draws."""
+    run = Pass(stack, 0, len(stack.blocks), stream, learn=learn)
+    with run.view():
+        yield run

@@ -1,0 +1,113 @@
+"""Parameters held as DTensors, read as plain tensors: a module's own code sees what it needs of each parameter.
+
+A parameter of a tensor-parallel module is a DTensor, so that optimizers, clipping, FSDP2 and checkpoints see one kind
+of tensor. Code that reads ``module.weight`` gets, by the ``Read`` set for that name,
+
+- ``whole``: the full tensor, gathered at that moment, which is right wherever and however the weight is used;
+- ``local``: this rank's part, which is what the module's forward computes with;
+- ``zero``: zeros in place of a bias that is added after the sum over ranks.
+"""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from lightning_eff.strategies._tensor.sections import Exchange
+
+_TABLE = "_tensor_parallel_reads"
+
+
+@dataclass(frozen=True)
+class Read:
+    """What reading a parameter returns.
+
+    Attributes:
+        kind: "whole", "local" or "zero".
+        partial: the readers' gradients are this rank's share of a sum over ranks; otherwise equal on all ranks.
+        exchange: rows that ranks exchange after a local read, for weights of several sections.
+        columns: the exchange is along the last dimension, as in ``Conv1D``.
+    """
+
+    kind: str
+    partial: bool = False
+    exchange: Exchange | None = None
+    columns: bool = False
+
+
+class _Direct:
+    """Whether reads return the DTensors themselves."""
+
+    on = False
+
+
+@contextmanager
+def direct_access() -> Iterator[None]:
+    """Within this context ``module.weight`` is the DTensor itself, as ``reset_parameters`` or in-place code needs it."""
+    before, _Direct.on = _Direct.on, True
+    try:
+        yield
+    finally:
+        _Direct.on = before
+
+
+def read(param: DTensor, how: Read) -> Tensor:
+    """The plain tensor that code reading ``param`` gets; differentiable.
+
+    Args:
+        param: on the tensor-parallel mesh.
+        how: which form.
+    """
+    if how.kind == "whole":
+        grads: list[Placement] = [Partial() if how.partial else Replicate()]
+        return param.redistribute(placements=[Replicate()]).to_local(grad_placements=grads)
+    local = param.to_local()
+    if how.kind == "zero":
+        return torch.zeros_like(local)
+    if how.exchange is None:
+        return local
+    if how.columns and local.ndim > 1:
+        return how.exchange(local.movedim(-1, 0)).movedim(0, -1)
+    return how.exchange(local)
+
+
+class _Reads:
+    """Mixed into the class of a module whose parameters are read as plain tensors."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)  # pyright: ignore[reportAttributeAccessIssue]
+        # under FSDP2 a parameter is on the tensor-parallel mesh while its module computes, and on a larger one at rest
+        if isinstance(value, DTensor) and value.device_mesh.ndim == 1 and not _Direct.on:
+            how = self.__dict__[_TABLE].get(name)
+            if how is not None:
+                return read(value, how)
+        return value
+
+
+@functools.cache
+def _reading_class(cls: type[nn.Module]) -> type[nn.Module]:
+    return type(cls.__name__, (_Reads, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """The class that the user's module has, without what is mixed in here."""
+    return type(module).__mro__[2] if isinstance(module, _Reads) else type(module)
+
+
+def set_read(module: nn.Module, name: str, how: Read) -> None:
+    """Let code that reads the parameter ``name`` of ``module`` get it in the form ``how``."""
+    if not isinstance(module, _Reads):
+        object.__setattr__(module, "__class__", _reading_class(type(module)))
+        module.__dict__[_TABLE] = {}
+    module.__dict__[_TABLE][name] = how
+
+
+def clear_read(module: nn.Module, name: str) -> None:
+    """Let code that reads the parameter get the DTensor itself, as torch's own styles need it."""
+    module.__dict__.get(_TABLE, {}).pop(name, None)

@@ -1,0 +1,117 @@
+"""What is right by itself: one layer split with its result gathered, or only the storage of a parameter split."""
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_eff.strategies._tensor.given import Entry
+from lightning_eff.strategies._tensor.sharder import Sharder
+from lightning_eff.strategies._tensor.styles import Style, even_dim, is_linear, misfit, names_of, owners
+from lightning_eff.strategies._tensor.trace import Record
+
+_SLACK = 0.01  # of a rank's fair share: what may stay whole on every rank
+
+
+def alone(root: nn.Module, size: int, before: Record | None, *, taken: list[Entry], read: bool = False) -> list[Entry]:
+    """Linear layers and embeddings whose weights only they read, each with a style that is right by itself.
+
+    Args:
+        root: the module.
+        size: tensor-parallel ranks.
+        before: what one execution showed; None finds nothing, since nobody knows then who reads what.
+        taken: entries that stay as they are.
+        read: instead, those whose weights other code reads too: to try, since it may only look at a dtype.
+    """
+    if before is None:
+        return []
+    named = {entry.path for entry in taken}
+    called = {call.path for call in before.calls}
+    holders = owners(root)
+    entries = []
+    for path, module in root.named_modules():
+        if path in named or path not in called or not (is_linear(module) or isinstance(module, nn.Embedding)):
+            continue
+        mine = [f"{path}.{name}" for name in names_of(module)]
+        if any(name in before.outside for name in mine) is not read:
+            continue
+        shared = any(len(holders[id(p)]) > 1 for p in module._parameters.values() if p is not None)
+        style = _style(module, size) if not shared else _tied_style(module, holders, size)
+        if style is not None:
+            entries.append(Entry(path, style, "tied" if shared else "right by itself"))
+    return entries
+
+
+def _style(module: nn.Module, size: int) -> Style | None:
+    names = (
+        ("colwise_gather_output", "rowwise_split_input")
+        if is_linear(module)
+        else ("embedding_rowwise", "embedding_colwise")
+    )
+    return next((style for name in names if misfit(module, style := Style(name), size) is None), None)
+
+
+def _tied_style(module: nn.Module, holders: dict[int, list[tuple[str, nn.Module, str]]], size: int) -> Style | None:
+    """A style for a weight that an embedding and a head share: both split along the same dimension, or neither."""
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return None
+    for _, owner, _ in holders[id(weight)]:
+        if not (is_linear(owner) or type(owner) is nn.Embedding):
+            return None
+    rows, width = weight.shape
+    if rows % size == 0:
+        style = Style("colwise_gather_output" if is_linear(module) else "embedding_rowwise")
+    elif width % size == 0:
+        style = Style("rowwise_split_input" if is_linear(module) else "embedding_colwise")
+    else:
+        return None
+    return style if misfit(module, style, size) is None else None
+
+
+def norms(root: nn.Module, before: Record, *, taken: list[Entry]) -> list[Entry]:
+    """Normalisation layers on (B, T, features), to compute each rank's part of the sequence.
+
+    Args:
+        root: the module.
+        before: what one execution showed.
+        taken: entries that stay as they are.
+    """
+    named = {entry.path for entry in taken}
+    called = {call.path for call in before.calls}
+    shapes = {seen.path: seen.shape for seen in before.prints}
+    style = Style("sequence_parallel")
+    return [
+        Entry(path, style, "option sequence_parallel")
+        for path, module in root.named_modules()
+        if path in called and path not in named and len(shapes[path]) == 3 and "norm" in type(module).__name__.lower()
+        if all(p is not None and p.ndim == 1 for p in module._parameters.values()) and not list(module.buffers())
+    ]
+
+
+def storage(root: nn.Module, sharder: Sharder) -> list[Entry]:
+    """Split the storage of what is still whole, largest first, until a rank's share is fair; they are gathered when read."""
+    whole = sum(param.numel() for param in root.parameters())
+    left = {
+        id(param): param
+        for param in root.parameters()
+        if not isinstance(param, DTensor) and type(param) is nn.Parameter and param.is_floating_point()
+    }
+    remaining = sum(p.numel() for p in root.parameters() if not isinstance(p, DTensor) or not _split(p))
+    entries: dict[str, Entry] = {}
+    holders = owners(root)
+    for param in sorted(left.values(), key=lambda p: -p.numel()):
+        if remaining * (sharder.size - 1) <= _SLACK * whole:
+            break
+        dim = even_dim(param.shape, sharder.size)
+        if dim is None:
+            continue
+        _, owner, name = holders[id(param)][0]
+        sharder.store(owner, name, dim)
+        remaining -= param.numel()
+        for full, _, _ in holders[id(param)]:
+            path = full.rpartition(".")[0]
+            entries[path] = Entry(path, Style("gather"), "stored in parts, gathered where it is read")
+    return list(entries.values())
+
+
+def _split(param: DTensor) -> bool:
+    return any(not placement.is_replicate() for placement in param.placements)

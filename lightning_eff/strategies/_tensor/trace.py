@@ -1,0 +1,265 @@
+"""One real execution of a module: which leaves were called with what, who reads whose weights, and all gradients."""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+_SEED = 20
+_DROPS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout}
+
+
+class _NoDropout(TorchFunctionMode):
+    """Dropout keeps everything: masks of split activations cannot equal those of whole ones."""
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DROPS:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            kwargs = {key: 0.0 if key == "dropout_p" else value for key, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def undisturbed(root: nn.Module) -> Iterator[None]:
+    """Random numbers from a fixed seed and no dropout; afterwards generators, buffers and gradients are as before."""
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in root.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    grads = [(param, param.grad) for param in root.parameters()]
+    state = random.getstate()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(_NoDropout())
+        stack.enter_context(own_arithmetic(root))
+        torch.manual_seed(_SEED)
+        random.seed(_SEED)
+        for param, _ in grads:
+            param.grad = None
+        try:
+            yield
+        finally:
+            random.setstate(state)
+            torch.clear_autocast_cache()  # of casts of weights that are about to have other values
+            for param, grad in grads:
+                param.grad = grad
+            with torch.no_grad():
+                for module, name, buffer, value in buffers:
+                    buffer.copy_(value)
+                    module._buffers[name] = buffer
+
+
+class _NotRecomputed:
+    """Stands for torch's reentrant checkpoint, whose forward pass would leave no graph to read."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        """Run ``function`` as it is."""
+        return function(*args)
+
+
+@contextmanager
+def without_reentrant() -> Iterator[None]:
+    """Within this context reentrant checkpoints keep what they would recompute."""
+    before = torch.utils.checkpoint.CheckpointFunction
+    torch.utils.checkpoint.CheckpointFunction = _NotRecomputed  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        torch.utils.checkpoint.CheckpointFunction = before
+
+
+@contextmanager
+def own_arithmetic(root: nn.Module) -> Iterator[None]:
+    """Within this context layers compute as their classes do, and not in this pack's low precision, whose scales depend
+    on how weights are split."""
+    swapped = [
+        (module, forward)
+        for module in root.modules()
+        if (forward := module.__dict__.get("forward")) is not None
+        and type(forward).__module__.startswith("lightning_eff.precision.")
+    ]
+    for module, _ in swapped:
+        del module.__dict__["forward"]
+    try:
+        yield
+    finally:
+        for module, forward in swapped:
+            module.__dict__["forward"] = forward
+
+
+def first_tensor(value: Any) -> Tensor | None:
+    """The first floating-point tensor in nested tuples, lists and mappings; None if there is none."""
+    if isinstance(value, Tensor):
+        return value if value.is_floating_point() else None
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
+    return next((found for item in items if (found := first_tensor(item)) is not None), None)
+
+
+@dataclass
+class Call:
+    """One call of a leaf: the autograd nodes of what went in and of what came out, and the latter's root mean square."""
+
+    path: str
+    entered: Any
+    left: Any
+    rms: float
+
+
+@dataclass(frozen=True)
+class Print:
+    """What is kept of an output to compare it with another run's: shape, sum and root of the sum of squares."""
+
+    path: str
+    shape: tuple[int, ...]
+    total: float
+    norm: float
+
+
+@dataclass
+class Record:
+    """What one execution showed.
+
+    Attributes:
+        loss: the loss, a number.
+        grads: each parameter's gradient by name; the first name of a shared one.
+        calls: of leaves (modules without children), in order; kept only where asked for.
+        prints: of every module's output, in the order in which modules ended.
+        outside: names of parameters that were read while their module was not running.
+        dtype: the lowest floating-point precision among the outputs of modules.
+        inside: the innermost module that was running when the execution failed.
+    """
+
+    loss: float = float("nan")
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    calls: list[Call] = field(default_factory=list)
+    prints: list[Print] = field(default_factory=list)
+    outside: set[str] = field(default_factory=set)
+    dtype: torch.dtype = torch.float64
+    inside: str = ""
+
+
+def _lower(a: torch.dtype, b: torch.dtype) -> torch.dtype:
+    return a if torch.finfo(a).eps >= torch.finfo(b).eps else b
+
+
+class _Watcher:
+    """Hooks on every module, and on reads of parameters, for one execution."""
+
+    def __init__(self, root: nn.Module, record: Record, keep_calls: bool) -> None:
+        self.root, self.record, self.keep = root, record, keep_calls
+        self.running: list[str] = []
+        self.entered: list[Any] = []
+        self.paths = {id(module): path for path, module in root.named_modules()}
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.running.append(self.paths[id(module)])
+        if self.keep:
+            first = first_tensor((args, kwargs))
+            self.entered.append(None if first is None else first.grad_fn)
+
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        path = self.paths[id(module)]
+        self.running.pop()
+        entered = self.entered.pop() if self.keep else None
+        left = first_tensor(output)
+        if left is None or isinstance(left, DTensor):
+            return
+        self.record.dtype = _lower(self.record.dtype, left.dtype)
+        plain = left.detach().double()  # float64, and as numbers: nothing here may keep activations
+        self.record.prints.append(Print(path, tuple(left.shape), plain.sum().item(), plain.norm().item()))
+        if self.keep and not module._modules:
+            self.record.calls.append(Call(path, entered, left.grad_fn, float(plain.square().mean().sqrt())))
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        handles = []
+        for module in self.root.modules():
+            handles.append(module.register_forward_pre_hook(self.enter, with_kwargs=True))
+            handles.append(module.register_forward_hook(self.leave, with_kwargs=True))
+        get = nn.Module.__getattr__
+        watcher = self
+
+        def noted(module: nn.Module, name: str) -> Any:
+            path = watcher.paths.get(id(module))
+            if path is not None and name in module.__dict__.get("_parameters", ()) and path not in watcher.running:
+                watcher.record.outside.add(f"{path}.{name}" if path else name)
+            return get(module, name)
+
+        if self.keep:
+            nn.Module.__getattr__ = noted  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            yield
+        finally:
+            nn.Module.__getattr__ = get
+            for handle in handles:
+                handle.remove()
+
+
+@contextmanager
+def jittered(root: nn.Module, relative: float) -> Iterator[None]:
+    """Within this context outputs of layers with parameters are off by random errors of size ``relative``, as rounding's."""
+    generator = torch.Generator().manual_seed(_SEED)
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            return None
+        error = relative * torch.randn(output.shape, generator=generator)
+        return output + (output.detach().float() * error.to(output.device)).to(output.dtype)
+
+    layers = [module for module in root.modules() if not module._modules and any(True for _ in module.parameters())]
+    handles = [module.register_forward_hook(hook) for module in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def execute(root: nn.Module, run: Callable[[], Tensor], *, keep_calls: bool = False) -> Record:
+    """Run forward and backward once and return what happened; ``root`` is left as it was.
+
+    Args:
+        root: the module whose parts are watched.
+        run: its training step on one batch; returns the loss.
+        keep_calls: keep inputs and outputs of leaves, with their autograd graph.
+
+    Raises:
+        Exception: whatever the execution raises; its ``inside`` attribute then names the innermost running module.
+    """
+    record = Record()
+    watcher = _Watcher(root, record, keep_calls)
+    with undisturbed(root):
+        try:
+            with watcher.watch(), without_reentrant() if keep_calls else nullcontext():
+                loss = run()
+            record.loss = float(loss.detach())
+            if loss.requires_grad:
+                loss.backward()  # frees activations; the nodes of the graph stay
+        except Exception as error:
+            error.__dict__["inside"] = watcher.running[-1] if watcher.running else ""
+            raise
+        for name, param in root.named_parameters():
+            if param.grad is not None:
+                record.grads[name] = param.grad
+    if record.dtype is torch.float64 and not record.prints:
+        record.dtype = torch.float32
+    return record

@@ -1,0 +1,129 @@
+"""Whether a sharded module computes what the whole one did: loss and all gradients, on every rank."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from lightning_eff.strategies._tensor.trace import Record
+
+# Relative errors that are always taken for rounding, by the lowest precision in which a module computes; a wrong split
+# is off by about 1 in the gradients of what it touches.
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-4, torch.float16: 0.01, torch.bfloat16: 0.03}
+_TF32 = 2.0**-10
+_TIMES = 8.0  # a split may differ by as many times what rounding errors put in on purpose make
+_FLOOR = 1e-3  # of the mean gradient norm
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What differs.
+
+    Attributes:
+        message: for the reader; empty if nothing does.
+        suspect: dotted path of the module at fault, as far as it can be told.
+    """
+
+    message: str = ""
+    suspect: str = ""
+
+
+def rounding(dtype: torch.dtype, device: str) -> float:
+    """The relative rounding error of a product in ``dtype``."""
+    if dtype is torch.float32 and device == "cuda" and torch.backends.cuda.matmul.allow_tf32:
+        return _TF32
+    return torch.finfo(dtype).eps
+
+
+def tolerance(dtype: torch.dtype, device: str) -> float:
+    """The relative error that is always taken for rounding."""
+    return max(_TOLERANCE.get(dtype, 0.1), 10 * rounding(dtype, device))
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What rounding errors do to a module: by how much its loss and the norm of each gradient's error change."""
+
+    loss: float
+    grads: dict[str, float]
+
+
+def noise(before: Record, jittered: Record) -> Noise:
+    """From two executions of the whole module, the second with errors put in."""
+    grads = {
+        name: float((grad.double() - jittered.grads[name].double()).norm())
+        for name, grad in before.grads.items()
+        if name in jittered.grads
+    }
+    return Noise(abs(before.loss - jittered.loss), grads)
+
+
+def local_part(whole: Tensor, param: nn.Parameter) -> Tensor:
+    """The part of ``whole`` that this rank has of ``param``."""
+    if not isinstance(param, DTensor):
+        return whole
+    return distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None).to_local()
+
+
+def local_grad(param: nn.Parameter, grad: Tensor) -> Tensor:
+    """This rank's part of a gradient, in the parameter's own placement."""
+    if isinstance(param, DTensor) and isinstance(grad, DTensor):
+        return grad.redistribute(placements=param.placements).to_local()
+    return grad
+
+
+def compare(root: nn.Module, before: Record, after: Record, mesh: DeviceMesh, errors: Noise) -> Finding:
+    """What differs between the whole module's execution and the split one's; the same on all ranks of ``mesh``.
+
+    Args:
+        root: the split module.
+        before: the whole module's execution.
+        after: the split module's.
+        mesh: the tensor-parallel ranks.
+        errors: what rounding explains.
+    """
+    tol = tolerance(before.dtype, mesh.device_type)
+    mine = Finding()
+    if not abs(before.loss - after.loss) <= max(tol * max(abs(before.loss), tol), _TIMES * errors.loss):
+        message = f"the loss is {after.loss:.7g} where the whole module's is {before.loss:.7g}"
+        mine = Finding(message, _diverges(before, after, tol))
+    mean = sum(float(g.norm()) for g in before.grads.values()) / max(len(before.grads), 1)
+    worst, worst_error = "", 0.0
+    for name, param in root.named_parameters():
+        reference, grad = before.grads.get(name), after.grads.get(name)
+        if (reference is None) != (grad is None):
+            worst, worst_error = name, math.inf
+        elif reference is not None and grad is not None:
+            norm = max(float(reference.double().norm()), _FLOOR * mean, 1e-30)
+            error = _distance(local_grad(param, grad), local_part(reference, param))
+            if not error <= max(tol * norm, _TIMES * errors.grads.get(name, 0.0)) and not error / norm <= worst_error:
+                worst, worst_error = name, error / norm
+    if worst and not mine.message:
+        suspect = _diverges(before, after, tol) or worst.rpartition(".")[0]
+        mine = Finding(f"the gradient of {worst!r} is off by {worst_error:.2g} of its norm", suspect)
+    group = mesh.get_group()
+    findings: list[Finding] = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(findings, mine, group=group)
+    return next((finding for finding in findings if finding.message), Finding())
+
+
+def _distance(value: Tensor, reference: Tensor) -> float:
+    if value.shape != reference.shape:
+        return math.inf
+    return float((value.double() - reference.double()).norm())
+
+
+def _diverges(before: Record, after: Record, tol: float) -> str:
+    """The first module whose output has the whole module's shape and other values."""
+    for old, new in zip(before.prints, after.prints, strict=False):
+        if old.path != new.path:
+            return ""
+        if old.shape == new.shape and abs(old.norm - new.norm) + abs(old.total - new.total) > tol * (
+            2 * old.norm + abs(old.total)
+        ):
+            return new.path
+    return ""

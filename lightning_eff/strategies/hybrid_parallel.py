@@ -1,0 +1,369 @@
+"""Data, sharded-data, tensor and pipeline parallelism of an unchanged LightningModule, as one strategy.
+
+On torch's own engine: ``torch.distributed.pipelining``'s schedules (Narayanan et al. 2021, arXiv:2104.04473; Qi et al.
+2023, arXiv:2401.10241), ``fully_shard`` (Zhao et al. 2023, arXiv:2304.11277) and DTensor (Shoeybi et al. 2019,
+arXiv:1909.08053).
+"""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.utilities.distributed import _sync_ddp_if_available
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch import Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_eff.strategies._hybrid import layout
+from lightning_eff.strategies._hybrid.arguments import Settings, check_arguments, check_run
+from lightning_eff.strategies._hybrid.watch import Watch, WatchedLauncher
+
+if TYPE_CHECKING:
+    from lightning_eff.strategies._hybrid.replica import Replica
+
+WHO = "HybridParallelStrategy"
+_KEY = "lightning_eff_hybrid"  # in checkpoints: what random numbers of a pipeline's steps follow from
+TIMEOUT = timedelta(minutes=30)  # torch's own
+
+
+class HybridParallelStrategy(ModelParallelStrategy):
+    """Train an unchanged LightningModule on data x tensor x pipeline parallel processes.
+
+    ``Trainer(strategy="hybrid_tp2_pp2", devices=8)``, or an instance with the arguments below. The processes form a mesh
+    of ``pipeline x data x tensor``; launchers, loggers, callbacks and loaders are as under DDP, and each data-parallel rank
+    gets its own samples. The module needs no ``configure_model``.
+
+    - Data: replicas, or with ``shard`` FSDP2: parameters, gradients and optimizer state of each block lie in pieces on the
+      data-parallel ranks and come together while the block runs.
+    - Tensor: linear maps are split by Hugging Face's own plan or one that is proposed, checked against the unsplit module
+      on a batch at setup, and printed.
+    - Pipeline: every rank runs the module's own ``training_step`` on micro-batches, of which blocks of other stages are
+      left out; torch's schedules order them. What the cut would change is found at setup on one batch.
+
+    Args:
+        data_parallel_size: replicas; "auto" takes what the other sizes leave of the processes.
+        shard: divide parameters, gradients and optimizer state over the data-parallel ranks. False replicates them.
+        tensor_parallel_size: processes that share each linear map, >= 1.
+        pipeline_parallel_size: processes that share the stack of blocks, >= 1.
+        schedule: "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble" or "DualPipeV".
+        num_microbatches: into how many a batch is divided; it must divide the batch. None takes twice the stages.
+        layers: dotted path of the stack of blocks; None takes the longest.
+        tensor_parallel_plan: "auto", or module path -> style.
+        pipeline_split: "balanced" (by parameters), or the number of blocks of each stage.
+        context_parallel_size: 1; see the error.
+        sequence_parallel: divide what lies between the split maps along the sequence, over the tensor-parallel ranks.
+        save_distributed_checkpoint: False writes one file that loads strictly into the plain module and resumes in a plain
+            Trainer; rank 0 holds the whole model in host memory for it. True writes a folder of every rank's pieces. Both
+            resume in any layout.
+        init_on: where ``configure_model``, and ``with trainer.init_module()``, make weights: on "all" ranks, on "rank0"
+            alone, from which the others get their pieces, or nowhere ("meta"): then each module's ``reset_parameters``, or
+            the model's ``_init_weights``, makes them a module at a time, so no process ever holds the whole.
+        gather_after_fit: when a run ends, give every process the whole weights in its module. False leaves them on the meta
+            device, for models larger than a process's memory; checkpoints have them.
+        failure_timeout: seconds without a sign of life after which a process counts as dead, and all others stop with
+            its rank in the message; processes of the same machine are seen at once. None keeps no watch.
+        process_group_backend: as in DDPStrategy.
+        timeout: of one message, as in DDPStrategy.
+
+    Raises:
+        ValueError: if an argument is out of range, or the sizes do not multiply to the number of processes; at setup, if
+            the module or the run cannot be divided so, with the reason and a way out.
+        RuntimeError: if another process failed.
+    """
+
+    def __init__(
+        self,
+        data_parallel_size: int | Literal["auto"] = "auto",
+        shard: bool = True,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        schedule: str = "1F1B",
+        num_microbatches: int | None = None,
+        layers: str | None = None,
+        tensor_parallel_plan: Literal["auto"] | Mapping[str, str] = "auto",
+        pipeline_split: Literal["balanced"] | Sequence[int] = "balanced",
+        context_parallel_size: int = 1,
+        sequence_parallel: bool = False,
+        save_distributed_checkpoint: bool = False,
+        init_on: Literal["all", "rank0", "meta"] = "all",
+        gather_after_fit: bool = True,
+        failure_timeout: float | None = 20.0,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = TIMEOUT,
+    ) -> None:
+        check_arguments(
+            who=WHO,
+            sizes={
+                "data_parallel_size": data_parallel_size,
+                "tensor_parallel_size": tensor_parallel_size,
+                "pipeline_parallel_size": pipeline_parallel_size,
+            },
+            context_parallel_size=context_parallel_size,
+            flags={
+                "shard": shard,
+                "sequence_parallel": sequence_parallel,
+                "save_distributed_checkpoint": save_distributed_checkpoint,
+                "gather_after_fit": gather_after_fit,
+            },
+            schedule=schedule,
+            num_microbatches=num_microbatches,
+            tensor_parallel_plan=tensor_parallel_plan,
+            pipeline_split=pipeline_split,
+            init_on=init_on,
+            failure_timeout=failure_timeout,
+        )
+        super().__init__(
+            data_parallel_size=data_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self.settings = Settings(
+            shard=shard,
+            schedule=schedule,
+            num_microbatches=num_microbatches,
+            layers=layers,
+            tensor_parallel_plan=tensor_parallel_plan,
+            pipeline_split=pipeline_split,
+            sequence_parallel=sequence_parallel,
+        )
+        self.pipeline_parallel_size = pipeline_parallel_size
+        self.init_on = init_on
+        self.gather_after_fit = gather_after_fit
+        self.failure_timeout = failure_timeout
+        self._layout: layout.Layout | None = None
+        self._replica: Replica | None = None
+        self._watch: Watch | None = None
+
+    # -- processes
+
+    @property
+    def layout(self) -> layout.Layout:
+        """The sizes of the mesh, once the number of processes is known."""
+        if self._layout is None:
+            size, tensor = self._data_parallel_size, self._tensor_parallel_size
+            assert size != "auto" or isinstance(size, str)
+            self._layout = layout.resolve(
+                size,  # pyright: ignore[reportArgumentType]
+                int(tensor),
+                self.pipeline_parallel_size,
+                self.world_size,
+                who=WHO,
+            )
+        return self._layout
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._launcher = WatchedLauncher(
+            self.cluster_environment, self.num_processes, self.num_nodes, lambda: self._watch
+        )
+
+    @override
+    def setup_environment(self) -> None:
+        self.set_world_ranks()
+        _ = self.layout  # an error of arithmetic comes before any process waits for another
+        self._setup_distributed()
+        if self._device_mesh is None or not torch.distributed.is_initialized():
+            self._device_mesh = layout.make_mesh(self.layout, self.root_device)
+        assert self.lightning_module is not None and self.cluster_environment is not None
+        self.lightning_module._device_mesh = self._device_mesh
+        if self.failure_timeout is not None and self.world_size > 1:
+            if self._watch is None:
+                address = self.cluster_environment.main_address
+                self._watch = Watch(self.global_rank, self.world_size, address, self.failure_timeout, who=WHO)
+            self._watch.start()
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the data-parallel ranks: what the processes of one replica hold is the same value."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        if group is None and self._layout is not None and self._layout.model_parallel:
+            group = self.device_mesh[layout.DATA].get_group()
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        told = torch.tensor(int(decision), device=self.root_device)
+        told = _sync_ddp_if_available(told, None, reduce_op="sum")
+        return bool(told == self.world_size) if all else bool(told)
+
+    # -- the module
+
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        nowhere = bool(empty_init) or self.init_on == "meta" or (self.init_on == "rank0" and self.global_rank != 0)
+        with torch.device("meta") if nowhere else nullcontext(), self.precision_plugin.tensor_init_context():
+            yield
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None and self.lightning_module is not None
+        from lightning_eff.strategies._hybrid.replica import (
+            Replica,
+        )  # with torch's engines, which an import need not load
+
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        self._replica = Replica(trainer, module, self.layout, self.device_mesh, self.settings, who=WHO)
+        check_run(trainer, module, self.layout, replicated=self._replica.replicated, who=WHO)
+        self.model = self._replica.divide()
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        self._reset_optimizers_and_schedulers()
+        assert self._replica is not None
+        with self._replica.whole():
+            Strategy.setup_optimizers(self, trainer)
+            self._replica.take_optimizers(self.optimizers)
+
+    # -- steps
+
+    @override
+    def block_backward_sync(self) -> AbstractContextManager[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        assert self._replica is not None
+        return self._replica.accumulating()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._replica is not None
+        self._replica.begin_step()
+        if self._replica.pipeline is None:
+            return super().training_step(*args, **kwargs)
+        return self._replica.run_pipeline(*args, **kwargs)
+
+    def _evaluate(self, name: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self._replica is not None
+        if self._replica.pipeline is None:
+            with self._replica.evaluation():
+                return step(*args, **kwargs)
+        return self._replica.evaluate_pipeline(name, args)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("validation_step", super().validation_step, args, kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("test_step", super().test_step, args, kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("predict_step", super().predict_step, args, kwargs)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        assert self.lightning_module is not None and self._replica is not None
+        plugin, module = self.precision_plugin, self.lightning_module
+        self.pre_backward(closure_loss)
+        closure_loss = plugin.pre_backward(closure_loss, module)
+        plugin.backward(closure_loss, self._replica.target, optimizer, *args, **kwargs)  # pyright: ignore[reportArgumentType]
+        self._replica.finish_gradients()
+        closure_loss = plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    # -- loaders and checkpoints
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self._replica is not None
+        return {} if self._save_distributed_checkpoint else self._replica.files.state_dict()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        assert self._replica is not None
+        if self._save_distributed_checkpoint:
+            return {}
+        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return self._replica.files.optimizer_state(inner)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        assert self._replica is not None
+        if self._replica.pipeline is not None:
+            checkpoint[_KEY] = self._replica.pipeline.state_dict()
+        if not self._save_distributed_checkpoint:
+            self._replica.files.clear_way(Path(self.broadcast(filepath)))
+            Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+            return
+        if storage_options is not None:
+            raise TypeError(
+                f"{WHO}.save_checkpoint(storage_options={storage_options!r}): expected None, since folders of pieces are"
+                " written by torch.distributed.checkpoint. Take save_distributed_checkpoint=False."
+            )
+        self._replica.files.save(checkpoint, Path(self.broadcast(filepath)))
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        assert self._replica is not None
+        checkpoint = self._replica.files.load(Path(self.broadcast(checkpoint_path)), weights_only, self.checkpoint_io)
+        if self._replica.pipeline is not None and _KEY in checkpoint:
+            self._replica.pipeline.load_state_dict(checkpoint[_KEY])
+        return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self._replica is not None
+        self._replica.files.load_state_dict(checkpoint, strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self._replica is not None
+        self._replica.files.load_optimizer_states(checkpoint)
+
+    # -- the end
+
+    @override
+    def teardown(self) -> None:
+        module = self.lightning_module
+        trainer = module._trainer if module is not None else None
+        failed = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+        if self._replica is not None:
+            self._replica.undo(gather=self.gather_after_fit and not failed)
+        self._replica = None
+        if self._watch is not None:
+            if not failed:
+                self.barrier()  # nobody takes a rank that is done for one that is dead
+            self._watch.end()
+        if module is not None:
+            self.model = module
+            module._device_mesh = None
+            if not any(p.is_meta for p in module.parameters()):
+                module.cpu()
+        super().teardown()
+        self.checkpoint_io.teardown()
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        for name, sizes in layout.names():
+            described = " x ".join(f"{k.split('_')[0]} {v}" for k, v in sizes.items())
+            strategy_registry.register(
+                name, cls, f"Hybrid parallelism of an unchanged module: data x {described}", False, **sizes
+            )
+
+
+if "hybrid" not in StrategyRegistry:
+    HybridParallelStrategy.register_strategies(StrategyRegistry)

@@ -1,0 +1,152 @@
+"""What HybridParallelStrategy refuses, with the arithmetic or the way out; strings; no processes are started."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import StrategyRegistry
+from torch import Tensor, nn
+
+from lightning_eff import FP8Precision
+from lightning_eff.strategies._hybrid.arguments import check_run
+from lightning_eff.strategies._hybrid.layout import Layout, resolve
+from lightning_eff.strategies.hybrid_parallel import HybridParallelStrategy
+from tests.models import TinyClassifier, loader, trainer
+
+
+@pytest.fixture(autouse=True)
+def no_group_left() -> Iterator[None]:
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tensor_parallel_size": 0}, r"tensor_parallel_size=0.*integer >= 1"),
+        ({"pipeline_parallel_size": 2.0}, r"pipeline_parallel_size=2\.0.*integer >= 1"),
+        ({"data_parallel_size": "all"}, r"data_parallel_size='all'.*'auto' or"),
+        (
+            {"schedule": "2F2B"},
+            r"2F2B.*GPipe, 1F1B, Interleaved1F1B, LoopedBFS, Interleaved.*, ZBV.*, DualPipeV",
+        ),
+        ({"num_microbatches": 0}, r"num_microbatches=0"),
+        ({"tensor_parallel_plan": "megatron"}, r"'auto', or a mapping"),
+        ({"pipeline_split": "even"}, r"'balanced', or the number of blocks"),
+        ({"num_microbatches": 4}, r"num_microbatches=\.\.\., pipeline_parallel_size=1.*no effect"),
+        ({"pipeline_split": [2, 2]}, r"pipeline_split=\.\.\., pipeline_parallel_size=1.*no effect"),
+        ({"tensor_parallel_plan": {"a": "colwise"}}, r"tensor_parallel_plan=\.\.\., tensor_parallel_size=1.*no effect"),
+        ({"sequence_parallel": True}, r"sequence_parallel=\.\.\., tensor_parallel_size=1.*no effect"),
+        ({"init_on": "rank1"}, r"'all', 'rank0', 'meta'"),
+        ({"failure_timeout": 0}, r"seconds > 0"),
+        ({"context_parallel_size": 2}, r"GPUs only.*sequence_parallel=True"),
+    ],
+)
+def test_arguments_out_of_range(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        HybridParallelStrategy(**settings)
+
+
+def test_flags_are_booleans() -> None:
+    with pytest.raises(TypeError, match="shard='yes'"):
+        HybridParallelStrategy(shard="yes")  # pyright: ignore[reportArgumentType]
+
+
+def test_sizes_multiply_to_the_processes() -> None:
+    assert resolve("auto", 2, 2, 8, who="S") == Layout(2, 2, 2)
+    assert resolve(4, 1, 2, 8, who="S") == Layout(2, 4, 1)
+    with pytest.raises(ValueError, match=r"2 x 4 = 8 does not divide the 12 processes"):
+        resolve("auto", 2, 4, 12, who="S")
+    with pytest.raises(ValueError, match=r"3 x 2 x 2 = 12, but there are 8 processes"):
+        resolve(3, 2, 2, 8, who="S")
+
+
+def test_sizes_are_checked_before_anything_is_waited_for() -> None:
+    run = trainer(strategy="hybrid_tp2", devices=1, max_steps=1)
+    with pytest.raises(ValueError, match=r"2 x 1 = 2 does not divide the 1 processes"):
+        run.fit(TinyClassifier(), loader("classifier"))
+
+
+def test_every_string_is_a_strategy() -> None:
+    for tensor in (1, 2, 4, 8):
+        for pipeline in (1, 2, 4, 8):
+            name = "hybrid" + f"_tp{tensor}" * (tensor > 1) + f"_pp{pipeline}" * (pipeline > 1)
+            strategy = StrategyRegistry.get(name)
+            assert isinstance(strategy, HybridParallelStrategy)
+            assert (strategy._tensor_parallel_size, strategy.pipeline_parallel_size) == (tensor, pipeline)
+
+
+class Manual(TinyClassifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class OwnBackward(TinyClassifier):
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+
+def fitting(**kwargs: Any) -> pl.Trainer:
+    run = trainer(**kwargs)
+    run.state.fn = "fit"  # pyright: ignore[reportAttributeAccessIssue]
+    return run
+
+
+SCALED = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("model", "kwargs", "layout", "message"),
+    [
+        (Manual(), {}, Layout(1, 2, 1), "automatic_optimization=False"),
+        (OwnBackward(), {}, Layout(2, 1, 1), "overrides backward"),
+        (TinyClassifier(), {"plugins": [SCALED]}, Layout(1, 2, 1), r"16-mixed.*bf16-mixed"),
+        (
+            TinyClassifier(),
+            {"plugins": [FP8Precision(amax="delayed", base=SCALED)]},
+            Layout(2, 1, 1),
+            r"amax='delayed'.*amax='dynamic'",
+        ),
+    ],
+)
+def test_runs_that_cannot_be_divided(
+    model: pl.LightningModule, kwargs: dict[str, Any], layout: Layout, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_run(fitting(**kwargs), model, layout, replicated=False, who="S")
+
+
+def test_a_scaler_is_taken_where_every_process_holds_all() -> None:
+    check_run(fitting(plugins=[SCALED]), TinyClassifier(), Layout(1, 2, 1), replicated=True, who="S")
+
+
+def test_batch_norm_over_all_processes_is_refused_where_replicas_are_several_processes() -> None:
+    run = fitting(strategy="hybrid", devices=1, sync_batchnorm=True)
+    with pytest.raises(ValueError, match="sync_batchnorm=True"):
+        check_run(run, TinyClassifier(), Layout(2, 2, 1), replicated=False, who="S")
+
+
+def test_an_optimizer_of_other_parameters_is_refused() -> None:
+    model, others = TinyClassifier(), nn.Linear(2, 2)
+    model.configure_optimizers = lambda: torch.optim.SGD(others.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"holds parameters of shapes \[\(2, 2\), \(2,\)\]"):
+        trainer(strategy="hybrid", devices=1, max_steps=1).fit(model, loader("classifier"))
+
+
+def test_importing_the_strategy_loads_no_engine() -> None:
+    code = (
+        "import sys, lightning.pytorch as pl, lightning_eff; before = {m.split('.')[0] for m in sys.modules};"
+        "import lightning_eff.strategies.hybrid_parallel;"
+        "assert {m.split('.')[0] for m in sys.modules} == before, {m.split('.')[0] for m in sys.modules} - before;"
+        "pl.Trainer(strategy='hybrid', devices=1, accelerator='cpu', logger=False);"
+        "loaded = [m for m in sys.modules if m.startswith('torch.distributed.checkpoint')];"
+        "assert not loaded and 'lightning_eff.strategies._tensor.plan' not in sys.modules, loaded"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)

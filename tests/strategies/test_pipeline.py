@@ -1,0 +1,230 @@
+"""Pipelines equal a single process that runs the same micro-batches, and refuse what they would compute wrongly."""
+
+from typing import Any
+
+import pytest
+
+from tests.strategies.pipeline_around import CASES
+from tests.strategies.pipeline_cases import EXACT, REFUSED
+from tests.strategies.pipeline_compare import SCHEDULES
+from tests.strategies.pipeline_jobs import launch
+
+# of losses near 4 and of gradients near 1; the figures are 5e-7 and 1.1e-6 at most
+LOSS, GRAD = 2e-6, 2e-6
+FAILING = "fails_in_the_middle"
+TWO = [name for name in CASES if not name.startswith(("wide", "slow")) and name != FAILING]
+WIDE = [name for name in CASES if name.startswith("wide")]
+SLOW = [name for name in CASES if name.startswith("slow")]
+
+Results = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def two() -> Results:
+    """What the cases returned on each of two pipeline ranks."""
+    return launch(2, TWO)
+
+
+@pytest.fixture(scope="module")
+def four() -> Results:
+    return launch(4, WIDE)
+
+
+@pytest.fixture(scope="module")
+def more() -> Results:
+    return launch(2, SLOW)
+
+
+def results(everyone: Results, name: str) -> list[Any]:
+    """A case's result on each rank."""
+    found = [rank[name] for rank in everyone]
+    for rank, result in enumerate(found):
+        if isinstance(result, dict) and "error" in result:
+            pytest.fail(f"rank {rank}: {result['error']}")
+    return found
+
+
+def result(everyone: Results, name: str) -> Any:
+    """A case's result, the same on every rank."""
+    found = results(everyone, name)
+    assert all(other == found[0] for other in found)
+    return found[0]
+
+
+def close(differences: dict[str, float]) -> None:
+    assert differences["loss"] <= LOSS and differences["grad"] <= GRAD, differences
+    assert differences.get("buffers", 0) <= 1e-6, differences
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("model", ["gpt_untied", "gpt_tied", "gpt2", "llama", "bert", "vit"])
+def test_every_schedule_computes_what_one_process_does(two: Results, model: str, schedule: str) -> None:
+    close(result(two, f"{model}_{schedule}"))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("dropout_")])
+def test_dropout_is_exact(two: Results, name: str) -> None:
+    close(result(two, name))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("exact_")])
+def test_hazards_that_work(two: Results, name: str) -> None:
+    close(result(two, name))
+
+
+def test_every_hazard_is_looked_at() -> None:
+    assert len([name for name in CASES if name.startswith("exact_")]) == 2 * len(EXACT)
+    assert len([name for name in CASES if name.startswith("refused_")]) == len(REFUSED) + 1
+
+
+SAYS = {
+    "Skips": ("'blocks.0.", "skip", "layers="),
+    "Summed": ("'blocks.0.", "sum over the hidden states"),
+    "Quiet": ("the loss in stage 1", "depends on what earlier blocks returned"),
+    "Hooked": ("'blocks.0.", "hook"),
+    "Regularised": ("'blocks.0.", "self.parameters()"),
+    "Noted": ("the loss of the first micro-batch would be", "uncut it is"),
+    "Twice": ("block 0 of 'blocks' was called where block 4",),
+    "Dropping": ("block 2 of 'blocks' was called where block 1", "layer drop"),
+    "TwoOutputs": ("the loss in stage 1", "tensors at [1] beside the hidden state"),
+    "Manual": ("automatic_optimization=False", "pipeline_parallel_size=1"),
+    "OwnBackward": ("overrides backward",),
+    "Reentrant": ("without gradients", "use_reentrant=False"),
+    "Nothing": ("training_step returned NoneType", "expected the loss"),
+    "Infinite": ("a loss of nan", "finite"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_hazards_that_are_refused_at_setup(two: Results, name: str) -> None:
+    for message in results(two, f"refused_{name}"):
+        assert message.startswith("HybridParallelStrategy")
+        for words in SAYS[name]:
+            assert words in message
+
+
+def test_models_whose_blocks_talk_beside_the_hidden_state_are_refused(two: Results) -> None:
+    assert "leads to 'model.model.layers.0." in result(two, "routed") and "router" in result(two, "routed")
+    assert "relative_attention_bias" in result(two, "biased") and "tensors at [1, 2]" in result(two, "biased")
+
+
+def test_a_hazard_is_found_at_the_first_step_without_a_check_at_setup(two: Results) -> None:
+    for message in results(two, "never_verified_skips"):
+        assert "depends on what earlier blocks returned" in message
+
+
+def test_a_batch_that_does_not_divide(two: Results) -> None:
+    message = result(two, "odd_batch")
+    assert "6 samples for 4 micro-batches: 6 / 4 = 1.50" in message
+    assert "[2, 3, 6]" in message and "drop_last=True" in message
+
+
+def test_the_number_of_micro_batches_follows_the_batch(two: Results) -> None:
+    assert result(two, "number_left_to_the_batch") == [4, 3, 5, 1]
+
+
+def test_batches_of_other_shapes(two: Results) -> None:
+    found = result(two, "shapes_that_change")
+    close(found)
+    assert max(found["before"], found["last 0"], found["last 1"]) <= LOSS
+
+
+def test_ranks_with_other_batches(two: Results) -> None:
+    content, shapes = result(two, "other_batches_on_other_ranks")
+    assert "different content" in content and "different shapes" in shapes and "seed_everything" in content
+
+
+@pytest.mark.parametrize("name", ["containers", "batch_encoding", "scaled"])
+def test_batches_and_scale(two: Results, name: str) -> None:
+    close(result(two, name))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "never_verified",
+        "frozen",
+        "checkpointed_by_hugging_face",
+        "reentrant_inside",
+        "compiled",
+        "autocast",
+        "accumulated",
+    ],
+)
+def test_what_works_in_several_ways(two: Results, name: str) -> None:
+    for differences in result(two, name).values():
+        close(differences)
+
+
+def test_the_order_of_operations_is_that_of_the_runs(two: Results) -> None:
+    for found in results(two, "order_as_it_runs"):
+        assert found == dict.fromkeys(SCHEDULES, True)
+
+
+def test_a_rank_holds_its_share(two: Results) -> None:
+    for found in results(two, "memory_by_blocks"):
+        assert abs(found["share"] - 1) < 0.05 and abs(found["bytes"] - 1) < 0.05
+        assert found["names"] and found["freed"] == 64 // 2 * 4  # weights and biases of two layers in each block
+
+
+def test_tied_and_unused_parameters_are_let_go_of(two: Results) -> None:
+    """Of a GPT with an untied head the first stage holds no head, the last no embeddings."""
+    first, last = results(two, "what_is_held")
+    assert "head.weight" not in first and "norm.weight" not in first and "embed.weight" in first
+    assert "embed.weight" not in last and "position.weight" not in last and "head.weight" in last
+
+
+def test_every_key_is_saved_once(two: Results) -> None:
+    assert all(found == [True, True] for found in results(two, "state_dict_is_shared_out"))
+
+
+def test_logs_are_the_same_on_every_rank(two: Results) -> None:
+    for found in result(two, "logged").values():
+        values = {name: (value, options) for name, value, options in found["values"]}
+        assert list(values) == ["size", "largest", "loss", "double", "one", "accuracy", "seen"]
+        assert values["size"] == (8.0, {"reduce_fx": "sum", "batch_size": 8})  # a sum over micro-batches of 2
+        assert values["largest"][0] == pytest.approx(found["largest"], abs=1e-5)
+        assert values["loss"][0] == pytest.approx(found["loss"], abs=1e-5)
+        assert values["loss"][1] == {"prog_bar": True}
+        assert values["double"][0] == pytest.approx(2 * found["loss"], abs=1e-5)
+        assert values["one"][0] == 1.0
+        assert values["accuracy"][0] == pytest.approx(found["accuracy"], abs=1e-6)
+        assert values["seen"][0] == found["counts"] == 16  # two batches of 8, each sample counted once
+
+
+def test_evaluation_is_the_same_on_every_rank(two: Results) -> None:
+    found = result(two, "evaluated")
+    assert found["logits"] <= 1e-6 and found["val_loss"] <= 1e-6
+    assert found["rest"] == [["a", "b"], 3, [3, 4]]
+
+
+def test_a_check_leaves_no_trace(two: Results) -> None:
+    assert result(two, "untouched_by_verify") == [True] * 5
+
+
+def test_random_numbers(two: Results) -> None:
+    left, differs, resumed = result(two, "random_numbers_outside_are_left")
+    assert left and differs and resumed <= LOSS
+
+
+def test_a_block_of_another_rank_says_so(two: Results) -> None:
+    assert all("another pipeline rank" in message for message in results(two, "refused_outside_steps"))
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_four_ranks(four: Results, name: str) -> None:
+    close(result(four, name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_more_models(more: Results, name: str) -> None:
+    close(result(more, name))
+
+
+def test_a_failure_has_its_own_message() -> None:
+    """A rank that raises in the middle of a schedule raises the user's own error, and the others end with it."""
+    with pytest.raises(AssertionError) as error:
+        launch(2, [FAILING], timeout=120)
+    printed = str(error.value)
+    assert "ZeroDivisionError: in block 3" in printed and "timeout" not in printed.split("---")[0]
