@@ -89,7 +89,7 @@ def test_every_task_has_every_recipe_that_applies() -> None:
     found = {(path.parent.parent.name, path.stem) for path in BENCHMARKS.glob("*/recipes/*.yaml")}
     assert found == set(PAIRS)
     techniques = {name for name in lightning_eff.__all__ if issubclass(getattr(lightning_eff, name), Technique)}
-    assert techniques == set(RECIPES.values())
+    assert techniques - {"LocalSGD"} == set(RECIPES.values())  # the bench's arms have one process each
 
 
 @pytest.mark.parametrize(("task", "recipe"), [*((task, None) for task in TASKS), *PAIRS])

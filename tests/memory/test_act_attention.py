@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_eff.kernels.group_quantization import dequantize, quantize
 from lightning_eff.memory._compression.engine import Engine
@@ -107,3 +108,21 @@ def test_only_the_gradients_that_are_wanted() -> None:
     out.sum().backward()
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True).sum()
     assert k.grad is not None and q.grad is None and torch.equal(k.grad, torch.autograd.grad(expected, k)[0])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_in_a_checkpoint_attention_saves_the_same_both_times(reentrant: bool) -> None:
+    """What runs again in the backward pass runs outside of the engine."""
+    q, k, v = qkv("causal")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    with Engine(nn.Linear(2, 2), bits=2).forward(0, ()):
+        out = checkpoint(attend, q, k, v, use_reentrant=reentrant)
+    found = torch.autograd.grad(out.square().sum(), (q, k, v)) if not reentrant else None
+    if found is None:
+        out.square().sum().backward()
+        found = (q.grad, k.grad, v.grad)
+    expected = torch.autograd.grad(attend(*(again := qkv("causal"))).square().sum(), again)
+    assert all(a is not None and torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -304,7 +304,11 @@ class Engine:
         return memory_order(x).index(found[0]), found[1]
 
     def _on_attention(self) -> OnResult | None:
-        return None if self.only is not None and not self.only() else self._attended
+        """What hears of attention's result, unless what it saves goes elsewhere: a checkpoint will run it outside of this."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
+        if hooks is None or hooks[0] != self._pack or (self.only is not None and not self.only()):
+            return None
+        return self._attended
 
     def _attended(self, output: Tensor, lse_bytes: int) -> Held:
         """Fused attention saves neither its output nor the log-sum-exp: in the ledger both stand with nothing held."""
