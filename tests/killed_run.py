@@ -17,7 +17,7 @@ from tests.runs import fit
 
 def stack() -> Sequence[Technique]:
     """All techniques but one of each two that refuse each other."""
-    left_out = ("ActivationOffload", "ImportanceSampling")
+    left_out = ("ActivationOffload", "ImportanceSampling", "LocalSGD")
     return [case.active() for name, case in CASES.items() if name not in left_out]
 
 
