@@ -1,7 +1,9 @@
-"""The base class of every technique that is a callback."""
+"""The base classes of techniques that are callbacks: of all, and of those that evaluate other weights than they train."""
 
 import re
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -182,3 +184,63 @@ class Technique(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key not in ("_session", "_past")}
+
+
+class OtherWeights(Technique):
+    """A technique of which validation, checkpoints and the fit's end see other weights than those that are trained.
+
+    A subclass says what they are in :meth:`put_in` and :meth:`take_out`, neither of which does anything if it is done
+    already, and wraps the strategy's ``lightning_module_state_dict`` in :meth:`shown`. A run that fails ends with those
+    that are trained.
+    """
+
+    _finished = False  # whether the fit ended, and left the other weights in the module
+
+    @abstractmethod
+    def put_in(self, session: Session) -> None:
+        """Put the other weights into the module, if there are any."""
+
+    @abstractmethod
+    def take_out(self, session: Session) -> None:
+        """Put the trained weights back."""
+
+    @contextmanager
+    def shown(self, session: Session) -> Iterator[None]:
+        """The module holds the other weights."""
+        try:
+            self.put_in(session)
+            yield
+        finally:
+            self.take_out(session)
+
+    @override
+    def detach(self, session: Session) -> None:
+        if session.fitting and not self._finished:
+            self.take_out(session)
+
+    def _finish(self) -> None:
+        if self._session is not None and self._session.fitting and not self.neutral:
+            self.put_in(self._session)
+            self._finished = True
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_validation_start(trainer, pl_module)
+        if self.session.fitting:
+            self.put_in(self.session)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_validation_end(trainer, pl_module)
+        if self.session.fitting:
+            self.take_out(self.session)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_end(trainer, pl_module)
+        self._finish()
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_fit_end(trainer, pl_module)
+        self._finish()  # for a fit with nothing left to train

@@ -2,8 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from copy import deepcopy
 from typing import Any, Literal
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core.session import Session
-from lightning_eff._core.technique import Control, Technique
+from lightning_eff._core.technique import Control, OtherWeights
 from lightning_eff.optim._batch_norm import batch_norms, modes, recompute_statistics
 
 
@@ -38,7 +37,7 @@ def latest_mean(snapshots: Iterable[Tensor], *, device: torch.device) -> Tensor:
     return (total / (1 + len(rest))).to(first.dtype)
 
 
-class LatestWeightAveraging(Technique):
+class LatestWeightAveraging(OtherWeights):
     """Validate, test and keep the mean of the last ``window`` snapshots, while training goes on from the raw weights.
 
     A snapshot holds every parameter that takes gradients; one that is unfrozen later is averaged over the snapshots
@@ -161,7 +160,7 @@ class LatestWeightAveraging(Technique):
         def averaged_state_dict() -> dict[str, Any]:
             if self._raw is not None or not self._snapshots:
                 return original()
-            with self._averaged(session):
+            with self.shown(session):
                 return deepcopy(original())  # tied weights stay one tensor
 
         session.patches.set(strategy, "lightning_module_state_dict", averaged_state_dict)
@@ -178,7 +177,7 @@ class LatestWeightAveraging(Technique):
                 " Use automatic optimization, or layers without running statistics."
             )
         self._modes = modes(session.module)
-        self._take_out(session)
+        self.take_out(session)
 
     @override
     def on_optimizers(self, session: Session) -> None:
@@ -206,11 +205,6 @@ class LatestWeightAveraging(Technique):
         self._snapshots.clear()
         self._statistics = None
 
-    @override
-    def detach(self, session: Session) -> None:
-        if session.fitting and not self._finished:
-            self._take_out(session)
-
     # -- snapshots and their mean
 
     @torch.no_grad()
@@ -229,7 +223,8 @@ class LatestWeightAveraging(Technique):
         self._statistics = None
         self._modes = modes(session.module)
 
-    def _put_in(self, session: Session) -> None:
+    @override
+    def put_in(self, session: Session) -> None:
         """Put the mean into the module, if there is one and it is not there."""
         if self._raw is not None or not self._snapshots:
             return
@@ -246,26 +241,14 @@ class LatestWeightAveraging(Technique):
                 self._raw[name] = buffers[name].clone()
                 buffers[name].copy_(value)
 
+    @override
     @torch.no_grad()
-    def _take_out(self, session: Session) -> None:
+    def take_out(self, session: Session) -> None:
         """Put the raw weights back, if the mean is in the module."""
         held = {**dict(session.module.named_parameters()), **dict(session.module.named_buffers())}
         for name, value in (self._raw or {}).items():
             held[name].copy_(value)
         self._raw = None
-
-    @contextmanager
-    def _averaged(self, session: Session) -> Iterator[None]:
-        try:
-            self._put_in(session)
-            yield
-        finally:
-            self._take_out(session)
-
-    def _finish(self) -> None:
-        if self._session is not None and self._session.fitting and not self.neutral:
-            self._put_in(self._session)
-            self._finished = True
 
     # -- Lightning's hooks
 
@@ -274,7 +257,7 @@ class LatestWeightAveraging(Technique):
         super().on_train_start(trainer, pl_module)
         if self.neutral:
             return
-        self._take_out(self.session)  # a tuner's trial run may have loaded its checkpoint over the weights
+        self.take_out(self.session)  # a tuner's trial run may have loaded its checkpoint over the weights
         batches = trainer.num_training_batches
         steps = math.ceil(batches / trainer.accumulate_grad_batches) if math.isfinite(batches) else 1
         first = steps if self.interval == "epoch" else self.interval
@@ -284,28 +267,6 @@ class LatestWeightAveraging(Technique):
                 f" steps and the first snapshot would be taken after {first}, so nothing will be averaged. Give a"
                 " smaller number of steps as interval=."
             )
-
-    @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_validation_start(trainer, pl_module)
-        if self.session.fitting:
-            self._put_in(self.session)
-
-    @override
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_validation_end(trainer, pl_module)
-        if self.session.fitting:
-            self._take_out(self.session)
-
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_end(trainer, pl_module)
-        self._finish()
-
-    @override
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_fit_end(trainer, pl_module)
-        self._finish()  # for a fit with nothing left to train
 
     @override
     def state_dict(self) -> dict[str, Any]:

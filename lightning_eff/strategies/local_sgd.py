@@ -1,11 +1,11 @@
 """Post-local SGD: after a start in step, ranks train apart and average their weights (Lin et al. 2018, arXiv:1808.07217)."""
 
 import math
+from copy import deepcopy
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.nn import Parameter
@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_eff._core.session import Session
-from lightning_eff._core.technique import Control, Technique
+from lightning_eff._core.technique import Control, OtherWeights
 
 
 def average_in_place(parameters: list[Parameter]) -> None:
@@ -36,7 +36,7 @@ def average_in_place(parameters: list[Parameter]) -> None:
         p.data = storage
 
 
-class LocalSGD(Technique):
+class LocalSGD(OtherWeights):
     """Under DDP, exchange weights every ``interval`` optimizer steps instead of gradients at every step.
 
     The first ``warmup_steps`` steps are plain DDP. After them gradients stay on their rank (torch's ``post_localSGD_hook``),
@@ -158,11 +158,8 @@ class LocalSGD(Technique):
         def mean_state_dict() -> dict[str, Any]:
             if self._own is not None or not self._apart or not self._distributed:
                 return state_dict()
-            self._put_in(session)
-            try:
-                return {key: value.clone() for key, value in state_dict().items()}
-            finally:
-                self._take_out(session)
+            with self.shown(session):
+                return deepcopy(state_dict())  # tied weights stay one tensor
 
         session.patches.set(strategy, "configure_ddp", configure_ddp)
         session.patches.set(strategy, "load_checkpoint", load_checkpoint)
@@ -194,8 +191,7 @@ class LocalSGD(Technique):
 
     @override
     def detach(self, session: Session) -> None:
-        if session.fitting and not self._finished:
-            self._take_out(session)
+        super().detach(session)
         self._hook = None
 
     # -- the mean, for others to see
@@ -209,48 +205,23 @@ class LocalSGD(Technique):
         for name, w in weights.items():
             parameters[name].copy_(w)
 
+    @override
     @torch.no_grad()
-    def _put_in(self, session: Session) -> None:
+    def put_in(self, session: Session) -> None:
         """Put the mean over ranks into the module, unless it is there."""
         if self._own is None and self._apart and self._distributed:
             parameters = self._parameters(session)
             self._own = {name: p.detach().clone() for name, p in parameters.items()}
             average_in_place(list(parameters.values()))
 
-    def _take_out(self, session: Session) -> None:
+    @override
+    def take_out(self, session: Session) -> None:
         """Put this rank's own weights back."""
         if self._own is not None:
             self._write(session, self._own)
         self._own = None
 
-    def _finish(self) -> None:
-        if self._session is not None and self._session.fitting:
-            self._put_in(self._session)
-            self._finished = True
-
     # -- Lightning's hooks
-
-    @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_validation_start(trainer, pl_module)
-        if self.session.fitting:
-            self._put_in(self.session)
-
-    @override
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_validation_end(trainer, pl_module)
-        if self.session.fitting:
-            self._take_out(self.session)
-
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_end(trainer, pl_module)
-        self._finish()
-
-    @override
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_fit_end(trainer, pl_module)
-        self._finish()  # for a fit with nothing left to train
 
     @override
     def state_dict(self) -> dict[str, Any]:
