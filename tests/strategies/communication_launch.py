@@ -2,11 +2,7 @@
 
 import json
 import logging
-import os
-import socket
-import subprocess
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests import processes
 from tests.cases import ALL
 
 
@@ -25,45 +22,8 @@ def launch(*requests: str, of: str = "communication_jobs", world_size: int = 2, 
 
     Returns:
         What rank 0 found, by request.
-
-    Raises:
-        AssertionError: if a process fails or they do not end in time, with what they printed.
     """
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    with tempfile.TemporaryDirectory() as directory:
-        processes, logs = [], []
-        for rank in range(world_size):
-            settings = {
-                **os.environ,
-                **env,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "GROUP_RANK": "0",
-                "WORLD_SIZE": str(world_size),
-                "LOCAL_WORLD_SIZE": str(world_size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "TORCHELASTIC_RUN_ID": "tests",
-                "OMP_NUM_THREADS": "1",
-            }
-            logs.append(Path(directory, f"rank{rank}.log"))
-            with logs[-1].open("w") as out:
-                command = [sys.executable, "-m", f"tests.strategies.{of}", directory, *requests]
-                processes.append(subprocess.Popen(command, env=settings, stdout=out, stderr=subprocess.STDOUT))
-        try:
-            codes = [process.wait(timeout=840) for process in processes]
-        except subprocess.TimeoutExpired:
-            codes = ["timeout"]
-        finally:
-            for process in processes:
-                if process.poll() is None:
-                    process.kill()
-                    process.wait()
-        printed = "\n".join(f"--- {log.name}\n{log.read_text()[-4000:]}" for log in logs)
-        assert codes == [0] * world_size, f"{requests}: exit codes {codes}\n{printed}"
-        return json.loads(Path(directory, "result.json").read_text())
+    return processes.launch(f"tests.strategies.{of}", *requests, world_size=world_size, timeout=840, env=env)
 
 
 def gathered(value: Any) -> list[Any]:

@@ -2,11 +2,7 @@
 
 import datetime
 import json
-import os
-import socket
-import subprocess
 import sys
-import tempfile
 import traceback
 import warnings
 from pathlib import Path
@@ -15,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests import processes
 from tests.strategies.pipeline_around import CASES
 
 
@@ -23,42 +20,8 @@ def launch(world_size: int, names: list[str], *, timeout: float = 600) -> list[d
 
     Returns:
         Of each rank, what its cases returned, by name; a case that failed is ``{"error": traceback}``.
-
-    Raises:
-        AssertionError: if a process fails or they do not end in time, with what they printed.
     """
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    with tempfile.TemporaryDirectory() as directory:
-        processes, logs = [], []
-        for rank in range(world_size):
-            env = {
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world_size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-            }
-            log = Path(directory, f"rank{rank}.log")
-            logs.append(log)
-            with log.open("w") as out:
-                command = [sys.executable, "-m", "tests.strategies.pipeline_jobs", directory, *names]
-                processes.append(subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT))
-        try:
-            codes: Any = [process.wait(timeout=timeout) for process in processes]
-        except subprocess.TimeoutExpired:
-            codes = "timeout"
-        finally:
-            for process in processes:
-                if process.poll() is None:
-                    process.kill()
-                    process.wait()
-        printed = "\n".join(f"--- {log.name}\n{log.read_text()[-4000:]}" for log in logs)
-        assert codes == [0] * world_size, f"exit codes {codes}\n{printed}"
-        return json.loads(Path(directory, "result.json").read_text())
+    return processes.launch("tests.strategies.pipeline_jobs", *names, world_size=world_size, timeout=timeout)
 
 
 def main(directory: str, *names: str) -> None:

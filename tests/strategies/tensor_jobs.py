@@ -56,7 +56,7 @@ def equal(
     expected = step_of(reference, name, length=length)()
     expected.backward()
     keys = list(module.state_dict())
-    tp = tensor_parallel(module, mesh, plan, step, layers=None, **kwargs)
+    tp = tensor_parallel(module, mesh, plan, step, **kwargs)
     return {
         **measure(module, reference, tp, step, float(expected.detach())),
         "keys": list(module.state_dict()) == keys,
@@ -104,7 +104,7 @@ def fully_sharded(name: str, mesh: DeviceMesh, plan: Any = "auto", size: int = 4
     reference = copy.deepcopy(module)
     keys = list(module.state_dict())
     ranks = world["dp"].size()
-    tp = tensor_parallel(module, world["tp"], plan, step_of(module, name, size), layers=None)
+    tp = tensor_parallel(module, world["tp"], plan, step_of(module, name, size))
     stack = find_stack(module, None, who="test")
     for block in stack.container.children():
         fully_shard(block, mesh=world["dp"])

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.processes import free_port
 from tests.strategies.hybrid_jobs import run_case
-from tests.strategies.launch import free_port, launch, start
+from tests.strategies.launch import launch, start
 
 JOBS = "tests.strategies.hybrid_jobs"
 CASE: dict[str, Any] = {"model": "gpt2", "steps": 6}

@@ -1,0 +1,99 @@
+"""Starts gloo processes as torchrun would: one start serves many cases."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What torchrun would put into the environment of one process of a single machine."""
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "tests",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def launch(
+    module: str, *arguments: str, world_size: int = 2, timeout: float = 600, env: Mapping[str, str] | None = None
+) -> Any:
+    """Run ``python -m module directory *arguments`` in each of ``world_size`` processes.
+
+    Returns:
+        What rank 0 wrote as JSON into ``result.json`` of the directory.
+
+    Raises:
+        AssertionError: if a process fails or they do not end in time, with what they printed.
+    """
+    codes, logs, result = start(module, *arguments, world_size=world_size, timeout=timeout, env=env)
+    printed = "\n".join(f"--- rank {rank}\n{log[-4000:]}" for rank, log in enumerate(logs))
+    assert codes == [0] * world_size, f"{module} {arguments}: exit codes {codes}\n{printed}"
+    assert result is not None, f"{module} {arguments}: no result"
+    return result
+
+
+def start(
+    module: str,
+    *arguments: str,
+    world_size: int,
+    timeout: float = 600,
+    env: Mapping[str, str] | None = None,
+    meanwhile: Callable[[list["subprocess.Popen[bytes]"], list[Path]], None] | None = None,
+) -> tuple[list[int | str], list[str], Any]:
+    """As :func:`launch`, whatever the processes' end.
+
+    Args:
+        module: what is run.
+        arguments: of its command line, behind the directory.
+        world_size: processes.
+        timeout: seconds for each of them.
+        env: added to the environment.
+        meanwhile: called with the running processes and the files that they print to.
+
+    Returns:
+        Exit codes ("timeout" for those that did not end and were killed), what each printed, and rank 0's result.
+    """
+    port = free_port()
+    with tempfile.TemporaryDirectory() as directory:
+        processes, logs = [], []
+        for rank in range(world_size):
+            logs.append(Path(directory, f"rank{rank}.log"))
+            with logs[-1].open("w") as out:
+                settings = {**environment(rank, world_size, port), **(env or {})}
+                command = [sys.executable, "-m", module, directory, *arguments]
+                processes.append(subprocess.Popen(command, env=settings, stdout=out, stderr=subprocess.STDOUT))
+        codes: list[int | str] = []
+        try:
+            if meanwhile is not None:
+                meanwhile(processes, logs)
+            for process in processes:
+                codes.append(process.wait(timeout=timeout))
+        except subprocess.TimeoutExpired:
+            codes += ["timeout"] * (world_size - len(codes))
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+        result = Path(directory, "result.json")
+        return codes, [log.read_text() for log in logs], json.loads(result.read_text()) if result.is_file() else None
