@@ -28,7 +28,7 @@ from lightning_eff.strategies._hybrid.layout import DATA, PIPELINE, TENSOR, Layo
 from lightning_eff.strategies._hybrid.optimizer_state import NamedOptimizer, named, steps_apart
 from lightning_eff.strategies._hybrid.plain import Plain
 from lightning_eff.strategies._hybrid.shards import all_reduce_mean
-from lightning_eff.strategies._hybrid.structure import Structure, parameters_by_registry
+from lightning_eff.strategies._hybrid.structure import Structure
 
 _BUCKET_BYTES = 250 * 2**20
 
@@ -198,14 +198,12 @@ class Replica:
                 self.mesh[TENSOR],
                 settings.tensor_parallel_plan,
                 None if batch is None else loss,
-                layers=settings.layers,
                 sequence_parallel=settings.sequence_parallel,
                 who=self.who,
             )
             rank_zero_info(str(self.tensor))
         if self.pipeline is not None:
-            with nullcontext() if self.tensor is None else parameters_by_registry(self.module):
-                self.pipeline.cut()
+            self.pipeline.cut()
 
     def _find_owners(self) -> None:
         """Which tensors are here, and which stage is the first that holds each."""

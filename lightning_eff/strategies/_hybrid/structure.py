@@ -4,9 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 _MISSING = object()
 _TENSORS = ("_parameters", "_buffers")
@@ -63,27 +61,3 @@ class Structure:
         while self._classes:
             module, cls = self._classes.pop()
             object.__setattr__(module, "__class__", cls)
-
-
-@contextmanager
-def parameters_by_registry(module: nn.Module) -> Iterator[None]:
-    """Let a pipeline be cut out of a tensor-parallel module, whose attributes read as plain tensors.
-
-    From here on ``module.get_parameter`` gives what is registered, a DTensor. Parameters that are let go of in here read
-    as plain zeros of the shape that they read as before, since user code outside the blocks still runs on them.
-    """
-
-    def get_parameter(name: str) -> nn.Parameter:
-        return dict(module.named_parameters(remove_duplicate=False))[name]
-
-    plain: list[tuple[nn.Module, str, Tensor]] = []
-    with torch.no_grad():
-        for m in module.modules():
-            for key, p in m._parameters.items():
-                if isinstance(p, DTensor) and not isinstance(t := getattr(m, key), DTensor):
-                    plain.append((m, key, torch.zeros((), dtype=t.dtype, device=t.device).expand(t.shape)))
-    module.__dict__["get_parameter"] = get_parameter
-    yield
-    for m, key, zeros in plain:
-        if isinstance(m.__dict__.get(key), DTensor):
-            m.__dict__[key] = zeros

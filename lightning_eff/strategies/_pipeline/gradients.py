@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from lightning_eff.strategies._pipeline.memory import registered
+
 
 class SharedGradients:
     """The sum over pipeline ranks.
@@ -42,7 +44,7 @@ class SharedGradients:
         return [p for names in self._names.values() for p in self._of(names)]
 
     def _of(self, names: list[str]) -> list[nn.Parameter]:
-        return [p for name in names if (p := self.module.get_parameter(name)).requires_grad]
+        return [p for name in names if (p := registered(self.module, name)).requires_grad]
 
     def set_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Take away gradients that were summed before (those of earlier batches that are accumulated)."""

@@ -62,6 +62,14 @@ class Holdings:
         return tuple(sorted({where.ranks[stage] for stage in self.stages[name]}))
 
 
+def registered(module: nn.Module, name: str) -> nn.Parameter:
+    """The parameter of that name as it is registered, which reading the attribute may not give (tensor parallelism)."""
+    path, _, key = name.rpartition(".")
+    p = module.get_submodule(path)._parameters[key]
+    assert p is not None, f"{name} is registered as None"
+    return p
+
+
 def names_of(module: nn.Module) -> dict[str, tuple[str, ...]]:
     """All names of every parameter, under its first one, in the order of the module."""
     first: dict[int, str] = {}
@@ -100,7 +108,7 @@ def holdings(module: nn.Module, stack: Stack, where: Layout, outside: dict[str, 
 
 def _only_in_blocks(module: nn.Module, name: str, stack: Stack) -> bool:
     inside = {id(m) for block in stack.blocks for m in block.modules()}
-    p = module.get_parameter(name)
+    p = registered(module, name)
     owners = [m for m in module.modules() if any(q is p for q in m._parameters.values())]
     return all(id(m) in inside for m in owners)
 
@@ -109,7 +117,7 @@ def free(module: nn.Module, stack: Stack, owned: Iterable[int], keep: set[int]) 
     """Let go of every parameter whose id is not in ``keep``, and of the buffers of blocks that are not ``owned``.
 
     Names of what stays are as they were. What goes is no parameter any more; the attribute is still there, with zeros
-    of the same shape, because the user's code outside the blocks still runs on every stage.
+    of the shape that it was read in, because the user's code outside the blocks still runs on every stage.
     """
     mine = set(owned)
     gone = {id(p): p for p in module.parameters() if id(p) not in keep}
@@ -119,8 +127,10 @@ def free(module: nn.Module, stack: Stack, owned: Iterable[int], keep: set[int]) 
     for m in module.modules():
         for name, p in list(m._parameters.items()):
             if p is not None and id(p) in gone:
+                with torch.no_grad():  # a tensor-parallel parameter is read as a plain tensor
+                    read = getattr(m, name) if isinstance(p, DTensor) else p
                 del m._parameters[name]
-                m.__dict__[name] = instead[id(p)]
+                m.__dict__[name] = instead[id(p)] if read is p else emptied(read.detach())
     for m in theirs:
         if id(m) not in ours:
             for name, buffer in list(m._buffers.items()):

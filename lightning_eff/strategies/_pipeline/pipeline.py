@@ -28,7 +28,7 @@ from lightning_eff.strategies._pipeline.batch import content, digest, signature,
 from lightning_eff.strategies._pipeline.evaluation import broadcast, through
 from lightning_eff.strategies._pipeline.gradients import SharedGradients
 from lightning_eff.strategies._pipeline.logging import Agreement, Recorders, metrics_kept, replay
-from lightning_eff.strategies._pipeline.memory import Holdings, free, holdings
+from lightning_eff.strategies._pipeline.memory import Holdings, free, holdings, registered
 from lightning_eff.strategies._pipeline.order import SPLIT_BACKWARD, schedule_name
 from lightning_eff.strategies._pipeline.runner import OuterBuffers, Running, StageRunner, Step
 from lightning_eff.strategies._pipeline.schedules import Schedules
@@ -186,7 +186,7 @@ class Pipeline:
         whole = self.holdings or holdings(self.module, self.stack, self.layout, None)
         self.holdings = whole
         mine = [n for n in whole.stages if self.rank in whole.ranks(n, self.layout)]
-        keep = {id(self.module.get_parameter(name)) for name in mine}
+        keep = {id(registered(self.module, name)) for name in mine}
         self.owned_names = self._owned(whole)
         blocks = [self.stack.blocks[slice(*self.layout.bounds[stage])] for stage in self.local_stages]
         owned = [i for stage in self.local_stages for i in range(*self.layout.bounds[stage])]

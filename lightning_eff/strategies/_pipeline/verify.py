@@ -14,7 +14,7 @@ from lightning_eff._core.steps import silent
 from lightning_eff.strategies._pipeline.evaluation import Through, through
 from lightning_eff.strategies._pipeline.layout import Layout
 from lightning_eff.strategies._pipeline.logging import Record, Recorder
-from lightning_eff.strategies._pipeline.memory import Holdings, holdings, names_of
+from lightning_eff.strategies._pipeline.memory import Holdings, holdings, names_of, registered
 from lightning_eff.strategies._pipeline.order import SPLIT_BACKWARD
 from lightning_eff.strategies._pipeline.runner import Step, left, loss_of
 from lightning_eff.strategies._pipeline.streams import Stream
@@ -243,7 +243,7 @@ class Verification:
     def _used(self, reaches: dict[int, set[int]]) -> dict[str, set[int]]:
         """The stages that use each parameter outside the blocks: it gets a gradient there, or its value matters."""
         outside: dict[str, set[int]] = {}
-        by_name = {name: self.module.get_parameter(name) for name in names_of(self.module)}
+        by_name = {name: registered(self.module, name) for name in names_of(self.module)}
         for stage, ids in reaches.items():
             for name, p in by_name.items():
                 if id(p) in ids:

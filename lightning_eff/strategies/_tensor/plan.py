@@ -86,7 +86,6 @@ def tensor_parallel(
     plan: Literal["auto"] | Mapping[str, str],
     run: Callable[[], Tensor] | None,
     *,
-    layers: str | None = None,
     sequence_parallel: bool = False,
     who: str = "HybridParallelStrategy",
 ) -> TensorPlan:
@@ -102,7 +101,6 @@ def tensor_parallel(
             replicated.
         run: the training step on a real batch, the same on all ranks of ``mesh``; returns the loss, and logs nothing.
             None if nothing can be run: then only plans that somebody wrote, and storage in parts, are used, unchecked.
-        layers: dotted path of the stack of blocks, as the strategy has it; layers of one make are found without it.
         sequence_parallel: norms on (B, T, features) compute each rank's part of the sequence, where that is right; what
             goes in and comes out of them stays whole on every rank.
         who: begins messages.
