@@ -5,6 +5,9 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
+from typing import Any
+
+from lightning.pytorch.strategies import Strategy
 
 import lightning_eff
 from lightning_eff._core.technique import Technique
@@ -29,10 +32,11 @@ Modules are looked up from the current folder too.
 """
 
 
-def technique_classes() -> list[type[Technique] | type[WrappingPrecision]]:
-    """Every exported technique, callbacks and precision plugins, by name."""
+def technique_classes() -> list[Any]:
+    """Every exported technique, by name: the classes of callbacks, precision plugins and strategies."""
     exported = (getattr(lightning_eff, name) for name in sorted(lightning_eff.__all__))
-    return [cls for cls in exported if isinstance(cls, type) and issubclass(cls, Technique | WrappingPrecision)]
+    how = Technique | WrappingPrecision | Strategy
+    return [cls for cls in exported if isinstance(cls, type) and issubclass(cls, how)]
 
 
 def techniques_table(width: int) -> str:

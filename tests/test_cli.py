@@ -91,7 +91,8 @@ def test_resume_and_validate_from_the_command_line(
 def test_techniques_lists_every_one(capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["techniques"])
     out = capsys.readouterr().out
-    for name in CASES:
+    strategies = {"CompressedDDPStrategy", "DeepSpeedEffStrategy", "HybridParallelStrategy"}
+    for name in CASES.keys() | strategies:
         cls = getattr(lightning_eff, name)
         assert name in out and cls.kind in out
         assert cls.paper.split()[0] in out

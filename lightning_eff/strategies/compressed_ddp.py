@@ -52,9 +52,9 @@ class CompressedDDPStrategy(DDPStrategy):
     with none.
 
     **What it pays for.** It trades computation on every rank for bytes. It pays where the link is slow: Ethernet between
-    nodes, or PCIe between consumer GPUs, where CGX reports 2 to 3 times the throughput on 8 RTX 3090. On NVLink or
-    InfiniBand "onebit" and "qsgd" take longer than the transfer they save; use plain DDP or "bf16" there. "onebit" and
-    "qsgd" run on the stream of the backward pass and do not overlap with it; torch's hooks do. Which it is on your machine,
+    nodes, or PCIe between consumer GPUs, where CGX reports up to 3 times the throughput. On NVLink or InfiniBand "onebit"
+    and "qsgd" take longer than the transfer they save; use plain DDP or "bf16" there. "onebit" and "qsgd" run on the
+    stream of the backward pass and do not overlap with it; torch's hooks do. Which it is on your machine,
     ``lightning-eff bench`` tells.
 
     One process trains as plain DDP does. Logged are ``eff/compressed_ddp/sent_bytes`` and ``plain_bytes``, which this rank

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from lightning.fabric.strategies.registry import _StrategyRegistry
@@ -79,6 +79,15 @@ class HybridParallelStrategy(ModelParallelStrategy):
             the module or the run cannot be divided so, with the reason and a way out.
         RuntimeError: if another process failed.
     """
+
+    kind: ClassVar[str] = "strategy"
+    saves: ClassVar[str] = (
+        "memory: 1 / (data x tensor x pipeline) of parameters and optimizer state a process; time on many"
+    )
+    paper: ClassVar[str] = (
+        "Shoeybi et al. 2019; Huang et al. 2019 (GPipe); Narayanan et al. 2021; Zhao et al. 2023 (FSDP)"
+    )
+    constraints: ClassVar[str] = "several processes; automatic optimization; a pipeline needs a stack of blocks"
 
     def __init__(
         self,
