@@ -2,7 +2,9 @@
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -12,6 +14,17 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch.overrides import _get_current_function_mode_stack
+
+from tests import processes
+
+Once = Callable[[str, Callable[[], Any]], Any]
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
+    """``once(name, run)`` is what ``run()`` gives, as JSON: run by one pytest worker, and read by all that need it."""
+    base = tmp_path_factory.getbasetemp()
+    return partial(processes.once, base.parent if "PYTEST_XDIST_WORKER" in os.environ else base)
 
 
 @pytest.fixture(autouse=True)

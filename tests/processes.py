@@ -1,7 +1,9 @@
 """Starts gloo processes as torchrun would: one start serves many cases."""
 
+import fcntl
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -35,9 +37,22 @@ def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def launch(
-    module: str, *arguments: str, world_size: int = 2, timeout: float = 600, env: Mapping[str, str] | None = None
+    module: str,
+    *arguments: str,
+    world_size: int = 2,
+    timeout: float = 600,
+    env: Mapping[str, str] | None = None,
+    forked: bool = False,
 ) -> Any:
     """Run ``python -m module directory *arguments`` in each of ``world_size`` processes.
+
+    Args:
+        module: what is run.
+        arguments: of its command line, behind the directory.
+        world_size: processes.
+        timeout: seconds for each of them.
+        env: added to the environment.
+        forked: start them as forks of one process, which saves the others' imports; see :mod:`tests.forked`.
 
     Returns:
         What rank 0 wrote as JSON into ``result.json`` of the directory.
@@ -45,7 +60,8 @@ def launch(
     Raises:
         AssertionError: if a process fails or they do not end in time, with what they printed.
     """
-    codes, logs, result = start(module, *arguments, world_size=world_size, timeout=timeout, env=env)
+    run = fork if forked else start
+    codes, logs, result = run(module, *arguments, world_size=world_size, timeout=timeout, env=env)
     printed = "\n".join(f"--- rank {rank}\n{log[-4000:]}" for rank, log in enumerate(logs))
     assert codes == [0] * world_size, f"{module} {arguments}: exit codes {codes}\n{printed}"
     assert result is not None, f"{module} {arguments}: no result"
@@ -97,3 +113,65 @@ def start(
                     process.wait()
         result = Path(directory, "result.json")
         return codes, [log.read_text() for log in logs], json.loads(result.read_text()) if result.is_file() else None
+
+
+def fork(
+    module: str, *arguments: str, world_size: int, timeout: float = 600, env: Mapping[str, str] | None = None
+) -> tuple[list[int | str], list[str], Any]:
+    """As :func:`start`, by forks of one process; all have ``timeout`` seconds together."""
+    with tempfile.TemporaryDirectory() as directory:
+        command = [
+            sys.executable,
+            "-m",
+            "tests.forked",
+            str(free_port()),
+            str(world_size),
+            module,
+            directory,
+            *arguments,
+        ]
+        settings = {**os.environ, **(env or {}), "OMP_NUM_THREADS": "1"}
+        parent = subprocess.Popen(
+            command, env=settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        codes: list[int | str] = ["timeout"] * world_size
+        printed = b""
+        try:
+            printed, _ = parent.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            if parent.poll() is None:
+                os.killpg(parent.pid, signal.SIGKILL)  # its forks too
+                printed, _ = parent.communicate()
+        ended = Path(directory, "codes.json")
+        if ended.is_file():
+            codes = json.loads(ended.read_text())
+        elif parent.returncode > 0:
+            codes = [parent.returncode] * world_size
+        logs = [Path(directory, f"rank{rank}.log") for rank in range(world_size)]
+        texts = [log.read_text() if log.is_file() else printed.decode() for log in logs]
+        result = Path(directory, "result.json")
+        return codes, texts, json.loads(result.read_text()) if result.is_file() else None
+
+
+def once(directory: Path, name: str, run: Callable[[], Any]) -> Any:
+    """``run()``, which gives JSON, called by the first of the processes that ask; the others wait for what it gave.
+
+    Args:
+        directory: one that all of them have.
+        name: of what is asked for.
+        run: what starts processes. Where it raises an AssertionError, all of them raise it.
+    """
+    result = directory / f"{name}.json"
+    with Path(directory, f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not result.is_file():
+            try:
+                found = {"result": run()}
+            except AssertionError as error:
+                found = {"error": str(error)}
+            result.write_text(json.dumps(found))
+    found = json.loads(result.read_text())
+    assert "error" not in found, found["error"]
+    return found["result"]

@@ -23,6 +23,7 @@ from torch import nn
 import lightning_eff
 from lightning_eff._core.technique import Control, Technique
 from tests.cases import ALL, CASES, STAND_INS
+from tests.conftest import Once
 from tests.ddp import launch
 from tests.models import flat, loader, module, trainer
 from tests.plugins import PLUGINS
@@ -135,8 +136,8 @@ def test_resume_without_dropout_layers_but_with_batch_norm(name: str, tmp_path: 
 
 
 @pytest.fixture(scope="module")
-def ddp_resumes() -> dict[str, Any]:
-    return launch("resume", *ALL)
+def ddp_resumes(once: Once) -> dict[str, Any]:
+    return once("resumes", lambda: launch("resume", *ALL))
 
 
 @every_and_stand_ins
@@ -191,8 +192,8 @@ def test_checkpoints_are_the_plain_modules(name: str, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def ddp_modes() -> dict[str, Any]:
-    return launch("modes", *ALL)
+def ddp_modes(once: Once) -> dict[str, Any]:
+    return once("modes", lambda: launch("modes", *ALL))
 
 
 @every_and_stand_ins

@@ -13,6 +13,7 @@ import lightning_eff
 from lightning_eff._core.technique import Technique
 from lightning_eff._core.wrapping import WrappingPrecision
 from tests.cases import CASES
+from tests.conftest import Once
 from tests.ddp import launch
 from tests.models import flat, loader, module, trainer
 from tests.plugins import PLUGINS
@@ -85,8 +86,8 @@ def test_checkpoints_are_the_plain_modules(name: str, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def under_ddp() -> dict[str, Any]:
-    return launch("plugins", *NAMES)
+def under_ddp(once: Once) -> dict[str, Any]:
+    return once("plugins", lambda: launch("plugins", *NAMES))
 
 
 @every

@@ -21,6 +21,7 @@ from lightning_eff.optim.sharpness_aware_minimization import (
     adaptive_scale,
     perturbation,
 )
+from tests.conftest import Once
 from tests.core.nop import Nop
 from tests.ddp import launch
 from tests.models import Samples, TinyClassifier, TinyGPT, flat, loader, module, trainer
@@ -281,9 +282,9 @@ def test_interval_perturbs_only_each_fifth_step_and_counts_what_it_costs() -> No
 
 
 @pytest.fixture(scope="module")
-def under_ddp() -> dict[str, Any]:
+def under_ddp(once: Once) -> dict[str, Any]:
     """What two processes end with, by accumulation."""
-    return launch("sharpness", "1", "2")
+    return once("sharpness", lambda: launch("sharpness", "1", "2"))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -23,7 +23,9 @@ def launch(*requests: str, of: str = "communication_jobs", world_size: int = 2, 
     Returns:
         What rank 0 found, by request.
     """
-    return processes.launch(f"tests.strategies.{of}", *requests, world_size=world_size, timeout=840, env=env)
+    return processes.launch(
+        f"tests.strategies.{of}", *requests, world_size=world_size, timeout=840, env=env, forked=True
+    )
 
 
 def gathered(value: Any) -> list[Any]:

@@ -292,11 +292,7 @@ def observe_starts(layouts: dict[str, Settings], world: int) -> dict[str, Any]:
     """Losses from weights that were made on all ranks, on rank 0 alone, or a module at a time."""
     found: dict[str, Any] = {}
     for where in ("all", "rank0", "meta"):
-        for name, settings in {
-            "dp4": {},
-            "dp2_pp2": {"pipeline_parallel_size": 2},
-            "tp2_dp2": {"tensor_parallel_size": 2},
-        }.items():
+        for name, settings in layouts.items():
             model = made("tiny_gpt", built="configure_model")
             strategy = HybridParallelStrategy(**settings, init_on=where, gather_after_fit=where != "meta")
             losses, _ = fit(model, "tiny_gpt", strategy, devices=world, batch_size=8, steps=3)

@@ -21,7 +21,9 @@ def launch(world_size: int, names: list[str], *, timeout: float = 600) -> list[d
     Returns:
         Of each rank, what its cases returned, by name; a case that failed is ``{"error": traceback}``.
     """
-    return processes.launch("tests.strategies.pipeline_jobs", *names, world_size=world_size, timeout=timeout)
+    return processes.launch(
+        "tests.strategies.pipeline_jobs", *names, world_size=world_size, timeout=timeout, forked=True
+    )
 
 
 def main(directory: str, *names: str) -> None:

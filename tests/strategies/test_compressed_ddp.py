@@ -10,6 +10,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_eff.strategies._communication.codecs import QuantizedCodec, SignCodec, pack_codes, unpack_codes
 from lightning_eff.strategies._communication.exchange import Residuals, redistribute
 from lightning_eff.strategies.compressed_ddp import CompressedDDPStrategy
+from tests.conftest import Once
 from tests.models import loader, module, trainer
 from tests.runs import MODES, NUM_STEPS
 from tests.strategies.communication_jobs import HOOKS
@@ -22,20 +23,23 @@ RULES = ("mean_rule:sign", "mean_rule:qsgd", "sign_reference", "unbiased", "low_
 
 
 @pytest.fixture(scope="module")
-def two() -> dict[str, Any]:
+def two(once: Once) -> dict[str, Any]:
     """What two processes find, one start for all."""
-    resumes = [f"resume:{name}" for name in NAMES]
-    return launch(*RULES, *resumes, *[f"modes:{name}" for name in NAMES], *[f"traffic:{name}" for name in NAMES])
+    jobs = [f"{job}:{name}" for job in ("resume", "modes", "traffic") for name in NAMES]
+    return once("compressed_two", lambda: launch(*RULES, *jobs))
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def three(once: Once, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What three processes find: rows that do not divide, and the checkpoint of two."""
-    directory = str(tmp_path_factory.mktemp("world"))
-    launch("other_world:onebit", world_size=2, CHECKPOINT=directory)
-    return launch(
-        "mean_rule:sign", "mean_rule:qsgd", "sign_reference", "other_world:onebit", world_size=3, CHECKPOINT=directory
-    )
+
+    def run() -> dict[str, Any]:
+        directory = str(tmp_path_factory.mktemp("world"))
+        launch("other_world:onebit", world_size=2, CHECKPOINT=directory)
+        jobs = ("mean_rule:sign", "mean_rule:qsgd", "sign_reference", "other_world:onebit")
+        return launch(*jobs, world_size=3, CHECKPOINT=directory)
+
+    return once("compressed_three", run)
 
 
 # -- bytes

@@ -17,6 +17,7 @@ from lightning_eff.strategies._communication.onebit_lamb import OneBitLamb
 from lightning_eff.strategies._communication.onebit_optimizer import check_source
 from lightning_eff.strategies._communication.zero_one_adam import ZeroOneAdam
 from lightning_eff.strategies.deep_speed import DeepSpeedEffStrategy
+from tests.conftest import Once
 from tests.strategies.communication_launch import launch
 
 pytestmark = pytest.mark.timeout(900)  # one start of processes serves all, on a busy machine too
@@ -27,10 +28,11 @@ every = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
 @pytest.fixture(scope="module")
-def two() -> dict[str, Any]:
+def two(once: Once) -> dict[str, Any]:
     """What two processes find, one start for all."""
     jobs = [f"{job}:{name}" for job in ("frozen", "modes") for name in OPTIMIZERS]
-    return launch("stages", "stage_resume", "start", "lamb_reference", "reference", *jobs, of="deepspeed_jobs")
+    jobs = ["stages", "stage_resume", "start", "lamb_reference", "reference", *jobs]
+    return once("deepspeed", lambda: launch(*jobs, of="deepspeed_jobs"))
 
 
 # -- ZeRO

@@ -10,6 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from lightning_eff.strategies.compressed_ddp import CompressedDDPStrategy
 from lightning_eff.strategies.local_sgd import LocalSGD
+from tests.conftest import Once
 from tests.models import flat, loader, module, trainer
 from tests.runs import NUM_STEPS, differences, final_state, fit
 from tests.strategies.communication_launch import launch
@@ -18,9 +19,10 @@ pytestmark = pytest.mark.timeout(900)  # one start of processes serves all, on a
 
 
 @pytest.fixture(scope="module")
-def two() -> dict[str, Any]:
+def two(once: Once) -> dict[str, Any]:
     """What two processes find, one start for all."""
-    return launch("local_equals_ddp", "local_resume", "local_validates", of="local_sgd_jobs")
+    jobs = ("local_equals_ddp", "local_resume", "local_validates")
+    return once("local_sgd", lambda: launch(*jobs, of="local_sgd_jobs"))
 
 
 def test_averaging_after_every_step_of_sgd_is_ddp(two: dict[str, Any]) -> None:

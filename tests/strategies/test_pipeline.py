@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import Once
 from tests.strategies.pipeline_around import CASES
 from tests.strategies.pipeline_cases import EXACT, REFUSED
 from tests.strategies.pipeline_compare import SCHEDULES
@@ -20,19 +21,19 @@ Results = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def two() -> Results:
+def two(once: Once) -> Results:
     """What the cases returned on each of two pipeline ranks."""
-    return launch(2, TWO)
+    return once("pipeline_two", lambda: launch(2, TWO))
 
 
 @pytest.fixture(scope="module")
-def four() -> Results:
-    return launch(4, WIDE)
+def four(once: Once) -> Results:
+    return once("pipeline_four", lambda: launch(4, WIDE))
 
 
 @pytest.fixture(scope="module")
-def more() -> Results:
-    return launch(2, SLOW)
+def more(once: Once) -> Results:
+    return once("pipeline_more", lambda: launch(2, SLOW))
 
 
 def results(everyone: Results, name: str) -> list[Any]:

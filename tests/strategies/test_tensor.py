@@ -10,6 +10,7 @@ from lightning_eff.strategies._tensor.exercise import exercised
 from lightning_eff.strategies._tensor.given import matches, wildcard
 from lightning_eff.strategies._tensor.sections import routes
 from lightning_eff.strategies._tensor.trace import Call, Record
+from tests.conftest import Once
 from tests.strategies.launch import launch
 from tests.strategies.tensor_jobs import PLANS
 
@@ -150,10 +151,10 @@ OTHERS = [
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
+def results(once: Once) -> dict[str, Any]:
     """All cases on two processes that start once."""
     names = [f"equal:{name}" for name in EQUAL] + [f"plan:{name}" for name in PLANS] + OTHERS
-    return launch("tests.strategies.tensor_jobs", "run_cases", *names, world_size=2)
+    return once("tensor", lambda: launch("tests.strategies.tensor_jobs", "run_cases", *names, world_size=2))
 
 
 def is_right(result: dict[str, Any], grad: float = GRAD, loss: float = 2e-6) -> None:
