@@ -1,8 +1,11 @@
 """What HybridParallelStrategy refuses, with the arithmetic or the way out; strings; no processes are started."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,6 +15,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 
+from benchmarks import context_parallel
 from lightning_eff import FP8Precision
 from lightning_eff.strategies._hybrid.arguments import check_run
 from lightning_eff.strategies._hybrid.layout import Layout, resolve
@@ -150,3 +154,48 @@ def test_importing_the_strategy_loads_no_engine() -> None:
         "assert not loaded and 'lightning_eff.strategies._tensor.plan' not in sys.modules, loaded"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+
+
+def test_the_context_parallel_script_without_gpus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    context_parallel.main(["--tiny", "--out", str(tmp_path / "found.json")])
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert len(found["seconds"]["whole"]) == 2 and found["seconds"]["divided"] == []
+    assert found["divided"].startswith("not run")
+    with pytest.raises(SystemExit):
+        context_parallel.main([])
+    assert "needs GPUs; got none" in capsys.readouterr().err
+
+
+def test_the_context_parallel_script_divides_positions_labels_and_loss_rightly() -> None:
+    """All but attention, which sees the other parts: without it, pieces add up to the whole."""
+    model = context_parallel.Model(vocabulary=64, dim=32, heads=2, layers=2)
+    for block in model.blocks:
+        torch.nn.init.zeros_(block.get_parameter("out.weight"))
+    text = torch.randint(64, (1, 33))
+    batch = {"ids": text[:, :-1], "labels": text[:, 1:], "positions": torch.arange(32)[None]}
+    whole = context_parallel.step(model, batch, nullcontext(), summed=False)
+    seen = [p for name, p in model.named_parameters() if not name.endswith("out.weight")]  # whose gradient is attention's
+    gradients = [p.grad.clone() for p in seen if p.grad is not None]
+    order = torch.tensor([*range(8), *range(24, 32), *range(8, 24)])  # as balanced for causal attention
+    parts = [{k: t[:, order].chunk(2, dim=1)[i] for k, t in batch.items()} for i in range(2)]
+    model.zero_grad()
+    losses = [model.loss(**part, count=32) for part in parts]
+    sum(losses, torch.zeros(())).backward()
+    assert float(sum(losses).detach()) == pytest.approx(float(whole), rel=1e-6)
+    again = [p.grad for p in seen if p.grad is not None]
+    for g, h in zip(gradients, again, strict=True):
+        torch.testing.assert_close(h, g, rtol=1e-4, atol=1e-6)
+
+
+def test_rotary_products_depend_on_distances_alone() -> None:
+    q, k = torch.randn(2, 1, 1, 1, 16).unbind()
+    at = [
+        float(
+            (context_parallel.rotated(q, torch.tensor([[i]])) * context_parallel.rotated(k, torch.tensor([[j]]))).sum()
+        )
+        for i, j in ((3, 1), (103, 101), (3, 2))
+    ]
+    assert at[1] == pytest.approx(at[0], abs=1e-4) and at[2] != pytest.approx(at[0], abs=1e-3)

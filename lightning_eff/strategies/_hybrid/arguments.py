@@ -48,7 +48,8 @@ def check_arguments(
         raise ValueError(
             f"{who}({context_parallel_size=}): expected 1. torch's context parallelism runs on GPUs only, and it divides the"
             " sequence under the module's own code, whose positions and loss means would then be computed from a part of"
-            " it. For long sequences take tensor_parallel_size with sequence_parallel=True, more pipeline stages, or the"
+            " it; benchmarks/context_parallel.py of the repository shows what a module has to do for it by hand. For long"
+            " sequences take tensor_parallel_size with sequence_parallel=True, more pipeline stages, or the"
             " Rematerialization technique."
         )
     for name, value in flags.items():
