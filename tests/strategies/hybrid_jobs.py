@@ -13,10 +13,12 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
+from torchmetrics import SumMetric
+from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_eff.strategies._hybrid.shards import local
 from lightning_eff.strategies.hybrid_parallel import HybridParallelStrategy
-from tests.models import Samples, flat, module, trainer
+from tests.models import VOCAB, Samples, flat, module, trainer
 
 Settings = dict[str, Any]
 
@@ -202,24 +204,29 @@ class Watching(pl.LightningModule):
     def __init__(self, inner: pl.LightningModule) -> None:
         super().__init__()
         self.inner = inner
+        self.trained, self.seen, self.right = SumMetric(), SumMetric(), MulticlassAccuracy(VOCAB, average="micro")
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self._loss(batch)
+        labels = batch["labels"].flatten()
+        self.trained.update(labels.numel())
+        loss = nn.functional.cross_entropy(self.inner(batch["input_ids"]).flatten(0, 1), labels)
         self.log("train", loss, on_step=True, on_epoch=True)
+        self.log("trained", self.trained, on_step=False, on_epoch=True)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        loss = self._loss(batch)
+        logits, labels = self.inner(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten()
+        loss = nn.functional.cross_entropy(logits, labels)
+        self.seen.update(labels.numel())
+        self.right(logits, labels)
+        self.log("val_seen", self.seen)
+        self.log("val_right", self.right)
         self.log("val", loss)
         self.log("val_synced", loss, sync_dist=True)
         self.log("val_sum", loss, sync_dist=True, reduce_fx="sum")
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.inner(batch["input_ids"]).argmax(-1)
-
-    def _loss(self, batch: Any) -> Tensor:
-        logits = self.inner(batch["input_ids"])
-        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)

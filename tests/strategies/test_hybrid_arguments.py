@@ -177,7 +177,9 @@ def test_the_context_parallel_script_divides_positions_labels_and_loss_rightly()
     text = torch.randint(64, (1, 33))
     batch = {"ids": text[:, :-1], "labels": text[:, 1:], "positions": torch.arange(32)[None]}
     whole = context_parallel.step(model, batch, nullcontext(), summed=False)
-    seen = [p for name, p in model.named_parameters() if not name.endswith("out.weight")]  # whose gradient is attention's
+    seen = [
+        p for name, p in model.named_parameters() if not name.endswith("out.weight")
+    ]  # whose gradient is attention's
     gradients = [p.grad.clone() for p in seen if p.grad is not None]
     order = torch.tensor([*range(8), *range(24, 32), *range(8, 24)])  # as balanced for causal attention
     parts = [{k: t[:, order].chunk(2, dim=1)[i] for k, t in batch.items()} for i in range(2)]

@@ -67,6 +67,9 @@ def _check_logs(logs: dict[str, Any]) -> None:
             assert rank["logged"].keys() == alone["logged"].keys(), name
             assert rank["again"] == pytest.approx({k: rank["logged"][k] for k in rank["again"]}), name
             assert rank["logged"]["val_synced"] == pytest.approx(alone["logged"]["val_synced"], abs=1e-5), name
+            assert rank["logged"]["trained"] == alone["logged"]["trained"], name
+            assert rank["logged"]["val_seen"] == alone["logged"]["val_seen"], name
+            assert rank["logged"]["val_right"] == pytest.approx(alone["logged"]["val_right"], abs=1e-6), name
             assert rank["logged"]["val_sum"] == pytest.approx(replicas * alone["logged"]["val_sum"], rel=1e-5), name
             assert rank["weights"] == pytest.approx(alone["weights"], abs=1e-2), name
             if replicas == 1:

@@ -88,6 +88,22 @@ def test_checkpoints_go_on_in_another_layout(tmp_path: Path) -> None:
     check(tmp_path, pairs, ["dp2_pp2", "tp2_dp2"])
 
 
+@pytest.mark.slow
+def test_dropout_of_a_pipeline_goes_on_as_it_would_have(tmp_path: Path) -> None:
+    """In the same layout, to the bit. Without a pipeline it is as in any Lightning run: random numbers begin anew."""
+    dropping = {**EIGHT, "module": {"dropout": 0.2}}
+    layouts = ("dp2_pp2", "pp4", "tp2_pp2")
+    cases: dict[str, Settings] = {}
+    for name in layouts:
+        cases[name] = {**dropping, "strategy": LAYOUTS[name], "save": f"{name}.dropout"}
+        cases[f"{name}, resumed"] = {**dropping, "strategy": LAYOUTS[name], "resume": f"{name}.dropout"}
+    found = launch(JOBS, "run_cases", str(tmp_path), cases, world_size=4)
+    plain = alone(directory=str(tmp_path))
+    for name in layouts:
+        assert found[f"{name}, resumed"] == found[name][3:], name
+        assert found[name] != pytest.approx(plain, abs=1e-3), "nothing was dropped"
+
+
 @pytest.mark.slow  # 4 layouts x 8 checkpoints and the plain one: minutes
 def test_checkpoints_of_every_layout_go_on_in_every_other(tmp_path: Path) -> None:
     saved = [f"{name}.{kind}" for name in LAYOUTS for kind in ("file", "folder")] + ["plain.file"]

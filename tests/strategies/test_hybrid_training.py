@@ -19,6 +19,12 @@ TWO: dict[str, Settings] = {
     "data, by value": {"model": "gpt2", "strategy": {}, "fit": BY_VALUE, "steps": 10},
     "replicas": {"model": "tiny_gpt", "strategy": {"shard": False}},
     "tensor, clipped": {"model": "gpt2", "strategy": {"tensor_parallel_size": 2}, "fit": ACCUMULATE, "steps": 10},
+    "tensor, sequence": {
+        "model": "llama",
+        "strategy": {"tensor_parallel_size": 2, "sequence_parallel": True},
+        "fit": ACCUMULATE,
+        "steps": 10,
+    },
     "pipeline, one name": {"model": "tiny_gpt", "strategy": "hybrid_pp2"},
     "pipeline, clipped": {"model": "gpt2", "strategy": {"pipeline_parallel_size": 2}, "fit": ACCUMULATE, "steps": 10},
     "pipeline, by value": {"model": "gpt2", "strategy": {"pipeline_parallel_size": 2}, "fit": BY_VALUE, "steps": 10},
@@ -47,6 +53,12 @@ FOUR: dict[str, Settings] = {
         "steps": 10,
     },
     "tensor x pipeline": {"model": "llama", "strategy": "hybrid_tp2_pp2", "fit": ACCUMULATE, "steps": 10},
+    "sequence x pipeline": {
+        "model": "gpt2",
+        "strategy": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "sequence_parallel": True},
+        "fit": ACCUMULATE,
+        "steps": 10,
+    },
 }
 
 MODELS = ("gpt2", "llama", "bert", "vit", "tiny_gpt")
@@ -58,6 +70,7 @@ GRID: dict[int, dict[str, Settings]] = {
         "dp2_pp2": {"pipeline_parallel_size": 2},
         "tp2_pp2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
         "dp2_tp2": {"tensor_parallel_size": 2},
+        "dp2_tp2, sequence": {"tensor_parallel_size": 2, "sequence_parallel": True},
     },
     8: {"dp2_tp2_pp2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}},
 }

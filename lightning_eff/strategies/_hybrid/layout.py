@@ -1,5 +1,6 @@
 """How many ways the processes are divided: sizes along the three axes, checked, and the device mesh of them."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -74,11 +75,15 @@ def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (layout.pipeline, layout.data, layout.tensor), mesh_dim_names=AXES)
 
 
-def model_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The processes that hold one replica of the model together: one group for each data-parallel rank; collective."""
-    ranks = mesh.mesh.permute(1, 0, 2).flatten(1).tolist()  # of each replica
+def group_over(mesh: DeviceMesh, *axes: str) -> dist.ProcessGroup:
+    """The processes that differ from this one in ``axes`` alone: those of (pipeline, tensor) hold one replica together.
+
+    Collective over all processes.
+    """
+    order = sorted(range(len(AXES)), key=lambda axis: AXES[axis] in axes)
+    size = math.prod(mesh.mesh.shape[AXES.index(axis)] for axis in axes)
     mine: dist.ProcessGroup | None = None
-    for members in ranks:
+    for members in mesh.mesh.permute(order).reshape(-1, size).tolist():
         group = dist.new_group(members)
         if dist.get_rank() in members:
             assert isinstance(group, dist.ProcessGroup)

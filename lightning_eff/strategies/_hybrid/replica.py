@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from lightning_eff._core import rng
 from lightning_eff._core.patches import Patches
@@ -24,7 +25,7 @@ from lightning_eff.strategies._hybrid.arguments import Settings, innermost
 from lightning_eff.strategies._hybrid.files import Files
 from lightning_eff.strategies._hybrid.gathering import Described, Gathering
 from lightning_eff.strategies._hybrid.initial import Initial
-from lightning_eff.strategies._hybrid.layout import DATA, PIPELINE, TENSOR, Layout, model_group
+from lightning_eff.strategies._hybrid.layout import DATA, PIPELINE, TENSOR, Layout, group_over
 from lightning_eff.strategies._hybrid.optimizer_state import NamedOptimizer, named, steps_apart
 from lightning_eff.strategies._hybrid.plain import Plain
 from lightning_eff.strategies._hybrid.shards import all_reduce_mean
@@ -125,6 +126,12 @@ class Replica:
         for root in self._roots:
             sharding.settle(root)
         self._reduced = {id(p) for root in self._roots for p in sharding.sharded_parameters(root)}
+        if (
+            layout.tensor > 1
+        ):  # whose ranks see the same samples: a torchmetrics sum over all ranks would count them twice
+            replicas = group_over(self.mesh, PIPELINE, DATA)
+            for metric in (m for m in module.modules() if isinstance(m, Metric) and m.process_group is None):
+                self._patches.set(metric, "process_group", replicas)
         self.plain.release()
         self.files = Files(self.module, self.plain, self.gathering, self.device, whole=self.replicated, who=self.who)
         if self.layout.data > 1 and not self.replicated:
@@ -148,7 +155,7 @@ class Replica:
 
     def _check_batch(self) -> Any:
         """A training batch, the same on all ranks of this replica, which draw the same numbers from now on; or None."""
-        group = model_group(self.mesh)
+        group = group_over(self.mesh, PIPELINE, TENSOR)
         batches.same_randomness(group, source=dist.get_rank(group) == 0)
         if not self.fitting:
             return None
