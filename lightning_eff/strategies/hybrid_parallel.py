@@ -47,7 +47,8 @@ class HybridParallelStrategy(ModelParallelStrategy):
     - Tensor: linear maps are split by Hugging Face's own plan or one that is proposed, checked against the unsplit module
       on a batch at setup, and printed.
     - Pipeline: every rank runs the module's own ``training_step`` on micro-batches, of which blocks of other stages are
-      left out; torch's schedules order them. What the cut would change is found at setup on one batch.
+      left out; torch's schedules order them. What the cut would change is found at setup on one batch, and so is what
+      micro-batches weigh: one with fewer labels that count (-100, padding) less, where the loss is a mean over tokens.
 
     Args:
         data_parallel_size: replicas; "auto" takes what the other sizes leave of the processes.

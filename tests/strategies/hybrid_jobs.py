@@ -18,7 +18,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_eff.strategies._hybrid.shards import local
 from lightning_eff.strategies.hybrid_parallel import HybridParallelStrategy
-from tests.models import VOCAB, Samples, flat, module, trainer
+from tests.models import LENGTH, VOCAB, Samples, flat, module, trainer
 
 Settings = dict[str, Any]
 
@@ -58,11 +58,16 @@ def apart(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
 class Ordered(pl.LightningDataModule):
     """The same samples in the same order in every layout: each data-parallel rank takes its part of each batch."""
 
-    def __init__(self, name: str, samples: int, batch_size: int) -> None:
+    def __init__(self, name: str, samples: int, batch_size: int, padded: bool = False) -> None:
         super().__init__()
         self.data, self.batch_size = Samples(name, samples), batch_size
-        if name == "bert":  # every token counts: else parts of a batch have other numbers of labels, and other means
+        if name == "bert" and not padded:  # each token counts: else replicas have other numbers of labels, as under DDP
             self.data.batch["labels"] = self.data.batch["labels"].clamp(min=0)
+        elif padded:  # samples of all lengths
+            labels = self.data.batch["labels"]
+            lengths = torch.arange(samples)[:, None] * 7 % (LENGTH - 4) + 4
+            self.data.batch["attention_mask"] = (torch.arange(LENGTH) < lengths).long()
+            self.data.batch["labels"] = labels.masked_fill(torch.arange(LENGTH) >= lengths, -100)
 
     def _loader(self) -> DataLoader[Any]:
         assert self.trainer is not None
@@ -88,6 +93,7 @@ def fit(
     samples: int = 96,
     ckpt_path: str | None = None,
     callbacks: tuple[pl.Callback, ...] = (),
+    padded: bool = False,
     **kwargs: Any,
 ) -> tuple[list[float], pl.Trainer]:
     """Train on the same samples in the same order, whatever the layout; ``batch_size`` is that of all replicas together.
@@ -97,7 +103,7 @@ def fit(
     """
     recorder = Recorder()
     run = trainer(recorder, *callbacks, strategy=strategy, devices=devices, max_steps=steps, max_epochs=-1, **kwargs)
-    run.fit(model, datamodule=Ordered(data, samples, batch_size), ckpt_path=ckpt_path)
+    run.fit(model, datamodule=Ordered(data, samples, batch_size, padded), ckpt_path=ckpt_path)
     return averaged(recorder.losses), run
 
 
@@ -139,7 +145,8 @@ def run_case(case: Settings, directory: str) -> list[float]:
 
     Args:
         case: "model", "strategy" (settings of HybridParallelStrategy, or a name), "devices", "fit" (of the Trainer), "steps",
-            "save" and "resume" (names of checkpoints in ``directory``), "keep" (name of a file for the weights).
+            "padded" (labels of -100 in unequal numbers), "save" and "resume" (names of checkpoints in ``directory``),
+            "keep" (name of a file for the weights).
     """
     model = made(case["model"], **case.get("module", {}))
     strategy = case["strategy"]
@@ -160,6 +167,7 @@ def run_case(case: Settings, directory: str) -> list[float]:
         samples=24,
         ckpt_path=f"{directory}/{case['resume']}" if "resume" in case else None,
         callbacks=callbacks,
+        padded=case.get("padded", False),
         **case.get("fit", {}),
     )
     if "keep" in case and int(os.environ.get("RANK", "0")) == case["devices"] - 1:

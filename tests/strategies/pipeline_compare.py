@@ -72,13 +72,17 @@ def reference(
     losses = []
     for number, batch in enumerate(batches, first):
         parts = split(batch, num)
+        shares = [1.0] * num
+        if "labels" in batch and bool((batch["labels"] == -100).any()):  # a mean over the labels that count
+            shares = [float((part["labels"] != -100).sum()) for part in parts]
         total = 0.0
         for i, part in enumerate(parts):
             with uncut(stack, Stream(seed, "train", number, i)):
                 output = wrap(steps(module))(part)
             loss = output if isinstance(output, Tensor) else output["loss"]
-            (loss / (num * len(batches))).backward()
-            total += float(loss.detach()) / num
+            share = shares[i] / sum(shares)
+            (loss * share / len(batches)).backward()
+            total += float(loss.detach()) * share
         losses.append(total)
     named = module.named_parameters(remove_duplicate=False)
     return losses, {n: p.grad for n, p in named if p.grad is not None}, module

@@ -27,6 +27,19 @@ TWO: dict[str, Settings] = {
     },
     "pipeline, one name": {"model": "tiny_gpt", "strategy": "hybrid_pp2"},
     "pipeline, clipped": {"model": "gpt2", "strategy": {"pipeline_parallel_size": 2}, "fit": ACCUMULATE, "steps": 10},
+    "pipeline, padded": {
+        "model": "gpt2",
+        "padded": True,
+        "strategy": {"pipeline_parallel_size": 2},
+        "fit": ACCUMULATE,
+        "steps": 10,
+    },
+    "pipeline, masked": {
+        "model": "bert",
+        "padded": True,
+        "strategy": {"pipeline_parallel_size": 2, "schedule": "DualPipeV"},
+        "steps": 10,
+    },
     "pipeline, by value": {"model": "gpt2", "strategy": {"pipeline_parallel_size": 2}, "fit": BY_VALUE, "steps": 10},
 }
 
@@ -78,7 +91,7 @@ GRID: dict[int, dict[str, Settings]] = {
 
 def reference(case: Settings, tmp_path: Path, cache: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and weights of the same training in this process alone."""
-    settings = {"model": case["model"], "steps": case.get("steps", 20), "fit": case.get("fit", {})}
+    settings = {key: case[key] for key in ("model", "steps", "fit", "padded") if key in case}
     key = repr(settings)
     if key not in cache:
         losses = run_case({**settings, "strategy": "auto", "devices": 1, "keep": "alone.pt"}, str(tmp_path))

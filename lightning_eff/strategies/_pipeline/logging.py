@@ -20,6 +20,7 @@ class Record:
     options: dict[str, Any]
     values: list[Any] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
+    weights: list[float] | None = None
 
     def value(self) -> Tensor:
         """The value over all micro-batches, as ``reduce_fx`` says: the mean, unless a sum, maximum or minimum."""
@@ -29,6 +30,8 @@ class Record:
         if name in ("sum", "max", "min"):
             return {"sum": torch.sum, "max": torch.max, "min": torch.min}[name](stacked)
         if name in ("mean", "avg"):
+            if self.weights is not None:
+                return stacked @ torch.tensor(self.weights, dtype=torch.float64)
             if self.sizes and len(self.sizes) == len(self.values) and sum(self.sizes) > 0:
                 weights = torch.tensor(self.sizes, dtype=torch.float64)
                 return (stacked * weights).sum() / weights.sum()

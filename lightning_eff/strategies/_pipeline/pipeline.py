@@ -35,6 +35,7 @@ from lightning_eff.strategies._pipeline.schedules import Schedules
 from lightning_eff.strategies._pipeline.streams import Stream
 from lightning_eff.strategies._pipeline.verify import Verification, bypassed, no_reentrant
 from lightning_eff.strategies._pipeline.view import Stack
+from lightning_eff.strategies._pipeline.weights import Weights, weighted
 
 _CHECKED_PASSES = 2
 
@@ -124,6 +125,7 @@ class Pipeline:
         self._agreement = Agreement(module, group, self.layout.last_rank, self.device)
         self._shared: SharedGradients | None = None
         self._schedules = Schedules(self)
+        self._weights = Weights(who=who)
         self._most: int | None = None
 
     # -- setup
@@ -166,13 +168,16 @@ class Pipeline:
         """
         size = num_samples(batch)
         number, _ = layouts.num_microbatches(size, self.num_microbatches, self.layout, most=None, who=self.who)
-        part = split(batch, number)[0]
+        parts = split(batch, number)
+        part = parts[0]
         checks = Verification(self.module, self.stack, self.layout, step, part, device=self.device, who=self.who)
         holdings_here, found = checks.run()
         told: list[Any] = [holdings_here]
         dist.broadcast_object_list(told, group_src=0, group=self.group)
         self.holdings = told[0]
         self._schedules.verified(found, step, part)
+        self._weights.learn(self.module, self.stack, step, batch, parts)
+        self._weights.agree()
 
     def bypassed(self, stage: int) -> str:
         """What to say when a stage depends on more of the earlier blocks than it receives."""
@@ -244,7 +249,8 @@ class Pipeline:
     ) -> Tensor:
         """Forward and backward passes of all micro-batches of a batch.
 
-        Gradients are added to ``p.grad``: those of the mean loss over the micro-batches, divided by ``accumulate``.
+        Gradients are added to ``p.grad``: those of the mean loss over the micro-batches, where some have more tokens that
+        count a weighted one (see :mod:`.weights`), divided by ``accumulate``.
         Those of :attr:`shared` parameters are summed over the pipeline ranks. What the step logged is logged on all
         ranks.
 
@@ -266,12 +272,13 @@ class Pipeline:
             raise RuntimeError("Pipeline.run: the module is not cut; call cut() first.")
         microbatches, name = self._microbatches(batch)
         number = len(microbatches)
+        weights = self._weights.of(microbatches)
         recorders = Recorders(self.module, self.local_stages, who=self.who)
         state = rng.capture()
         kept = None if self._shared is None else self._shared.set_aside()
         try:
             schedule, likes = self._schedules.of(name, step, microbatches)
-            self.running = Running(step, microbatches, self.passes, scale / (number * accumulate), likes, recorders)
+            self.running = Running(step, microbatches, self.passes, scale / accumulate, weights, likes, recorders)
             self._execute(schedule, number)
             losses = self.running.losses
         finally:
@@ -283,20 +290,20 @@ class Pipeline:
         self.reduce_shared()
         if self._shared is not None and kept is not None:
             self._shared.put_back(kept)
-        total = float(torch.stack(losses).double().mean()) if losses else 0.0
-        (loss,), logged = self._agreement.share("train", recorders.take(), [total])
+        records = recorders.take()
+        total = weighted(losses, weights, records) if losses else 0.0
+        (loss,), logged = self._agreement.share("train", records, [total])
         replay(self.module, logged)
         return torch.tensor(loss, dtype=torch.float32, device=self.device)
 
     def _execute(self, schedule: Any, number: int) -> None:
         running = self.running
         assert running is not None
-        target = torch.zeros(number)  # unused; PyTorch's schedules index it
         torch_log = logging.getLogger("torch.distributed.pipelining.schedules")
         level = torch_log.level
         torch_log.setLevel(logging.CRITICAL)  # after an error it would print the whole schedule above its message
         try:
-            schedule.step(mb=torch.arange(number), target=target, return_outputs=False)
+            schedule.step(mb=torch.arange(number), target=torch.arange(number), return_outputs=False)
         except BaseException as error:
             self._schedules.clear()
             failure = running.failure

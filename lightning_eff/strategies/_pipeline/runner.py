@@ -65,7 +65,8 @@ class Running:
     """One training pass.
 
     Attributes:
-        factor: what a micro-batch's loss is multiplied by before its backward pass.
+        scale: what the batch's loss is multiplied by before the backward passes.
+        weights: of the micro-batches' losses in it, summing to 1; None if they are all the same.
         likes: shape and type of the hidden state between stages ``s`` and ``s + 1``.
         passes: by stage and micro-batch, those whose backward pass is still to come.
     """
@@ -73,12 +74,17 @@ class Running:
     step: Step
     microbatches: list[Any]
     number: int
-    factor: Any
+    scale: Any
+    weights: list[float] | None
     likes: dict[int, Like]
     recorders: Recorders
-    losses: list[Tensor] = field(default_factory=list)
+    losses: dict[int, Tensor] = field(default_factory=dict)
     passes: dict[tuple[int, int], Pass] = field(default_factory=dict)
     failure: BaseException | None = None
+
+    def factor(self, microbatch: int) -> Any:
+        """What that micro-batch's loss is multiplied by."""
+        return self.scale * (1 / len(self.microbatches) if self.weights is None else self.weights[microbatch])
 
 
 class Stage(PipelineStage):
@@ -210,7 +216,7 @@ class StageRunner(nn.Module):
             put_back()
         if not exited:
             loss = loss_of(output, who=who)
-            running.losses.append(loss.detach().clone())
+            running.losses[mb] = loss.detach().clone()
             return loss
         shape, dtype = running.likes[self.stage]
         if tuple(output.shape) != shape or output.dtype != dtype:

@@ -59,7 +59,7 @@ class Schedules:
 
         def scaled(loss: Tensor, target: Tensor) -> Tensor:
             assert pipeline.running is not None
-            return loss * pipeline.running.factor
+            return loss * pipeline.running.factor(int(target))
 
         cls = cast("Any", SCHEDULES[name])
         one = name in ONE_STAGE
