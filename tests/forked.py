@@ -12,7 +12,9 @@ import json
 import os
 import random
 import runpy
+import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -52,7 +54,7 @@ def rank_of(rank: int, world_size: int, port: int, module: str, directory: str, 
 
 def main() -> None:
     port, size, module, directory, *arguments = sys.argv[1:]
-    world_size = int(size)
+    world_size, parent = int(size), os.getppid()
     for name in SHARED:
         importlib.import_module(name)
     ranks: dict[int, int] = {}
@@ -63,8 +65,13 @@ def main() -> None:
         ranks[child] = rank
     codes = [0] * world_size
     while ranks:
-        child, status = os.wait()
-        codes[ranks.pop(child)] = os.waitstatus_to_exitcode(status)
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if child:
+            codes[ranks.pop(child)] = os.waitstatus_to_exitcode(status)
+        elif os.getppid() != parent:  # whoever wanted the result is gone
+            os.killpg(0, signal.SIGKILL)
+        else:
+            time.sleep(0.02)
     Path(directory, "codes.json").write_text(json.dumps(codes))
 
 

@@ -11,7 +11,7 @@ from tests import processes
 _HERE = "tests.strategies.launch"
 
 
-def launch(module: str, job: str, *arguments: Any, world_size: int, timeout: float = 600) -> dict[str, Any]:
+def launch(module: str, job: str, *arguments: Any, world_size: int, timeout: float = 3600) -> dict[str, Any]:
     """What rank 0's ``job`` of ``module`` returned, run in ``world_size`` processes with ``arguments`` (JSON)."""
     return processes.launch(
         _HERE, module, job, json.dumps(arguments), world_size=world_size, timeout=timeout, forked=True

@@ -106,5 +106,6 @@ def test_four_processes_hold_log_and_leave_what_they_should() -> None:
 
 
 @pytest.mark.slow  # every layout: minutes
+@pytest.mark.timeout(3600)
 def test_every_layout_holds_logs_and_leaves_what_it_should() -> None:
     check(ALL)

@@ -89,6 +89,7 @@ def test_checkpoints_go_on_in_another_layout(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_dropout_of_a_pipeline_goes_on_as_it_would_have(tmp_path: Path) -> None:
     """In the same layout, to the bit. Without a pipeline it is as in any Lightning run: random numbers begin anew."""
     dropping = {**EIGHT, "module": {"dropout": 0.2}}
@@ -105,6 +106,7 @@ def test_dropout_of_a_pipeline_goes_on_as_it_would_have(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # 4 layouts x 8 checkpoints and the plain one: minutes
+@pytest.mark.timeout(3600)
 def test_checkpoints_of_every_layout_go_on_in_every_other(tmp_path: Path) -> None:
     saved = [f"{name}.{kind}" for name in LAYOUTS for kind in ("file", "folder")] + ["plain.file"]
     check(tmp_path, list(itertools.product(saved, LAYOUTS)), list(LAYOUTS))

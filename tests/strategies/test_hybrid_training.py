@@ -122,7 +122,8 @@ def test_four_processes_train_as_one(tmp_path: Path) -> None:
     compare(FOUR, 4, tmp_path)
 
 
-@pytest.mark.slow  # the full grid, of minutes
+@pytest.mark.slow  # the full grid: half an hour on two cores
+@pytest.mark.timeout(4000)
 @pytest.mark.parametrize("world_size", GRID)
 def test_every_model_in_every_layout_trains_as_one(world_size: int, tmp_path: Path) -> None:
     layouts = GRID[world_size]

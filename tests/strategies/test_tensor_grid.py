@@ -29,6 +29,7 @@ FSDP = [
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_more_models() -> None:
     results = launch("tests.strategies.tensor_jobs", "run_cases", *(f"equal:{m}" for m in MODELS), *MORE, world_size=2)
     for name in MODELS:
@@ -40,6 +41,7 @@ def test_more_models() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_four_ranks() -> None:
     names = [f"equal:{name}" for name in FOUR] + [f"fsdp:{name}" for name in FSDP] + ["equal:gpt2"]
     results = launch("tests.strategies.tensor_jobs", "run_cases", *names, world_size=4)
