@@ -19,6 +19,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_eff.strategies._hybrid.shards import local
 from lightning_eff.strategies.hybrid_parallel import HybridParallelStrategy
 from tests.models import LENGTH, VOCAB, Samples, flat, module, trainer
+from tests.strategies import pipeline_models
 
 Settings = dict[str, Any]
 
@@ -137,6 +138,8 @@ class Holdings(pl.Callback):
 def made(name: str, **kwargs: Any) -> pl.LightningModule:
     """The module of that name with first weights that are always the same, without dropout unless asked for."""
     pl.seed_everything(1, verbose=False)
+    if name in pipeline_models.SLOW:
+        return pipeline_models.model(name)
     return module(name, **{"dropout": 0.0, **kwargs})
 
 

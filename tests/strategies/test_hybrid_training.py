@@ -8,6 +8,7 @@ import torch
 
 from tests.strategies.hybrid_jobs import Settings, apart, run_case
 from tests.strategies.launch import launch
+from tests.strategies.pipeline_models import SLOW
 
 JOBS = "tests.strategies.hybrid_jobs"
 ACCUMULATE = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
@@ -138,4 +139,5 @@ def test_every_model_in_every_layout_trains_as_one(world_size: int, tmp_path: Pa
             name: {"model": "gpt2", "strategy": {"pipeline_parallel_size": 2, "schedule": name}, "fit": ACCUMULATE}
             for name in SCHEDULES
         }
+        cases |= {name: {"model": name, "strategy": {"pipeline_parallel_size": 2}} for name in SLOW}
     compare(cases, world_size, tmp_path)
