@@ -350,13 +350,15 @@ class HybridParallelStrategy(ModelParallelStrategy):
         module = self.lightning_module
         trainer = module._trainer if module is not None else None
         failed = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
-        if self._replica is not None:
-            self._replica.undo(gather=self.gather_after_fit and not failed)
-        self._replica = None
+        replica, self._replica = self._replica, None
+        if replica is not None:
+            replica.undo(gather=self.gather_after_fit and not failed)
+        if not failed:
+            self.barrier()  # nobody takes a rank that is done for one that is dead
         if self._watch is not None:
-            if not failed:
-                self.barrier()  # nobody takes a rank that is done for one that is dead
             self._watch.end()
+        if replica is not None and not failed:
+            replica.end_groups()
         if module is not None:
             self.model = module
             module._device_mesh = None

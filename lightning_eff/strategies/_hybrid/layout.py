@@ -46,6 +46,9 @@ def check_size(name: str, value: Any, *, who: str, auto: bool = False) -> None:
         raise ValueError(f"{who}({name}={value!r}): expected {either}a number of processes, an integer >= 1.")
 
 
+_MESHES: dict[tuple[Layout, str], tuple[Any, DeviceMesh]] = {}
+
+
 def resolve(data: int | Literal["auto"], tensor: int, pipeline: int, world: int, *, who: str) -> Layout:
     """The layout of ``world`` processes; ``data="auto"`` takes what the two other sizes leave.
 
@@ -71,8 +74,16 @@ def resolve(data: int | Literal["auto"], tensor: int, pipeline: int, world: int,
 
 
 def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    """The mesh of all processes, with the axes ``AXES``; collective."""
-    return init_device_mesh(device.type, (layout.pipeline, layout.data, layout.tensor), mesh_dim_names=AXES)
+    """The mesh of all processes, with the axes ``AXES``; collective.
+
+    Runs of one layout in one process share it: its process groups have threads, and cannot be ended, because torch keeps
+    plans for DTensors by meshes that are equal.
+    """
+    world, made = _MESHES.get((layout, device.type), (None, None))
+    if made is None or world is not dist.group.WORLD:
+        made = init_device_mesh(device.type, (layout.pipeline, layout.data, layout.tensor), mesh_dim_names=AXES)
+        _MESHES[layout, device.type] = dist.group.WORLD, made
+    return made
 
 
 def group_over(mesh: DeviceMesh, *axes: str) -> dist.ProcessGroup:

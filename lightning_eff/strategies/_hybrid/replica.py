@@ -78,6 +78,7 @@ class Replica:
         self._reduced: set[int] = set()  # parameters whose gradients FSDP2 reduces
         self._stash = gradients.Stash(module)
         self._buffers: list[Tensor] = []
+        self._groups: list[dist.ProcessGroup] = []
 
     # -- at setup
 
@@ -129,7 +130,7 @@ class Replica:
         if (
             layout.tensor > 1
         ):  # whose ranks see the same samples: a torchmetrics sum over all ranks would count them twice
-            replicas = group_over(self.mesh, PIPELINE, DATA)
+            replicas = self._group_over(PIPELINE, DATA)
             for metric in (m for m in module.modules() if isinstance(m, Metric) and m.process_group is None):
                 self._patches.set(metric, "process_group", replicas)
         self.plain.release()
@@ -148,6 +149,10 @@ class Replica:
         self._divided = True
         return self._model
 
+    def _group_over(self, *axes: str) -> dist.ProcessGroup:
+        self._groups.append(group_over(self.mesh, *axes))
+        return self._groups[-1]
+
     def _anywhere(self, here: bool) -> bool:
         told = torch.tensor(int(here), device=self.device)
         dist.all_reduce(told, dist.ReduceOp.MAX)
@@ -155,7 +160,7 @@ class Replica:
 
     def _check_batch(self) -> Any:
         """A training batch, the same on all ranks of this replica, which draw the same numbers from now on; or None."""
-        group = group_over(self.mesh, PIPELINE, TENSOR)
+        group = self._group_over(PIPELINE, TENSOR)
         batches.same_randomness(group, source=dist.get_rank(group) == 0)
         if not self.fitting:
             return None
@@ -383,6 +388,11 @@ class Replica:
             self._undo_division(gather=gather)
         if self._synced:
             self._layer_sync.revert(self.module)
+
+    def end_groups(self) -> None:
+        """Let go of the process groups that were made for this run: each has threads. Once all ranks are done."""
+        for group in (*self._groups, *([] if self.pipeline is None else self.pipeline.groups)):
+            dist.destroy_process_group(group)
 
     def _undo_division(self, *, gather: bool) -> None:
         for root in self._roots:

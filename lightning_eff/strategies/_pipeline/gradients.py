@@ -30,6 +30,7 @@ class SharedGradients:
             self._names.setdefault(ranks, []).append(name)
         everyone = tuple(range(dist.get_world_size(group)))
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
+        self.made: list[ProcessGroup] = []  # groups of this object alone
         for ranks in sorted(self._names):
             if ranks == everyone:
                 self._groups[ranks] = group
@@ -38,6 +39,7 @@ class SharedGradients:
                 made = dist.new_group(members, use_local_synchronization=True)
                 assert isinstance(made, ProcessGroup)
                 self._groups[ranks] = made
+                self.made.append(made)
 
     def parameters(self) -> list[nn.Parameter]:
         """The shared parameters of this rank."""
