@@ -59,6 +59,8 @@ FOUR: dict[str, Settings] = {
         "steps": 10,
     },
     "pipeline": {"model": "vit", "strategy": "hybrid_pp4"},
+    "pipeline, first and last share": {"model": "gpt2", "strategy": "hybrid_pp4", "steps": 4},
+    "pipeline, they share again": {"model": "bert", "strategy": "hybrid_pp4", "steps": 4},
     "data x tensor": {"model": "llama", "strategy": {"tensor_parallel_size": 2}, "steps": 10},
     "data x tensor, clipped": {
         "model": "gpt2",

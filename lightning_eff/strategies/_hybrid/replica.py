@@ -391,7 +391,7 @@ class Replica:
 
     def end_groups(self) -> None:
         """Let go of the process groups that were made for this run: each has threads. Once all ranks are done."""
-        for group in (*self._groups, *([] if self.pipeline is None else self.pipeline.groups)):
+        for group in self._groups:
             dist.destroy_process_group(group)
 
     def _undo_division(self, *, gather: bool) -> None:

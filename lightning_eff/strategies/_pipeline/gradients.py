@@ -1,6 +1,7 @@
 """Gradients of parameters that several pipeline ranks hold: summed over those ranks, since each has a part."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,6 +10,22 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from lightning_eff.strategies._pipeline.memory import registered
+
+_GROUPS: dict[tuple[int, ...], tuple[Any, ProcessGroup]] = {}
+
+
+def group_of(members: tuple[int, ...]) -> ProcessGroup:
+    """A process group of these global ranks, this one among them, the same in every run of this process.
+
+    It is made by its members alone. torch names such a group by its ranks, so that one which was ended could not be made
+    again: the name would lead to the addresses of the first.
+    """
+    world, made = _GROUPS.get(members, (None, None))
+    if made is None or world is not dist.group.WORLD:
+        made = dist.new_group(list(members), use_local_synchronization=True)
+        assert isinstance(made, ProcessGroup)
+        _GROUPS[members] = dist.group.WORLD, made
+    return made
 
 
 class SharedGradients:
@@ -30,16 +47,11 @@ class SharedGradients:
             self._names.setdefault(ranks, []).append(name)
         everyone = tuple(range(dist.get_world_size(group)))
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
-        self.made: list[ProcessGroup] = []  # groups of this object alone
         for ranks in sorted(self._names):
             if ranks == everyone:
                 self._groups[ranks] = group
             else:
-                members = [dist.get_global_rank(group, rank) for rank in ranks]
-                made = dist.new_group(members, use_local_synchronization=True)
-                assert isinstance(made, ProcessGroup)
-                self._groups[ranks] = made
-                self.made.append(made)
+                self._groups[ranks] = group_of(tuple(dist.get_global_rank(group, rank) for rank in ranks))
 
     def parameters(self) -> list[nn.Parameter]:
         """The shared parameters of this rank."""

@@ -231,11 +231,6 @@ class Pipeline:
         inside = {id(p) for stage in self.stages for block in stage.blocks for p in block.parameters()}
         yield from (p for p in self.module.parameters() if id(p) not in inside)
 
-    @property
-    def groups(self) -> list[ProcessGroup]:
-        """Process groups that were made here, and that nobody else uses."""
-        return [] if self._shared is None else self._shared.made
-
     def reduce_shared(self) -> None:
         """Sum the gradients of :attr:`shared` over the pipeline ranks that hold them; on all ranks together."""
         if self._shared is not None:
