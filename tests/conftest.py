@@ -38,6 +38,8 @@ def leave_no_trace() -> Iterator[None]:
     yield
     assert (torch.is_grad_enabled(), torch.get_default_dtype(), torch.is_autocast_enabled("cpu")) == before
     assert not _get_current_function_mode_stack()
+    if torch.distributed.is_initialized():  # Lightning leaves its process group to the end of the process
+        torch.distributed.destroy_process_group()
     if session._OPEN:  # a collection takes most of a second
         gc.collect()
     assert not list(session._OPEN), "a test left a session open"

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,6 @@ from lightning_eff.strategies._hybrid.arguments import check_run
 from lightning_eff.strategies._hybrid.layout import Layout, resolve
 from lightning_eff.strategies.hybrid_parallel import HybridParallelStrategy
 from tests.models import TinyClassifier, loader, trainer
-
-
-@pytest.fixture(autouse=True)
-def no_group_left() -> Iterator[None]:
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(

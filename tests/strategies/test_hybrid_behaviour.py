@@ -1,10 +1,8 @@
 """What a run holds, logs, predicts and leaves behind in each layout; first weights; precision plugins."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from tests.strategies.hybrid_jobs import Settings, observe_logs, observe_precision
 from tests.strategies.launch import launch
@@ -37,13 +35,6 @@ ALL: dict[str, Any] = {
     "precisions": ["bf16-mixed", "bf16-true", "fp8", "act", "16-mixed"],
 }
 TOLERANCE = {"bf16-mixed": 4e-3, "bf16-true": 6e-2, "fp8": 2e-2, "act": 1e-2}
-
-
-@pytest.fixture(autouse=True)
-def no_group_left() -> Iterator[None]:
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def check(asked: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """What micro-batches weigh: the rule that makes their losses the batch's is found, or its absence said."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,10 +22,8 @@ LENGTH, PARTS = 8, 4
 
 
 @pytest.fixture(autouse=True)
-def one_process() -> Iterator[None]:
+def one_process() -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def batch() -> dict[str, Tensor]:
