@@ -158,18 +158,26 @@ def split_output(output: Any) -> tuple[Tensor, tuple[Any, ...] | None]:
     )
 
 
-class PassThrough(nn.Module):
-    """Stands in the container for a block that a step drops: hands the hidden state on and does no work."""
+class InPlaceOf(nn.Module):
+    """Stands in a container for a block: owns no parameters, and attributes that it has not are the block's."""
 
-    def __init__(self, stack: "BlockStack", block: nn.Module) -> None:
+    def __init__(self, block: nn.Module) -> None:
         super().__init__()
-        self.__dict__.update(_stack=stack, _block=block)  # not registered: it owns no parameters
+        self.__dict__["_block"] = block  # not registered
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["_block"], name)
+
+
+class PassThrough(InPlaceOf):
+    """In the place of a block that a step drops: hands the hidden state on and does no work."""
+
+    def __init__(self, stack: "BlockStack", block: nn.Module) -> None:
+        super().__init__(block)
+        self.__dict__["_stack"] = stack
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The block's hidden state, in the form in which blocks of this stack return theirs."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_eff._core.blocks import InPlaceOf
 from lightning_eff.strategies._pipeline.layout import Layout
 from lightning_eff.strategies._pipeline.view import Stack
 
@@ -22,18 +23,8 @@ def emptied(tensor: Tensor) -> Tensor:
     return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
-class Freed(nn.Module):
-    """In the place of a block that another rank owns: no parameters, no buffers; other attributes are the block's."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.__dict__["_block"] = block
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_block"], name)
+class Freed(InPlaceOf):
+    """In the place of a block that another rank owns."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
