@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff.strategies._communication.codecs import QuantizedCodec, SignCodec
+from lightning_eff.strategies._communication.exchange import log_traffic
 
 if TYPE_CHECKING:
     from lightning_eff.strategies._communication.hooks import GradientHook
@@ -181,15 +182,8 @@ class CompressedDDPStrategy(DDPStrategy):
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self._state is not None and self.lightning_module is not None and self._state.last.plain:
-            sent, plain = self._state.last.sent, self._state.last.plain
-            metrics = {"sent_bytes": sent, "plain_bytes": plain, "ratio": sent / plain}
-            self.lightning_module.log_dict(
-                {f"eff/compressed_ddp/{name}": value for name, value in metrics.items()},
-                on_step=True,
-                on_epoch=False,
-                batch_size=1,
-            )
+        if self._state is not None:
+            log_traffic(self.lightning_module, "compressed_ddp", self._state.last)
         return output
 
     # -- checkpoints

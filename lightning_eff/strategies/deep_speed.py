@@ -17,6 +17,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff.strategies._communication.exchange import log_traffic
 from lightning_eff.strategies._communication.onebit_adam import OneBitAdam
 from lightning_eff.strategies._communication.onebit_lamb import OneBitLamb
 from lightning_eff.strategies._communication.onebit_optimizer import OneBitOptimizer, check_source
@@ -185,15 +186,8 @@ class DeepSpeedEffStrategy(DeepSpeedStrategy):
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self._optimizer is not None and self.lightning_module is not None and self._optimizer.traffic.plain:
-            sent, plain = self._optimizer.traffic.sent, self._optimizer.traffic.plain
-            metrics = {"sent_bytes": sent, "plain_bytes": plain, "ratio": sent / plain}
-            self.lightning_module.log_dict(
-                {f"eff/deepspeed/{name}": value for name, value in metrics.items()},
-                on_step=True,
-                on_epoch=False,
-                batch_size=1,
-            )
+        if self._optimizer is not None:
+            log_traffic(self.lightning_module, "deepspeed", self._optimizer.traffic)
         return output
 
     # -- weights that ranks hold of their own, between the meetings of 0/1 Adam

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_eff.strategies._communication.codecs import Codec
@@ -35,6 +36,14 @@ class Traffic:
     def instead_of(self, num_bytes: float, world_size: int) -> None:
         """Count what plain DDP would send for gradients of ``num_bytes``."""
         self.plain += 2 * num_bytes * (world_size - 1) / world_size
+
+
+def log_traffic(module: LightningModule | None, name: str, traffic: Traffic) -> None:
+    """Log a step's bytes under ``eff/<name>/``, and their ratio; nothing before a step sent any."""
+    if module is not None and traffic.plain:
+        values = {"sent_bytes": traffic.sent, "plain_bytes": traffic.plain, "ratio": traffic.sent / traffic.plain}
+        logged = {f"eff/{name}/{key}": value for key, value in values.items()}
+        module.log_dict(logged, on_step=True, on_epoch=False, batch_size=1)
 
 
 @dataclass
