@@ -9,14 +9,13 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
 from lightning_eff._core import rng
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.loaders import apart
 from lightning_eff._core.session import Session
-from lightning_eff._core.steps import silent
+from lightning_eff._core.steps import in_evaluation, silent, takes_index
 
 
 def forward_over_training_data(session: Session, num_batches: int | None, *, epoch: int) -> int:
@@ -48,7 +47,7 @@ def forward_over_training_data(session: Session, num_batches: int | None, *, epo
             "Got a training loader without a length, and no number of batches to go over; expected one of the two,"
             " since the data may never end. Give the number of batches."
         )
-    takes_index = is_param_in_hook_signature(session.chain.original, "batch_idx", min_args=2)
+    with_index = takes_index(session.chain.original)
     training_step = session._evaluation(session.chain.original)
     start, stage, index = time.perf_counter(), trainer.state.stage, -1
     with rng.keyed(session.seed, "passes", epoch), torch.inference_mode(False), torch.no_grad():
@@ -60,7 +59,7 @@ def forward_over_training_data(session: Session, num_batches: int | None, *, epo
                 batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
                 batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
                 with trainer.precision_plugin.train_step_context():
-                    training_step(batch, *((index,) if takes_index else ()))
+                    training_step(batch, *((index,) if with_index else ()))
                 with suppress(ValueError):  # batches of no tensors have no samples to count
                     cost.forward_samples += num_samples(batch)
         finally:
@@ -74,15 +73,10 @@ def forward_over_training_data(session: Session, num_batches: int | None, *, epo
 @contextmanager
 def unseen(session: Session) -> Iterator[None]:
     """Evaluation mode in the precision of a training step, without a graph and without a trace afterwards."""
-    training = [(m, m.training) for m in session.module.modules()]
     precision = session.trainer.precision_plugin.train_step_context()
-    with torch.no_grad(), rng.fork(), silent(session.module), precision:
-        session.module.eval()
-        try:
-            yield
-        finally:
-            for m, mode in training:
-                m.training = mode
+    evaluation = in_evaluation(session.module.modules())
+    with torch.no_grad(), rng.fork(), silent(session.module), precision, evaluation:
+        yield
 
 
 def call_of(session: Session, block: nn.Module, batch: Any, batch_idx: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -100,10 +94,10 @@ def call_of(session: Session, block: nn.Module, batch: Any, batch_idx: int) -> t
         calls.append((tuple(_apart(value) for value in args), {key: _apart(value) for key, value in kwargs.items()}))
 
     chain, start = session.chain, time.perf_counter()
-    takes_index = is_param_in_hook_signature(chain.original, "batch_idx", min_args=2)
+    with_index = takes_index(chain.original)
     handle = block.register_forward_pre_hook(note, with_kwargs=True)
     try:
-        session._evaluation(chain.original)(batch, *((batch_idx,) if takes_index else ()))
+        session._evaluation(chain.original)(batch, *((batch_idx,) if with_index else ()))
     finally:
         handle.remove()
     chain.cost.forward_passes += 1

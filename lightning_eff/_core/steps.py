@@ -2,14 +2,15 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_eff._core import rng
@@ -54,6 +55,24 @@ class Cost:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.__dict__.update(state)
+
+
+def takes_index(step: Any) -> bool:
+    """Whether a step method has a parameter ``batch_idx``."""
+    return is_param_in_hook_signature(step, "batch_idx", min_args=2)
+
+
+@contextmanager
+def in_evaluation(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let these modules, one by one, be in evaluation mode; afterwards each is in the mode it was in."""
+    modes = [(m, m.training) for m in modules]
+    try:
+        for m, _ in modes:
+            m.training = False
+        yield
+    finally:
+        for m, mode in modes:
+            m.training = mode
 
 
 @contextmanager

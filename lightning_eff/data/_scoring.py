@@ -24,7 +24,7 @@ from lightning_eff._core.losses import (
     mean_by_sample,
 )
 from lightning_eff._core.session import Session
-from lightning_eff._core.steps import Around, Proceed, Step
+from lightning_eff._core.steps import Around, Proceed, Step, in_evaluation
 
 SampleLoss = Callable[[LightningModule, Any], Tensor]
 
@@ -135,18 +135,13 @@ class Scorer:
         """
         every = [*step.module.modules()]
         for still in (every, [m for m in every if isinstance(m, _NormBase | _DropoutNd)]):
-            flags = [(m, m.training) for m in still]
             try:
-                for m in still:
-                    m.training = False
-                stays = self._stays(seed, step, batch, size)
+                with in_evaluation(still):
+                    stays = self._stays(seed, step, batch, size)
             except Exception:  # a step that cannot run in evaluation mode runs with these layers alone in it
                 if still is not every:
                     raise
                 stays = None
-            finally:
-                for m, flag in flags:
-                    m.training = flag
             if stays is not None:
                 return stays
         return True  # not visible at all, which the step itself will tell

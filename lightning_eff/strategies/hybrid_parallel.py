@@ -222,8 +222,8 @@ class HybridParallelStrategy(ModelParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
         from lightning_eff.strategies._hybrid.replica import (
-            Replica,
-        )  # with torch's engines, which an import need not load
+            Replica,  # with torch's engines, which imports need not load
+        )
 
         self.accelerator.setup(trainer)
         module = self.lightning_module

@@ -7,13 +7,12 @@ from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_eff._core import rng
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.blocks import BlockStack
 from lightning_eff._core.session import Session
-from lightning_eff._core.steps import silent
+from lightning_eff._core.steps import silent, takes_index
 from lightning_eff.memory._planning.offload_plan import optimal_with_offload, smallest_budget_with_offload
 from lightning_eff.memory._planning.plan import Item, Keep, Plan, Segment, Stage, keep_all
 from lightning_eff.memory._planning.rotor import optimal, smallest_budget
@@ -71,11 +70,11 @@ def measure(
     """
     chain, began = session.chain, time.perf_counter()
     profiler = Profiler(session.module, stack.blocks[: stack.active])
-    takes_index = is_param_in_hook_signature(chain.original, "batch_idx", min_args=2)
+    with_index = takes_index(chain.original)
     while True:
         precision = session.trainer.precision_plugin.train_step_context()
         with hand(profiler), rng.fork(), silent(session.module), precision, profiler.around():
-            session._evaluation(chain.original)(batch, *((batch_idx,) if takes_index else ()))
+            session._evaluation(chain.original)(batch, *((batch_idx,) if with_index else ()))
         profiler.check_order(stack.path)
         chain.cost.forward_passes += 1
         with suppress(ValueError):  # batches of no tensors have no samples to count

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_eff._core import rng
 from lightning_eff._core.batches import tensors
@@ -50,11 +49,6 @@ def on_device(trainer: Trainer, module: LightningModule, batch: Any) -> Any:
     batch = trainer.precision_plugin.convert_input(batch)
     batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
     return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
-
-
-def takes_index(step: Any) -> bool:
-    """Whether a step method has a parameter ``batch_idx``."""
-    return is_param_in_hook_signature(step, "batch_idx", min_args=2)
 
 
 def check_same_batch(batch: Any, group: dist.ProcessGroup, *, who: str) -> None:

@@ -18,7 +18,7 @@ from torchmetrics import Metric
 
 from lightning_eff._core import rng
 from lightning_eff._core.patches import Patches
-from lightning_eff._core.steps import silent
+from lightning_eff._core.steps import silent, takes_index
 from lightning_eff._core.wrapping import WrappingPrecision
 from lightning_eff.strategies._hybrid import batches, gradients, sharding
 from lightning_eff.strategies._hybrid.arguments import Settings, innermost
@@ -171,7 +171,7 @@ class Replica:
 
     def _step(self, batch: Any) -> Any:
         """The module's own training step in its precision."""
-        index = (0,) if batches.takes_index(self.module.training_step) else ()
+        index = (0,) if takes_index(self.module.training_step) else ()
         with self.trainer.precision_plugin.train_step_context():
             return self.module.training_step(batch, *index)
 

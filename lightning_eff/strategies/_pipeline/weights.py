@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_eff._core import rng
 from lightning_eff._core.batches import num_samples, select, tensors
-from lightning_eff._core.steps import silent
+from lightning_eff._core.steps import in_evaluation, silent
 from lightning_eff.strategies._pipeline.logging import Record
 from lightning_eff.strategies._pipeline.runner import Step, loss_of
 from lightning_eff.strategies._pipeline.streams import Stream
@@ -108,17 +110,14 @@ class Weights:
             first, second = (counted[way][i] for i in pair)
             return (first / (first + second), second / (first + second)) if first + second else (0.5, 0.5)
 
-        def losses_of(*batches: Any, seed: int = 0) -> list[float] | None:
+        def losses_of(*batches: Any, seed: int = 0) -> list[float]:
             return _losses(module, stack, step, batches, seed, who=self.who)
 
         while True:
             pair = max(pairs, key=lambda pair: len({weights(way, pair) for way in left}))
             rows = torch.cat([torch.arange(i * size, (i + 1) * size) for i in pair])
             together = select(batch, rows, num_samples(batch))
-            losses = losses_of(*(microbatches[i] for i in pair), together)
-            if losses is None:
-                return
-            *apart, whole = losses
+            *apart, whole = losses_of(*(microbatches[i] for i in pair), together)
             off = {way: abs(sum(w * x for w, x in zip(weights(way, pair), apart, strict=True)) - whole) for way in left}
             allowed = 4 * torch.finfo(torch.float32).eps * max(1.0, abs(whole))
             left = [way for way in left if off[way] <= max(allowed, max(off.values()) / 20)]
@@ -180,27 +179,26 @@ class Weights:
             )
 
 
-def _losses(
-    module: nn.Module, stack: Stack, step: Step, batches: Iterable[Any], seed: int, *, who: str
-) -> list[float] | None:
-    """The uncut module's loss of each batch, in evaluation mode; None if it gives none there."""
-    training = [m for m in module.modules() if m.training]
-    found: list[float] = []
+def _losses(module: nn.Module, stack: Stack, step: Step, batches: Sequence[Any], seed: int, *, who: str) -> list[float]:
+    """The uncut module's loss of each batch in evaluation mode, or with norms and dropout alone in it if it gives none."""
+    every = [*module.modules()]
+    stochastic = [m for m in every if isinstance(m, _NormBase | _DropoutNd)]
     try:
-        module.eval()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a reentrant checkpoint's, that nothing in it wants gradients
-            for batch in batches:
-                stream = Stream(seed, "verify", 0, 0)
-                with rng.fork(), silent(cast("Any", module)), torch.no_grad(), uncut(stack, stream) as run:
-                    found.append(float(loss_of(step(batch), who=who)))
-                run.finished()
-    except ValueError:
-        return None
-    finally:
-        for m in training:
-            m.training = True
-    return found
+        with in_evaluation(every):
+            return [_loss(module, stack, step, batch, seed, who=who) for batch in batches]
+    except Exception:  # a step of training that needs training mode
+        with in_evaluation(stochastic):
+            return [_loss(module, stack, step, batch, seed, who=who) for batch in batches]
+
+
+def _loss(module: nn.Module, stack: Stack, step: Step, batch: Any, seed: int, *, who: str) -> float:
+    stream = Stream(seed, "verify", 0, 0)
+    with warnings.catch_warnings(), rng.fork(), silent(cast("Any", module)), torch.no_grad():
+        warnings.simplefilter("ignore")  # a reentrant checkpoint's, that nothing in it wants gradients
+        with uncut(stack, stream) as run:
+            loss = float(loss_of(step(batch), who=who))
+        run.finished()
+    return loss
 
 
 def weighted(losses: Mapping[int, Tensor], weights: Sequence[float] | None, records: Mapping[str, Record]) -> float:
