@@ -19,6 +19,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_eff.strategies._hybrid.shards import local
 from lightning_eff.strategies.hybrid_parallel import HybridParallelStrategy
 from tests.models import LENGTH, VOCAB, Samples, flat, module, trainer
+from tests.runs import largest
 from tests.strategies import pipeline_models
 
 Settings = dict[str, Any]
@@ -53,7 +54,7 @@ def values(model: nn.Module) -> dict[str, Tensor]:
 def apart(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
     """The largest difference between values of the same name."""
     assert first.keys() == second.keys()
-    return max(float((first[name] - second[name]).abs().max()) for name in first)
+    return largest(float((first[name] - second[name]).abs().max()) for name in first)
 
 
 class Ordered(pl.LightningDataModule):
@@ -69,6 +70,7 @@ class Ordered(pl.LightningDataModule):
             lengths = torch.arange(samples)[:, None] * 7 % (LENGTH - 4) + 4
             self.data.batch["attention_mask"] = (torch.arange(LENGTH) < lengths).long()
             self.data.batch["labels"] = labels.masked_fill(torch.arange(LENGTH) >= lengths, -100)
+            self.data.batch["labels"][batch_size : batch_size + 2] = -100  # a whole micro-batch
 
     def _loader(self) -> DataLoader[Any]:
         assert self.trainer is not None

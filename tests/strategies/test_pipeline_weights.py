@@ -1,8 +1,9 @@
 """What micro-batches weigh: the rule that makes their losses the batch's is found, or its absence said."""
 
+import copy
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_eff._core.batches import tensors
 from lightning_eff._core.blocks import find_stack
 from lightning_eff.strategies._pipeline.batch import split
 from lightning_eff.strategies._pipeline.logging import Record
@@ -140,12 +142,34 @@ def test_labels_that_come_later_are_warned_of_once() -> None:
         weights.of(split(batch(), PARTS))
 
 
-def test_a_micro_batch_without_labels_is_refused() -> None:
-    weights, _ = learnt(labelled)
+@pytest.mark.parametrize("loss", [labelled, shifted, masked])
+def test_a_micro_batch_without_labels_weighs_nothing(loss: Callable[..., Tensor]) -> None:
+    weights, module = learnt(loss)
     given = batch()
     given["labels"][2:4] = -100
-    with pytest.raises(ValueError, match=r"micro-batch 1 of 4 has no elements of batch\['labels'\].*num_microbatches="):
-        weights.of(split(given, PARTS))
+    given["mask"][2:4] = False
+    module.eval()
+    before = copy.deepcopy(given)
+    microbatches = split(given, PARTS)
+    found = weights.of(microbatches)
+    assert found is not None and found[1] == 0.0 and sum(found) == pytest.approx(1)
+    expected = gradients(module, [(1.0, given)])
+    assert all(g.isfinite().all() for g in expected)
+    defined = weights.defined(microbatches, found)
+    torch.testing.assert_close(gradients(module, zip(found, defined, strict=True)), expected)
+    step = cast("Any", module).training_step
+    losses = {i: step(part, i).detach() for i, part in enumerate(defined)}
+    assert weighted(losses, found, {}) == pytest.approx(float(step(given, 0).detach()), abs=1e-6)
+    for (path, mine), (_, then) in zip(tensors(given), tensors(before), strict=True):
+        torch.testing.assert_close(mine, then, rtol=0, atol=0, msg=path)
+
+
+def gradients(module: nn.Module, parts: Iterable[tuple[float, Any]]) -> list[Tensor]:
+    """Of the weighted sum of the losses of ``parts``."""
+    module.zero_grad()
+    for weight, part in parts:
+        (weight * cast("Any", module).training_step(part, 0)).backward()
+    return [p.grad.clone() for p in module.parameters() if p.grad is not None]
 
 
 def test_ways_to_count() -> None:
@@ -166,3 +190,13 @@ def test_the_logged_loss_has_the_losses_weights() -> None:
     }
     assert weighted(losses, [0.25, 0.75], records) == 0.75 * 2 + 0.25 * 4
     assert float(records["loss"].value()) == 2.5 and float(records["other"].value()) == 2.5
+
+
+def test_ranks_take_the_rules_of_the_first_that_found_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule, other = Tokens("['labels']", "labels", True), Tokens("['mask']", "padding", False)
+    told = [([], {rule}), ([rule], {rule}), ([other], {other})]
+    monkeypatch.setattr(dist, "get_world_size", lambda: len(told))
+    monkeypatch.setattr(dist, "all_gather_object", lambda out, mine: out.__setitem__(slice(None), told))
+    weights = Weights(who="test")
+    weights.agree()
+    assert weights.rule == rule and weights._tried == {rule, other}

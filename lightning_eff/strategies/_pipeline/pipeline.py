@@ -273,6 +273,7 @@ class Pipeline:
         microbatches, name = self._microbatches(batch)
         number = len(microbatches)
         weights = self._weights.of(microbatches)
+        microbatches = self._weights.defined(microbatches, weights)
         recorders = Recorders(self.module, self.local_stages, who=self.who)
         state = rng.capture()
         kept = None if self._shared is None else self._shared.set_aside()

@@ -8,6 +8,7 @@ the loss that the uncut module has for them.
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
 from itertools import combinations
 from typing import Any, Literal, NamedTuple, cast
 
@@ -19,7 +20,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_eff._core import rng
-from lightning_eff._core.batches import num_samples, select, tensors
+from lightning_eff._core.batches import map_tensors, num_samples, select, tensors
 from lightning_eff._core.steps import in_evaluation, silent
 from lightning_eff.strategies._pipeline.logging import Record
 from lightning_eff.strategies._pipeline.runner import Step, loss_of
@@ -56,6 +57,19 @@ class Tokens(NamedTuple):
             counts.append(counted.sum().long())
         return torch.stack(counts).tolist()  # at once: each would wait for the device
 
+    def with_one(self, batch: Any) -> Any:
+        """The batch with its last element changed to one that counts, in a copy of its tensor."""
+        target = dict(tensors(batch))[self.path]
+
+        def changed(t: Tensor) -> Tensor:
+            if t is not target:
+                return t
+            t = t.clone(memory_format=torch.contiguous_format)
+            t.view(-1)[-1] = 0 if self.kind == "labels" else 1
+            return t
+
+        return map_tensors(batch, changed)
+
 
 def countable(batch: Any) -> list[Tokens]:
     """Every way to count in which some elements of ``batch`` do not count."""
@@ -81,14 +95,19 @@ class Weights:
     """The weights of micro-batches in training.
 
     Attributes:
-        rule: what is counted; None if micro-batches weigh the same.
+        rules: what may be counted, each of which agrees with all that was seen; none if micro-batches weigh the same.
     """
 
     def __init__(self, *, who: str) -> None:
         self.who = who
-        self.rule: Tokens | None = None
+        self.rules: list[Tokens] = []
         self._tried: set[Tokens] = set()
         self._watched = _WATCHED
+
+    @property
+    def rule(self) -> Tokens | None:
+        """What is counted."""
+        return self.rules[0] if self.rules else None
 
     def learn(self, module: nn.Module, stack: Stack, step: Step, batch: Any, microbatches: Sequence[Any]) -> None:
         """Find the rule by which two micro-batches make up their loss together.
@@ -128,7 +147,7 @@ class Weights:
         if None not in left and losses_of(microbatches[pair[0]], seed=1) != apart[:1]:
             return  # random even in evaluation: there is nothing to compare
         if left:
-            self.rule = None if None in left else left[0]
+            self.rules = [] if None in left else [way for way in left if way is not None]
         elif off.get(None, 0.0) > 1e-3 * max(1.0, abs(whole)):
             rank_zero_warn(
                 f"{self.who}: two micro-batches with losses of {apart[0]:.6g} and {apart[1]:.6g} have a loss of"
@@ -139,32 +158,35 @@ class Weights:
             )
 
     def agree(self) -> None:
-        """Take one rule on all processes: that of the first which found one. Collective over all of them."""
+        """Take the same rules on all processes: those of the first which found any. Collective over all of them."""
         told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, (self.rule, self._tried))
-        self.rule = next((rule for rule, _ in told if rule is not None), None)
+        dist.all_gather_object(told, (self.rules, self._tried))
+        self.rules = next((rules for rules, _ in told if rules), [])
         self._tried = set().union(*(tried for _, tried in told))
         if self.rule is not None:
             rank_zero_info(f"{self.who}: micro-batches count by {self.rule}, of which the loss is the mean.")
 
     def of(self, microbatches: Sequence[Any]) -> list[float] | None:
-        """The weights of a batch's micro-batches, which sum to 1; None if they are all the same.
-
-        Raises:
-            ValueError: if a micro-batch has nothing that counts beside others that have.
-        """
+        """The weights of a batch's micro-batches, which sum to 1; None if they are all the same."""
         if self.rule is None:
             if self._watched > 0:
                 self._watched -= 1
                 self._warn_of_new(microbatches)
             return None
-        counts = self.rule.counts(microbatches)
-        if 0 in counts and any(counts):
-            raise ValueError(
-                f"{self.who}: micro-batch {counts.index(0)} of {len(counts)} has no {self.rule}; expected some in each,"
-                " because its mean loss is 0 / 0. Take fewer micro-batches (num_microbatches=), or mix the samples."
-            )
-        return shares(counts)
+        return shares(self.rule.counts(microbatches))
+
+    def defined(self, microbatches: Sequence[Any], weights: Sequence[float] | None) -> list[Any]:
+        """Micro-batches whose losses are all numbers.
+
+        Where nothing counts the mean is 0 / 0, and so are its gradients, whatever they are multiplied by. Such a
+        micro-batch gets one element that counts, by each of the rules: its loss weighs nothing.
+        """
+        if weights is None:
+            return [*microbatches]
+        return [
+            part if weight else reduce(lambda batch, rule: rule.with_one(batch), self.rules, part)
+            for part, weight in zip(microbatches, weights, strict=True)
+        ]
 
     def _warn_of_new(self, microbatches: Sequence[Any]) -> None:
         """Labels of -100 that the first batch did not have in unequal numbers: what they weigh was not tried."""
