@@ -17,7 +17,7 @@ from lightning_eff.optim.sharpness_aware_minimization import SharpnessAwareMinim
 from tests.cases import ALL
 from tests.models import Samples, flat, loader, module, trainer
 from tests.plugins import PLUGINS
-from tests.runs import MODES, NUM_STEPS, checkpoints, differences, final_state, fit
+from tests.runs import MODES, NUM_STEPS, checkpoints, differences, final_state, fit, largest
 
 DDP: dict[str, Any] = {"strategy": "ddp", "devices": 2, "samples": 40}
 
@@ -92,7 +92,7 @@ def batch_norm(name: str, root: Path) -> dict[str, Any]:
     return {
         "alike": alike,
         "batches": int(got["num_batches_tracked"]),
-        "error": max(float((value - expected[key]).abs().max()) for key, value in got.items()),
+        "error": largest(float((value - expected[key]).abs().max()) for key, value in got.items()),
         "moved": float((got["running_var"] - raw["var"]).abs().max()),
     }
 

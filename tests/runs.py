@@ -1,6 +1,6 @@
 """Short runs, checkpointed at every step and resumed from each: what the contract is tested with, alone and under DDP."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,11 @@ def final_state(net: pl.LightningModule, t: pl.Trainer) -> dict[str, torch.Tenso
     found["rng"] = torch.get_rng_state()
     found["steps"] = torch.tensor([t.global_step, t.current_epoch])
     return found
+
+
+def largest(values: Iterable[float]) -> float:
+    """The largest of them, or NaN if there is one, which max() may pass over."""
+    return float(torch.tensor([*values], dtype=torch.float64).max())
 
 
 def differences(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:

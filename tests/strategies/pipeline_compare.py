@@ -15,6 +15,7 @@ from lightning_eff.strategies._pipeline.pipeline import Pipeline
 from lightning_eff.strategies._pipeline.streams import Stream
 from lightning_eff.strategies._pipeline.view import Stack, uncut
 from tests import models
+from tests.runs import largest
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
@@ -117,19 +118,19 @@ def compare(
     differences = [float((grad - gradients[n]).abs().max()) if n in gradients else math.inf for n, grad in own.items()]
     differences += [math.inf for n, p in held.items() if p.requires_grad and n in gradients and n not in own]
     result = {
-        "loss": max(abs(a - b) for a, b in zip(got, losses, strict=True)),
-        "grad": max(differences, default=0.0),
+        "loss": largest(abs(a - b) for a, b in zip(got, losses, strict=True)),
+        "grad": largest([0.0, *differences]),
         "held": sum(p.numel() for p in pipe.module.parameters()) / sum(p.numel() for p in whole.parameters()),
     }
     if check_buffers:
         buffers, wanted = dict(pipe.module.named_buffers()), dict(whole.named_buffers())
         mine = [n for n in pipe.owned_names if n in buffers]
-        result["buffers"] = max([float((buffers[n].float() - wanted[n].float()).abs().max()) for n in mine] or [0.0])
+        result["buffers"] = largest([0.0, *(float((buffers[n].float() - wanted[n].float()).abs().max()) for n in mine)])
     return worst_of(result)
 
 
 def worst_of(result: dict[str, float]) -> dict[str, float]:
-    values = torch.tensor(list(result.values()), dtype=torch.float64)
+    values = torch.tensor(list(result.values()), dtype=torch.float64).nan_to_num(nan=math.inf)
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     return dict(zip(result, values.tolist(), strict=True))
 

@@ -21,6 +21,7 @@ from lightning_eff._core.blocks import find_stack
 from lightning_eff.precision.fp8 import FP8Precision
 from lightning_eff.strategies._tensor.plan import TensorPlan, tensor_parallel
 from tests.models import LENGTH, TinyGPT
+from tests.runs import largest
 from tests.strategies.tensor_models import Attention, HandBlock, HandGPT, SwiGLU, build, step_of
 
 
@@ -75,7 +76,7 @@ def measure(
     others = dict(reference.named_parameters())
     for key, param in module.named_parameters():
         other = others[key]
-        moved = max(moved, float((whole(param) - other).detach().abs().max()))
+        moved = largest(moved, float((whole(param) - other).detach().abs().max()))
         assert (param.grad is None) == (other.grad is None), key
         if param.grad is not None and other.grad is not None:
             wrong = max(wrong, float((whole(param.grad) - other.grad).abs().max()))
@@ -112,7 +113,7 @@ def fully_sharded(name: str, mesh: DeviceMesh, plan: Any = "auto", size: int = 4
     fully_shard(root, mesh=world["dp"])
     steps = [step_of(reference, name, size, rank, ranks) for rank in range(ranks)]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, foreach=True) for m in (module, reference)]
-    first = max(
+    first = largest(
         float((whole(p.detach()) - q.detach()).abs().max())
         for p, q in zip(module.parameters(), reference.parameters(), strict=True)
     )
@@ -127,10 +128,10 @@ def fully_sharded(name: str, mesh: DeviceMesh, plan: Any = "auto", size: int = 4
         for (key, p), q in zip(module.named_parameters(), reference.parameters(), strict=True):
             assert (p.grad is None) == (q.grad is None), key
             if p.grad is not None and q.grad is not None:
-                grad = max(grad, float((whole(p.grad) - q.grad).abs().max()))
+                grad = largest([grad, float((whole(p.grad) - q.grad).abs().max())])
         for optimizer in optimizers:
             optimizer.step()
-    moved = max(
+    moved = largest(
         float((whole(p.detach()) - q.detach()).abs().max())
         for p, q in zip(module.parameters(), reference.parameters(), strict=True)
     )

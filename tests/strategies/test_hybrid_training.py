@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.runs import largest
 from tests.strategies.hybrid_jobs import Settings, apart, run_case
 from tests.strategies.launch import launch
 from tests.strategies.pipeline_models import SLOW
@@ -110,7 +111,7 @@ def compare(cases: dict[str, Settings], world_size: int, tmp_path: Path) -> None
     for i, (name, case) in enumerate(cases.items()):
         losses, weights = reference(case, tmp_path, cache)
         assert len(found[name]) == len(losses), name
-        worst = max(abs(a - b) for a, b in zip(found[name], losses, strict=True))
+        worst = largest(abs(a - b) for a, b in zip(found[name], losses, strict=True))
         assert worst < 1e-5, f"{name}: losses are {worst} from the single process's"
         assert losses[-1] < losses[0] - 1e-3, "nothing was learnt, so nothing was compared"
         # AdamW divides by a gradient that is rounding noise where the true one is zero (a key's bias): as the steps allow
