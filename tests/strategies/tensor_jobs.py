@@ -76,10 +76,10 @@ def measure(
     others = dict(reference.named_parameters())
     for key, param in module.named_parameters():
         other = others[key]
-        moved = largest(moved, float((whole(param) - other).detach().abs().max()))
+        moved = largest([moved, float((whole(param) - other).detach().abs().max())])
         assert (param.grad is None) == (other.grad is None), key
         if param.grad is not None and other.grad is not None:
-            wrong = max(wrong, float((whole(param.grad) - other.grad).abs().max()))
+            wrong = largest([wrong, float((whole(param.grad) - other.grad).abs().max())])
             placements &= getattr(param, "placements", None) == getattr(param.grad, "placements", None)
     torch.manual_seed(7)
     with torch.inference_mode():
