@@ -126,8 +126,9 @@ class Wang2018FP8Precision(LinearPrecision):
     - Inputs, weights and gradients of the three products of a map, ``x Wᵀ``, ``g W`` and ``gᵀ x``, are rounded to FP8
       1-5-2, to nearest. Products are summed in FP16 1-6-9 in chunks, see :func:`chunked_matmul`: a long sum in 16 bits
       swamps its small terms, a sum of short sums does not.
-    - After each optimizer step every parameter that had a gradient is rounded to FP16 1-6-9, stochastically. In the
-      paper the optimizer's own arithmetic and momentum are in this format too; here they are the optimizer's.
+    - After each optimizer step every parameter that had a gradient is rounded to FP16 1-6-9, stochastically, and so is
+      SGD's momentum. The arithmetic between is the optimizer's, and so are other optimizers' states: Adam's second
+      moments are squares that this format would flush to zero.
     - Gradients are scaled by ``loss_scale`` before they are rounded, and products are divided by it. As nothing else
       rounds to few bits, that is the same as a scaled loss: but the loss, the gradients and what clips them are
       unscaled all the same.
@@ -220,7 +221,9 @@ class Wang2018FP8Precision(LinearPrecision):
         for p in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
             if p.device not in generators:
                 generators[p.device] = torch.Generator(p.device).manual_seed(key)
-            p.copy_(round_to(p.detach(), FP16_169, generator=generators[p.device], stochastic=True))
+            for t in (p, optimizer.state.get(p, {}).get("momentum_buffer")):
+                if t is not None:
+                    t.copy_(round_to(t.detach(), FP16_169, generator=generators[p.device], stochastic=True))
 
     @override
     def describe(self) -> str:

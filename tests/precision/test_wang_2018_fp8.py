@@ -3,7 +3,6 @@
 import functools
 from fractions import Fraction
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -215,12 +214,11 @@ def stepped(num: int, updates: int, *, size: float = 1e-4, passes: int = 0) -> T
     plugin, p = Wang2018FP8Precision(), nn.Parameter(torch.ones(num))
     plugin._seed, plugin._passes = 5, passes
     frozen = nn.Parameter(torch.full((3,), 1.0001))
-    optimizer = SimpleNamespace(param_groups=[{"params": [p, frozen]}])
+    optimizer = torch.optim.SGD([p, frozen], lr=size)
     for _ in range(updates):
         plugin._passes += 1
         p.grad = torch.ones_like(p)
-        with torch.no_grad():
-            p -= size
+        optimizer.step()
         plugin._round_weights(optimizer)
     assert torch.equal(frozen, torch.full((3,), 1.0001)), "a parameter without a gradient was rounded"
     return p.detach()
@@ -245,6 +243,23 @@ def test_ranks_round_alike_and_steps_apart(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(*found)
     half = 2.0**-11  # halfway between 1 and the number below
     assert not torch.equal(stepped(100, 1, size=half), stepped(100, 1, size=half, passes=1))
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adam])
+def test_momentum_is_in_fp16_for_sgd_alone(cls: Any) -> None:
+    """1 + 2^-11 is a quarter of the step above 1: a quarter of the buffers are rounded up."""
+    plugin, p = Wang2018FP8Precision(), nn.Parameter(torch.ones(20_000))
+    plugin._seed, p.grad = 5, torch.full((20_000,), 1 + 2.0**-11)
+    optimizer = cls([p], lr=0.1, **({"momentum": 0.9} if cls is torch.optim.SGD else {}))
+    optimizer.step()
+    state = {k: v.clone() for k, v in optimizer.state[p].items()}
+    plugin._round_weights(optimizer)
+    if cls is torch.optim.Adam:
+        assert all(torch.equal(value, state[key]) for key, value in optimizer.state[p].items())
+        return
+    found = optimizer.state[p]["momentum_buffer"]
+    assert found.unique().tolist() == [1, 1 + 2.0**-9]
+    assert (found > 1).double().mean().item() == pytest.approx(0.25, abs=4 * (0.25 * 0.75 / 20_000) ** 0.5)
 
 
 class TwoOptimizers(pl.LightningModule):
