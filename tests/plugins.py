@@ -23,13 +23,11 @@ class PluginCase:
         build: makes it around a precision, so that it acts within a run of 12 steps of 4 samples.
         precisions: around which it is tried.
         refuses: techniques that it cannot train with.
-        ties_samples: one number of a whole batch enters each sample's loss, so that losses cannot be told apart.
     """
 
     build: Callable[[Any], WrappingPrecision]
     precisions: tuple[str, ...] = ("32-true", "bf16-mixed")
     refuses: tuple[str, ...] = ()
-    ties_samples: bool = False
 
 
 PLUGINS: dict[str, PluginCase] = {
@@ -43,7 +41,7 @@ PLUGINS: dict[str, PluginCase] = {
         precisions=("32-true", "bf16-mixed", "bf16-true"),
     ),
     "INT8Precision": PluginCase(build=lambda precision: INT8Precision(base=precision)),
-    "S2FP8Precision": PluginCase(build=lambda precision: S2FP8Precision(base=precision), ties_samples=True),
+    "S2FP8Precision": PluginCase(build=lambda precision: S2FP8Precision(base=precision)),
     "StochasticRoundingBF16": PluginCase(
         build=lambda precision: StochasticRoundingBF16(), precisions=("bf16-true",), refuses=("OptimizerOffload",)
     ),

@@ -23,6 +23,27 @@ NAMES: dict[str, Callable[[], Precision]] = {
 }
 
 
+_UNROUNDED: list[None] = []
+
+
+@contextmanager
+def unrounded() -> Iterator[None]:
+    """Let plugins compute as the plain module does, where the losses of batches are compared with one another.
+
+    A scale that a batch's samples share makes the loss of each depend on the others, by a rounding error.
+    """
+    _UNROUNDED.append(None)
+    try:
+        yield
+    finally:
+        _UNROUNDED.pop()
+
+
+def is_unrounded() -> bool:
+    """Whether :func:`unrounded` is around."""
+    return bool(_UNROUNDED)
+
+
 class WrappingPrecision(Precision):
     """Hands every call on to an inner plugin. Subclasses override what they add, and call ``super()``.
 

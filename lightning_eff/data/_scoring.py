@@ -25,6 +25,7 @@ from lightning_eff._core.losses import (
 )
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Around, Proceed, Step, in_evaluation
+from lightning_eff._core.wrapping import unrounded
 
 SampleLoss = Callable[[LightningModule, Any], Tensor]
 
@@ -129,14 +130,14 @@ class Scorer:
         self.checked = True
 
     def _lies_by_sample(self, seed: int, step: Step, batch: Any, size: int) -> bool:
-        """Whether the loss values of samples stay as others are replaced, with dropout and batch statistics off.
+        """Whether the loss values of samples stay as others are replaced, with dropout, batch statistics and low precision off.
 
         A time-major flatten, or tokens picked by a mask, would put values down to the wrong samples in silence.
         """
         every = [*step.module.modules()]
         for still in (every, [m for m in every if isinstance(m, _NormBase | _DropoutNd)]):
             try:
-                with in_evaluation(still):
+                with in_evaluation(still), unrounded():
                     stays = self._stays(seed, step, batch, size)
             except Exception:  # a step that cannot run in evaluation mode runs with these layers alone in it
                 if still is not every:

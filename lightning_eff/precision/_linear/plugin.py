@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core.patches import Patches
-from lightning_eff._core.wrapping import WrappingPrecision
+from lightning_eff._core.wrapping import WrappingPrecision, is_unrounded
 from lightning_eff.precision._linear.maps import LinearMap, Rule, block_of, linear_maps, sort_out
 
 Arithmetic = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -30,6 +30,8 @@ class _Swapped:
         self._module, self._run = module, run
 
     def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        if is_unrounded():
+            return type(self._module).forward(self._module, *args, **kwargs)
         (x,) = (*args, *kwargs.values())  # nn.Linear calls it input, Conv1D x
         return self._run(x)
 

@@ -22,6 +22,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from lightning_eff._core import rng
 from lightning_eff._core.batches import map_tensors, num_samples, select, tensors
 from lightning_eff._core.steps import in_evaluation, silent
+from lightning_eff._core.wrapping import unrounded
 from lightning_eff.strategies._pipeline.logging import Record
 from lightning_eff.strategies._pipeline.runner import Step, loss_of
 from lightning_eff.strategies._pipeline.streams import Stream
@@ -215,7 +216,7 @@ def _losses(module: nn.Module, stack: Stack, step: Step, batches: Sequence[Any],
 
 def _loss(module: nn.Module, stack: Stack, step: Step, batch: Any, seed: int, *, who: str) -> float:
     stream = Stream(seed, "verify", 0, 0)
-    with warnings.catch_warnings(), rng.fork(), silent(cast("Any", module)), torch.no_grad():
+    with warnings.catch_warnings(), rng.fork(), silent(cast("Any", module)), torch.no_grad(), unrounded():
         warnings.simplefilter("ignore")  # a reentrant checkpoint's, that nothing in it wants gradients
         with uncut(stack, stream) as run:
             loss = float(loss_of(step(batch), who=who))
