@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_eff.precision import s2fp8
 from lightning_eff.precision._formats.formats import E4M3, E5M2, round_to
 from lightning_eff.precision._linear.maps import linear_maps
 from lightning_eff.precision.s2fp8 import S2FP8Precision, encode, squeeze, statistics
@@ -69,6 +70,24 @@ def test_every_code_from_its_first_to_its_last_number(alpha: float, mu: float) -
     ]
     levels = torch.tensor(NUMBERS, dtype=torch.float64).pow(1 / alpha).mul(2.0**mu)
     torch.testing.assert_close(found.levels[:124], levels.float(), rtol=2e-7, atol=0)
+
+
+@pytest.mark.parametrize(("apart", "tabled"), [(1.3, True), (1.001, False)])
+def test_large_tensors_are_coded_as_small_ones(apart: float, tabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Boundaries themselves, their neighbours, and the ends of float32; close boundaries leave the table."""
+    boundaries = torch.cat([2.0**-30 * apart ** torch.arange(123.0), torch.tensor([torch.inf])])
+    near = [boundaries.nextafter(torch.tensor(to)) for to in (0.0, torch.inf)]
+    ends = torch.tensor([0.0, 2.0**-149, torch.inf, torch.nan])
+    size = torch.cat([boundaries, *near, ends, torch.rand(2**18).pow(9)])
+    searched: list[int] = []
+    search = torch.bucketize
+    monkeypatch.setattr(torch, "bucketize", lambda x, *args, **kw: searched.append(x.numel()) or search(x, *args, **kw))
+    found = s2fp8._count_up_to(size, boundaries)
+    assert (max(searched) < size.numel()) == tabled
+    numbers = ~size.isnan()
+    expected = (size[numbers, None] >= boundaries).sum(1)
+    assert torch.equal(found[numbers].long(), expected)
+    assert found[size.isinf()].eq(124).all()
 
 
 def test_squeezed_numbers_have_log_mean_0_and_log_maximum_15() -> None:
