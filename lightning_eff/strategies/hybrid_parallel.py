@@ -53,6 +53,8 @@ class HybridParallelStrategy(ModelParallelStrategy):
     Args:
         data_parallel_size: replicas; "auto" takes what the other sizes leave of the processes.
         shard: divide parameters, gradients and optimizer state over the data-parallel ranks. False replicates them.
+        min_num_params: of a block that comes together by itself; smaller ones do with what is in no block, from the
+            forward pass to the end of the backward pass. A pipeline's blocks all do by themselves.
         tensor_parallel_size: processes that share each linear map, >= 1.
         pipeline_parallel_size: processes that share the stack of blocks, >= 1.
         schedule: "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble" or "DualPipeV".
@@ -103,6 +105,7 @@ class HybridParallelStrategy(ModelParallelStrategy):
         pipeline_split: Literal["balanced"] | Sequence[int] = "balanced",
         context_parallel_size: int = 1,
         sequence_parallel: bool = False,
+        min_num_params: int = 2**20,
         save_distributed_checkpoint: bool = False,
         init_on: Literal["all", "rank0", "meta"] = "all",
         gather_after_fit: bool = True,
@@ -124,6 +127,7 @@ class HybridParallelStrategy(ModelParallelStrategy):
                 "save_distributed_checkpoint": save_distributed_checkpoint,
                 "gather_after_fit": gather_after_fit,
             },
+            min_num_params=min_num_params,
             schedule=schedule,
             num_microbatches=num_microbatches,
             tensor_parallel_plan=tensor_parallel_plan,
@@ -140,6 +144,7 @@ class HybridParallelStrategy(ModelParallelStrategy):
         )
         self.settings = Settings(
             shard=shard,
+            min_num_params=min_num_params,
             schedule=schedule,
             num_microbatches=num_microbatches,
             layers=layers,

@@ -145,6 +145,11 @@ def made(name: str, **kwargs: Any) -> pl.LightningModule:
     return module(name, **{"dropout": 0.0, **kwargs})
 
 
+def strategy_of(settings: Settings, **further: Any) -> HybridParallelStrategy:
+    """The strategy with blocks divided one by one, small as they are, unless the settings say otherwise."""
+    return HybridParallelStrategy(**{"min_num_params": 0, **settings, **further})
+
+
 def run_case(case: Settings, directory: str) -> list[float]:
     """Fit as ``case`` says.
 
@@ -156,7 +161,7 @@ def run_case(case: Settings, directory: str) -> list[float]:
     model = made(case["model"], **case.get("module", {}))
     strategy = case["strategy"]
     if isinstance(strategy, dict):
-        strategy = HybridParallelStrategy(**strategy)
+        strategy = strategy_of(strategy)
         if case["devices"] > 1 and int(os.environ["RANK"]):
             with torch.no_grad():  # other ranks' first weights must not count
                 for p in model.parameters():
@@ -201,7 +206,7 @@ def observe_shares(layouts: dict[str, Settings], world: int) -> dict[str, Any]:
         fit(
             model,
             "tiny_gpt",
-            HybridParallelStrategy(**settings),
+            strategy_of(settings),
             devices=world,
             batch_size=8,
             steps=2,
@@ -289,7 +294,7 @@ def observe_traces(layouts: dict[str, Settings], world: int) -> dict[str, list[s
         model = made("gpt2")
         connector = None
         before = shape_of(model)
-        _, run = fit(model, "gpt2", HybridParallelStrategy(**settings), devices=world, batch_size=8, steps=2)
+        _, run = fit(model, "gpt2", strategy_of(settings), devices=world, batch_size=8, steps=2)
         connector = run._accelerator_connector
         after = shape_of(model)
         changed[name] = [path for path in before if before[path] != after.get(path)]
@@ -298,7 +303,7 @@ def observe_traces(layouts: dict[str, Settings], world: int) -> dict[str, list[s
         model, stopped = made("gpt2"), False
         before = {path: (entry[0], entry[1]) for path, entry in shape_of(model).items()}
         try:
-            strategy = HybridParallelStrategy(**settings, failure_timeout=None)
+            strategy = strategy_of(settings, failure_timeout=None)
             fit(model, "gpt2", strategy, devices=world, batch_size=8, steps=2, callbacks=(Failing(),))
         except ArithmeticError:
             stopped = True
@@ -314,7 +319,7 @@ def observe_starts(layouts: dict[str, Settings], world: int) -> dict[str, Any]:
     for where in ("all", "rank0", "meta"):
         for name, settings in layouts.items():
             model = made("tiny_gpt", built="configure_model")
-            strategy = HybridParallelStrategy(**settings, init_on=where, gather_after_fit=where != "meta")
+            strategy = strategy_of(settings, init_on=where, gather_after_fit=where != "meta")
             losses, _ = fit(model, "tiny_gpt", strategy, devices=world, batch_size=8, steps=3)
             meta = sum(p.is_meta for p in model.parameters())
             weights = 0.0 if meta else float(flat(model).double().sum())
@@ -346,7 +351,7 @@ def observe_precision(precisions: list[str], layouts: dict[str, Settings], world
                 losses, _ = fit(
                     model,
                     "tiny_gpt",
-                    HybridParallelStrategy(**settings, failure_timeout=None) if world > 1 else "auto",
+                    strategy_of(settings, failure_timeout=None) if world > 1 else "auto",
                     devices=world,
                     batch_size=8,
                     steps=4,
@@ -364,7 +369,7 @@ def observe(asked: dict[str, Any]) -> dict[str, Any]:
     world = int(os.environ["WORLD_SIZE"])
     return {
         "shares": observe_shares(asked["shares"], world),
-        "logs": {name: observe_logs(HybridParallelStrategy(**s), world) for name, s in asked["logs"].items()},
+        "logs": {name: observe_logs(strategy_of(s), world) for name, s in asked["logs"].items()},
         "traces": observe_traces(asked["traces"], world),
         "starts": observe_starts(asked["starts"], world),
         "precision": observe_precision(asked["precisions"], asked["precision"], world),

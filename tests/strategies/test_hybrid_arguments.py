@@ -13,13 +13,16 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks import context_parallel
 from lightning_eff import FP8Precision
 from lightning_eff.strategies._hybrid.arguments import check_run
 from lightning_eff.strategies._hybrid.layout import Layout, resolve
+from lightning_eff.strategies._hybrid.sharding import Root, groups, shard, sharded_parameters
 from lightning_eff.strategies.hybrid_parallel import HybridParallelStrategy
 from tests.models import TinyClassifier, loader, trainer
+from tests.processes import free_port
 
 
 @pytest.mark.parametrize(
@@ -33,6 +36,8 @@ from tests.models import TinyClassifier, loader, trainer
             r"2F2B.*GPipe, 1F1B, Interleaved1F1B, LoopedBFS, Interleaved.*, ZBV.*, DualPipeV",
         ),
         ({"num_microbatches": 0}, r"num_microbatches=0"),
+        ({"min_num_params": -1}, r"min_num_params=-1.*integer >= 0"),
+        ({"min_num_params": 1e6}, r"min_num_params=1000000\.0.*number of parameters"),
         ({"tensor_parallel_plan": "megatron"}, r"'auto', or a mapping"),
         ({"pipeline_split": "even"}, r"'balanced', or the number of blocks"),
         ({"num_microbatches": 4}, r"num_microbatches=\.\.\., pipeline_parallel_size=1.*no effect"),
@@ -193,3 +198,14 @@ def test_rotary_products_depend_on_distances_alone() -> None:
         for i, j in ((3, 1), (103, 101), (3, 2))
     ]
     assert at[1] == pytest.approx(at[0], abs=1e-4) and at[2] != pytest.approx(at[0], abs=1e-3)
+
+
+def test_small_blocks_are_divided_with_the_rest() -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    for least, alone in ((0, 3), (21, 2), (111, 1), (10**6, 1)):  # blocks of 20 and 110 parameters, and the root
+        blocks = [nn.Linear(4, 4), nn.Linear(10, 10)]
+        root = Root(nn.Sequential(*blocks))
+        shard(root, blocks, mesh, min_num_params=least)
+        assert len(groups(root)) == alone, least
+        assert len(sharded_parameters(root)) == 4

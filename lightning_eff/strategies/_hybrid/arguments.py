@@ -19,6 +19,7 @@ class Settings:
     """The strategy's arguments that say how a replica is divided."""
 
     shard: bool
+    min_num_params: int
     schedule: str
     num_microbatches: int | None
     layers: str | None
@@ -33,6 +34,7 @@ def check_arguments(
     sizes: Mapping[str, Any],
     context_parallel_size: Any,
     flags: Mapping[str, Any],
+    min_num_params: Any,
     schedule: Any,
     num_microbatches: Any,
     tensor_parallel_plan: Any,
@@ -55,6 +57,8 @@ def check_arguments(
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"{who}({name}={value!r}): expected True or False.")
+    if isinstance(min_num_params, bool) or not isinstance(min_num_params, int) or min_num_params < 0:
+        raise ValueError(f"{who}({min_num_params=}): expected a number of parameters, an integer >= 0.")
     from lightning_eff.strategies._pipeline.order import schedule_name
 
     schedule_name(str(schedule), who=who)

@@ -246,7 +246,8 @@ class Replica:
             return
         if self.pipeline is None:
             root = sharding.Root(self.module)
-            sharding.shard(root, sharding.blocks_of(self.module, self.settings.layers, who=self.who), mesh)
+            blocks = sharding.blocks_of(self.module, self.settings.layers, who=self.who)
+            sharding.shard(root, blocks, mesh, min_num_params=self.settings.min_num_params)
             self._roots, self._model = [root], root
         else:
             self._shard_stages(mesh)

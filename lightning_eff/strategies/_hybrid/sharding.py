@@ -38,17 +38,19 @@ def shard(
     blocks: Iterable[nn.Module],
     mesh: DeviceMesh,
     *,
+    min_num_params: int = 0,
     reshard_after_forward: bool | None = None,
     with_rest: bool = True,
 ) -> None:
     """Divide the parameters of ``root`` over ``mesh``, a block at a time; what is in no block goes with the root.
 
-    A block that shares a parameter with what is outside of it goes with the root too.
+    A block that shares a parameter with what is outside of it goes with the root too, and so does a small one.
 
     Args:
         root: the module whose ``forward`` runs a step.
         blocks: modules in it.
         mesh: one axis, the data-parallel one.
+        min_num_params: blocks with fewer are small: messages of their own would take longer than what they carry.
         reshard_after_forward: free a block's whole parameters between forward and backward; None does so for blocks.
         with_rest: divide what is in no block too; else it stays whole on every rank.
     """
@@ -64,7 +66,8 @@ def shard(
             for p in m._parameters.values():
                 users[id(p)] = users.get(id(p), 0) + 1
     for block, ids in zip(blocks, inside, strict=True):
-        if ids and all(users[key] == 1 for key in ids):
+        size = sum(p.numel() for p in block.parameters())
+        if ids and size >= min_num_params and all(users[key] == 1 for key in ids):
             fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
     sharded = set(sharded_parameters(root))
     ignored = None if with_rest else {p for p in root.parameters() if p not in sharded}
