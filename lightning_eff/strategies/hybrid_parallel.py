@@ -160,6 +160,13 @@ class HybridParallelStrategy(ModelParallelStrategy):
         self._replica: Replica | None = None
         self._watch: Watch | None = None
 
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        from lightning_eff.strategies._hybrid.gradients import by_lists
+
+        with by_lists(optimizer):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
     # -- processes
 
     @property

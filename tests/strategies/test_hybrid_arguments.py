@@ -13,11 +13,13 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks import context_parallel
 from lightning_eff import FP8Precision
 from lightning_eff.strategies._hybrid.arguments import check_run
+from lightning_eff.strategies._hybrid.gradients import by_lists
 from lightning_eff.strategies._hybrid.layout import Layout, resolve
 from lightning_eff.strategies._hybrid.sharding import Root, groups, shard, sharded_parameters
 from lightning_eff.strategies.hybrid_parallel import HybridParallelStrategy
@@ -200,12 +202,46 @@ def test_rotary_products_depend_on_distances_alone() -> None:
     assert at[1] == pytest.approx(at[0], abs=1e-4) and at[2] != pytest.approx(at[0], abs=1e-3)
 
 
-def test_small_blocks_are_divided_with_the_rest() -> None:
+@pytest.fixture
+def mesh() -> DeviceMesh:
+    """Of this process alone."""
     torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
-    mesh = init_device_mesh("cpu", (1,))
+    return init_device_mesh("cpu", (1,))
+
+
+def test_small_blocks_are_divided_with_the_rest(mesh: DeviceMesh) -> None:
     for least, alone in ((0, 3), (21, 2), (111, 1), (10**6, 1)):  # blocks of 20 and 110 parameters, and the root
         blocks = [nn.Linear(4, 4), nn.Linear(10, 10)]
         root = Root(nn.Sequential(*blocks))
         shard(root, blocks, mesh, min_num_params=least)
         assert len(groups(root)) == alone, least
         assert len(sharded_parameters(root)) == 4
+
+
+def test_optimizers_step_dtensors_by_lists_where_they_are_free_to(mesh: DeviceMesh) -> None:
+    """And each step is the plain one's; plain parameters, and what the user chose, stay as they are."""
+    torch.manual_seed(0)
+    plain = [nn.Parameter(torch.randn(n)) for n in (4, 6)]
+    spread = [nn.Parameter(DTensor.from_local(p.detach().clone(), mesh, [Shard(0)])) for p in plain]
+    for cls, settings, params, expected in (
+        (torch.optim.AdamW, {}, spread, True),
+        (torch.optim.SGD, {"momentum": 0.9}, spread, True),
+        (torch.optim.AdamW, {"foreach": False}, spread, False),
+        (torch.optim.AdamW, {}, plain, None),
+        (torch.optim.AdamW, {}, [*spread, *plain], None),
+        (torch.optim.NAdam, {}, spread, None),
+    ):
+        optimizer = cls(params, lr=0.1, **settings)
+        with pytest.raises(ArithmeticError), by_lists(optimizer):
+            assert optimizer.param_groups[0]["foreach"] is expected, (cls, settings)
+            raise ArithmeticError
+        assert optimizer.param_groups[0]["foreach"] is settings.get("foreach")
+    for params in (plain, spread):
+        optimizer = torch.optim.AdamW(params, lr=0.1)
+        for step in range(3):
+            for p in params:
+                p.grad = torch.sin(p.detach() + step)
+            with by_lists(optimizer):
+                optimizer.step()
+    for p, q in zip(plain, spread, strict=True):
+        torch.testing.assert_close(q.detach().full_tensor(), p.detach())  # pyright: ignore[reportAttributeAccessIssue]

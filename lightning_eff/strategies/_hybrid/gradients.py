@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_eff.strategies._hybrid.shards import counted_here, local
 
@@ -61,6 +63,30 @@ def clip_by_value(params: Iterable[nn.Parameter], max_value: float) -> None:
     for p in params:
         if p.grad is not None:
             local(p.grad).clamp_(-max_value, max_value)
+
+
+@contextmanager
+def by_lists(optimizer: Optimizer) -> Iterator[None]:
+    """Let SGD, Adam and AdamW, where they are free to, step all DTensors on a CPU in one call, as they do on a GPU.
+
+    A call for each takes four times as long for small ones.
+    """
+    groups = optimizer.param_groups if type(optimizer) in (SGD, Adam, AdamW) else []
+    groups = [group for group in groups if group["foreach"] is None and not group["fused"] and _of_one_mesh(group)]
+    for group in groups:
+        group["foreach"] = True
+    try:
+        yield
+    finally:
+        for group in groups:
+            group["foreach"] = None
+
+
+def _of_one_mesh(group: dict[str, Any]) -> bool:
+    params = group["params"]
+    return all(isinstance(p, DTensor) and p.device.type == "cpu" for p in params) and (
+        len({p.device_mesh for p in params}) == 1
+    )
 
 
 class Stash:
