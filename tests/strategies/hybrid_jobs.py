@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -58,19 +58,26 @@ def apart(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
 
 
 class Ordered(pl.LightningDataModule):
-    """The same samples in the same order in every layout: each data-parallel rank takes its part of each batch."""
+    """The same samples in the same order in every layout: each data-parallel rank takes its part of each batch.
 
-    def __init__(self, name: str, samples: int, batch_size: int, padded: bool = False) -> None:
+    Args:
+        padded: samples of unequal lengths; "alike": those of each replica have as many labels as those of any other.
+    """
+
+    def __init__(self, name: str, samples: int, batch_size: int, padded: bool | Literal["alike"] = False) -> None:
         super().__init__()
         self.data, self.batch_size = Samples(name, samples), batch_size
         if name == "bert" and not padded:  # each token counts: else replicas have other numbers of labels, as under DDP
             self.data.batch["labels"] = self.data.batch["labels"].clamp(min=0)
-        elif padded:  # samples of all lengths
+        elif padded:
             labels = self.data.batch["labels"]
-            lengths = torch.arange(samples)[:, None] * 7 % (LENGTH - 4) + 4
+            lengths = torch.arange(samples)[:, None] * 7 % (LENGTH - 4) + 4  # all of them
+            if padded == "alike":  # of two or four replicas, which take every second or fourth sample
+                lengths = torch.where(torch.arange(samples)[:, None] // 4 % 2 == 0, LENGTH, 4)
             self.data.batch["attention_mask"] = (torch.arange(LENGTH) < lengths).long()
             self.data.batch["labels"] = labels.masked_fill(torch.arange(LENGTH) >= lengths, -100)
-            self.data.batch["labels"][batch_size : batch_size + 2] = -100  # a whole micro-batch
+            if padded != "alike":
+                self.data.batch["labels"][batch_size : batch_size + 2] = -100  # a whole micro-batch
 
     def _loader(self) -> DataLoader[Any]:
         assert self.trainer is not None
@@ -96,7 +103,7 @@ def fit(
     samples: int = 96,
     ckpt_path: str | None = None,
     callbacks: tuple[pl.Callback, ...] = (),
-    padded: bool = False,
+    padded: bool | Literal["alike"] = False,
     **kwargs: Any,
 ) -> tuple[list[float], pl.Trainer]:
     """Train on the same samples in the same order, whatever the layout; ``batch_size`` is that of all replicas together.
@@ -320,7 +327,7 @@ def observe_starts(layouts: dict[str, Settings], world: int) -> dict[str, Any]:
         for name, settings in layouts.items():
             model = made("tiny_gpt", built="configure_model")
             strategy = strategy_of(settings, init_on=where, gather_after_fit=where != "meta")
-            losses, _ = fit(model, "tiny_gpt", strategy, devices=world, batch_size=8, steps=3)
+            losses, _ = fit(model, "tiny_gpt", strategy, devices=world, batch_size=8, steps=3, padded="alike")
             meta = sum(p.is_meta for p in model.parameters())
             weights = 0.0 if meta else float(flat(model).double().sum())
             found[f"{where} {name}"] = {"losses": losses, "meta": meta, "weights": everywhere(weights)}

@@ -74,6 +74,7 @@ def _check_starts(starts: dict[str, Any]) -> None:
     losses: dict[str, list[float]] = {}
     for name, run in starts.items():
         where, layout = name.split()
+        # labels are padded: micro-batches weigh as they should, also where their rule was found after the cut
         assert run["losses"] == pytest.approx(losses.setdefault(where, run["losses"]), abs=1e-5), name
         assert run["losses"][0] == pytest.approx(4.2, abs=0.3), "first weights were not made as the module makes them"
         assert len(set(run["weights"])) == 1, f"{name}: ranks ended with other weights"

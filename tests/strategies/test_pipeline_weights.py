@@ -15,6 +15,7 @@ from lightning_eff._core.batches import tensors
 from lightning_eff._core.blocks import find_stack
 from lightning_eff.strategies._pipeline.batch import split
 from lightning_eff.strategies._pipeline.logging import Record
+from lightning_eff.strategies._pipeline.losses import UncutLosses
 from lightning_eff.strategies._pipeline.view import Stack
 from lightning_eff.strategies._pipeline.weights import Tokens, Weights, countable, weighted
 from tests.processes import free_port
@@ -75,11 +76,14 @@ def noisy(logits: Tensor, batch: Any) -> Tensor:
     return by_sample(logits + torch.randn_like(logits), batch)
 
 
-def learnt(loss: Callable[..., Tensor], given: dict[str, Tensor] | None = None) -> tuple[Weights, nn.Module]:
-    module = type("Module", (Tokenwise,), {"loss": staticmethod(loss)})(dropout=0.2)
+def learnt(
+    loss: Callable[..., Tensor], given: dict[str, Tensor] | None = None, base: type[Tokenwise] = Tokenwise
+) -> tuple[Weights, nn.Module]:
+    module = type("Module", (base,), {"loss": staticmethod(loss)})(dropout=0.2)
     stack = Stack(find_stack(module, None, who="test"), who="test")
     weights, given = Weights(who="test"), batch() if given is None else given
-    weights.learn(module, stack, lambda b: module.training_step(b, 0), given, split(given, PARTS))
+    losses = UncutLosses(module, stack, lambda b: module.training_step(b, 0), who="test")
+    weights.learn(losses, given, split(given, PARTS))
     weights.agree()
     return weights, module
 
@@ -140,6 +144,21 @@ def test_labels_that_come_later_are_warned_of_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         weights.of(split(batch(), PARTS))
+
+
+class Strict(Tokenwise):
+    """A step that cannot run in evaluation mode, with dropout."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if not self.training:
+            raise RuntimeError("training alone")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_step_that_needs_training_mode_tells_its_rule() -> None:
+    weights, module = learnt(labelled, base=Strict)
+    assert weights.rule == Tokens("['labels']", "labels", False)
+    assert all(m.training for m in module.modules())
 
 
 @pytest.mark.parametrize("loss", [labelled, shifted, masked])

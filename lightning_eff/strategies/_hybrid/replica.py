@@ -112,10 +112,10 @@ class Replica:
             )
         if layout.data == 1:  # the loader as it is: a sampler of Lightning's would shuffle it in another order
             self._patches.set(self.trainer._accelerator_connector, "use_distributed_sampler", False)
+        batch = self._check_batch() if layout.model_parallel else None
         if layout.model_parallel:
-            batch = None if deferred else self._check_batch()
             with self._structure.noting():
-                self._divide_model(batch)
+                self._divide_model(None if deferred else batch)
         self._find_owners()
         if initial is not None and self.replicated:
             initial.make(self.plain, self.held, self.device)
@@ -127,9 +127,10 @@ class Replica:
         for root in self._roots:
             sharding.settle(root)
         self._reduced = {id(p) for root in self._roots for p in sharding.sharded_parameters(root)}
-        if (
-            layout.tensor > 1
-        ):  # whose ranks see the same samples: a torchmetrics sum over all ranks would count them twice
+        if deferred and self.pipeline is not None and batch is not None:
+            with self.evaluation():
+                self.pipeline.learn(self._step, batch)
+        if layout.tensor > 1:  # whose ranks see the same samples: a sum over all ranks would count them twice
             replicas = self._group_over(PIPELINE, DATA)
             for metric in (m for m in module.modules() if isinstance(m, Metric) and m.process_group is None):
                 self._patches.set(metric, "process_group", replicas)
@@ -171,6 +172,7 @@ class Replica:
 
     def _step(self, batch: Any) -> Any:
         """The module's own training step in its precision."""
+        self._gather_roots()
         index = (0,) if takes_index(self.module.training_step) else ()
         with self.trainer.precision_plugin.train_step_context():
             return self.module.training_step(batch, *index)

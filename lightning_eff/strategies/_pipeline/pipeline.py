@@ -28,6 +28,7 @@ from lightning_eff.strategies._pipeline.batch import content, digest, signature,
 from lightning_eff.strategies._pipeline.evaluation import broadcast, through
 from lightning_eff.strategies._pipeline.gradients import SharedGradients
 from lightning_eff.strategies._pipeline.logging import Agreement, Recorders, metrics_kept, replay
+from lightning_eff.strategies._pipeline.losses import CutLosses, UncutLosses
 from lightning_eff.strategies._pipeline.memory import Holdings, free, holdings, registered
 from lightning_eff.strategies._pipeline.order import SPLIT_BACKWARD, schedule_name
 from lightning_eff.strategies._pipeline.runner import OuterBuffers, Running, StageRunner, Step
@@ -176,7 +177,17 @@ class Pipeline:
         dist.broadcast_object_list(told, group_src=0, group=self.group)
         self.holdings = told[0]
         self._schedules.verified(found, step, part)
-        self._weights.learn(self.module, self.stack, step, batch, parts)
+        self._weights.learn(UncutLosses(self.module, self.stack, step, who=self.who), batch, parts)
+        self._weights.agree()
+
+    def learn(self, step: Step, batch: Any) -> None:
+        """Find what micro-batches weigh after :meth:`cut`, where :meth:`verify` was not to be had; on all processes."""
+        number, _ = layouts.num_microbatches(
+            num_samples(batch), self.num_microbatches, self.layout, most=None, who=self.who
+        )
+        kind = {"group": self.group, "device": self.device, "who": self.who}
+        losses = CutLosses(self.module, self.stack, step, self.layout, **kind)
+        self._weights.learn(losses, batch, split(batch, number))
         self._weights.agree()
 
     def bypassed(self, stage: int) -> str:

@@ -6,7 +6,6 @@ the user, but found on the first batch: of the integer tensors in it, that is ta
 the loss that the uncut module has for them.
 """
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from itertools import combinations
@@ -15,18 +14,11 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.dropout import _DropoutNd
+from torch import Tensor
 
-from lightning_eff._core import rng
 from lightning_eff._core.batches import map_tensors, num_samples, select, tensors
-from lightning_eff._core.steps import in_evaluation, silent
-from lightning_eff._core.wrapping import unrounded
 from lightning_eff.strategies._pipeline.logging import Record
-from lightning_eff.strategies._pipeline.runner import Step, loss_of
-from lightning_eff.strategies._pipeline.streams import Stream
-from lightning_eff.strategies._pipeline.view import Stack, uncut
+from lightning_eff.strategies._pipeline.losses import Losses
 
 _VALUES: dict[str, int] = {"labels": -100, "padding": 0}
 _WATCHED = 100  # batches in which labels of -100 are looked for that the first had not
@@ -110,11 +102,13 @@ class Weights:
         """What is counted."""
         return self.rules[0] if self.rules else None
 
-    def learn(self, module: nn.Module, stack: Stack, step: Step, batch: Any, microbatches: Sequence[Any]) -> None:
-        """Find the rule by which two micro-batches make up their loss together.
+    def learn(self, losses_of: Losses, batch: Any, microbatches: Sequence[Any]) -> None:
+        """Find the rule by which two micro-batches make up their loss together. Every rank has to call :meth:`agree` after.
 
-        The uncut module runs without dropout on each of the two, and on both; it is left as it was. Every rank has to
-        call :meth:`agree` after.
+        Args:
+            losses_of: :class:`.losses.UncutLosses` or :class:`.losses.CutLosses`.
+            batch: the whole one.
+            microbatches: it in parts.
         """
         number = len(microbatches)
         if number < 2:
@@ -130,14 +124,11 @@ class Weights:
             first, second = (counted[way][i] for i in pair)
             return (first / (first + second), second / (first + second)) if first + second else (0.5, 0.5)
 
-        def losses_of(*batches: Any, seed: int = 0) -> list[float]:
-            return _losses(module, stack, step, batches, seed, who=self.who)
-
         while True:
             pair = max(pairs, key=lambda pair: len({weights(way, pair) for way in left}))
             rows = torch.cat([torch.arange(i * size, (i + 1) * size) for i in pair])
             together = select(batch, rows, num_samples(batch))
-            *apart, whole = losses_of(*(microbatches[i] for i in pair), together)
+            *apart, whole = losses_of([*(microbatches[i] for i in pair), together], 0)
             off = {way: abs(sum(w * x for w, x in zip(weights(way, pair), apart, strict=True)) - whole) for way in left}
             allowed = 4 * torch.finfo(torch.float32).eps * max(1.0, abs(whole))
             left = [way for way in left if off[way] <= max(allowed, max(off.values()) / 20)]
@@ -145,7 +136,7 @@ class Weights:
             if len(left) < 2 or not pairs:
                 break
         self._tried = {way for way in counted if way is not None}
-        if None not in left and losses_of(microbatches[pair[0]], seed=1) != apart[:1]:
+        if None not in left and losses_of([microbatches[pair[0]]], 1) != apart[:1]:
             return  # random even in evaluation: there is nothing to compare
         if left:
             self.rules = [] if None in left else [way for way in left if way is not None]
@@ -200,28 +191,6 @@ class Weights:
                 " was one, had not; so what they weigh is not known, and all weigh the same. Let the first batch be one"
                 " with such labels, or keep their number equal, if the loss is a mean over tokens."
             )
-
-
-def _losses(module: nn.Module, stack: Stack, step: Step, batches: Sequence[Any], seed: int, *, who: str) -> list[float]:
-    """The uncut module's loss of each batch in evaluation mode, or with norms and dropout alone in it if it gives none."""
-    every = [*module.modules()]
-    stochastic = [m for m in every if isinstance(m, _NormBase | _DropoutNd)]
-    try:
-        with in_evaluation(every):
-            return [_loss(module, stack, step, batch, seed, who=who) for batch in batches]
-    except Exception:  # a step of training that needs training mode
-        with in_evaluation(stochastic):
-            return [_loss(module, stack, step, batch, seed, who=who) for batch in batches]
-
-
-def _loss(module: nn.Module, stack: Stack, step: Step, batch: Any, seed: int, *, who: str) -> float:
-    stream = Stream(seed, "verify", 0, 0)
-    with warnings.catch_warnings(), rng.fork(), silent(cast("Any", module)), torch.no_grad(), unrounded():
-        warnings.simplefilter("ignore")  # a reentrant checkpoint's, that nothing in it wants gradients
-        with uncut(stack, stream) as run:
-            loss = float(loss_of(step(batch), who=who))
-        run.finished()
-    return loss
 
 
 def weighted(losses: Mapping[int, Tensor], weights: Sequence[float] | None, records: Mapping[str, Record]) -> float:
