@@ -227,6 +227,7 @@ def test_optimizers_step_dtensors_by_lists_where_they_are_free_to(mesh: DeviceMe
         (torch.optim.AdamW, {}, spread, True),
         (torch.optim.SGD, {"momentum": 0.9}, spread, True),
         (torch.optim.AdamW, {"foreach": False}, spread, False),
+        (torch.optim.Adam, {"differentiable": True}, spread, None),
         (torch.optim.AdamW, {}, plain, None),
         (torch.optim.AdamW, {}, [*spread, *plain], None),
         (torch.optim.NAdam, {}, spread, None),

@@ -72,7 +72,7 @@ def by_lists(optimizer: Optimizer) -> Iterator[None]:
     A call for each takes four times as long for small ones.
     """
     groups = optimizer.param_groups if type(optimizer) in (SGD, Adam, AdamW) else []
-    groups = [group for group in groups if group["foreach"] is None and not group["fused"] and _of_one_mesh(group)]
+    groups = [group for group in groups if group["foreach"] is None and _may_list(group)]
     for group in groups:
         group["foreach"] = True
     try:
@@ -82,8 +82,10 @@ def by_lists(optimizer: Optimizer) -> Iterator[None]:
             group["foreach"] = None
 
 
-def _of_one_mesh(group: dict[str, Any]) -> bool:
+def _may_list(group: dict[str, Any]) -> bool:
     params = group["params"]
+    if group["fused"] or group["differentiable"]:
+        return False
     return all(isinstance(p, DTensor) and p.device.type == "cpu" for p in params) and (
         len({p.device_mesh for p in params}) == 1
     )
