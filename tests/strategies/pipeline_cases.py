@@ -1,5 +1,6 @@
 """The cases of the pipeline tests: every model under every schedule, hazards, and all that surrounds a step."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -57,9 +58,12 @@ def hazard(cls: Any, schedule: str = "1F1B", *, batches: list[Any] | None = None
 
 
 EXACT = ("Noise", "Norms", "Conditioned", "Mixed", "InPlace", "Checkpointed", "Segmented", "Shrinking", "Shared")
-EXACT += ("Detached", "Acting", "Second", "Views", "Unused", "Between")
+EXACT += ("Detached", "Acting", "Second", "Views", "Unused", "Between", "Spare")
 REFUSED = ("Skips", "Summed", "Hooked", "Regularised", "Twice", "Dropping", "TwoOutputs", "Manual", "OwnBackward")
 REFUSED += ("Reentrant", "Quiet", "Noted", "Nothing", "Infinite")
+
+_MASKED = {**hazards.batch(seed=1), "mask": torch.arange(hazards.LENGTH).expand(8, -1) < 2}
+_BATCHES = {"Shrinking": [hazards.batch(8, 16)], "Spare": [hazards.batch(), _MASKED]}
 
 
 def _hazards() -> None:
@@ -68,7 +72,7 @@ def _hazards() -> None:
             buffers = name == "Norms"
             prefix = "exact" if schedule in ("1F1B", "ZBVZeroBubble") else "slow"
             CASES[f"{prefix}_{name}_{schedule}"] = lambda n=name, s=schedule, b=buffers: hazard(
-                getattr(hazards, n), s, check_buffers=b, batches=[hazards.batch(8, 16)] if n == "Shrinking" else None
+                getattr(hazards, n), s, check_buffers=b, batches=_BATCHES.get(n)
             )
     for name in REFUSED:
         CASES[f"refused_{name}"] = lambda n=name: refused(lambda: _setup(getattr(refusals, n)()))
@@ -174,6 +178,15 @@ def shapes_that_change() -> Any:
 def odd_batch() -> Any:
     pipe = cut(hazards.Plain(), "1F1B", 4)
     return refused(lambda: pipe.run(steps(pipe.module), hazards.batch(6)))
+
+
+@case
+def used_too_late() -> Any:
+    """A value that a stage let go of is NaN to a step that comes to need it: is each loss finite?"""
+    pipe = cut(hazards.Late())
+    whole = hazards.batch()
+    batches = (whole, {**whole, "scaled": torch.ones(8)})
+    return [math.isfinite(float(pipe.run(steps(pipe.module), b))) for b in batches]
 
 
 @case

@@ -244,6 +244,36 @@ class Unused(Plain):
         return h
 
 
+class Spare(Plain):
+    """A token in the place of those that a batch masks (as DINOv2 has), and a map of which nothing is made.
+
+    The first batch, which the strategy looks at, masks none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.never = nn.Parameter(torch.ones(DIM)), nn.Linear(DIM, DIM)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch["x"]
+        if "mask" in batch:
+            x = torch.where(batch["mask"][..., None], self.token, x)
+        return F.cross_entropy(self(x), batch["y"])
+
+
+class Late(Plain):
+    """A scale that the head always uses, and what enters the blocks in batches that say so alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(DIM))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        h = self.enter(batch["x"])
+        h = self.through(h * self.scale if "scaled" in batch else h)
+        return F.cross_entropy(self.leave(h.mean(1) * self.scale), batch["y"])
+
+
 class Shared(Plain):
     """All blocks hold one linear layer beside their own."""
 

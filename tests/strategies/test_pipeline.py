@@ -74,6 +74,10 @@ def test_hazards_that_work(two: Results, name: str) -> None:
     close(result(two, name))
 
 
+def test_a_value_that_a_stage_let_go_of_is_not_read_in_silence(two: Results) -> None:
+    assert result(two, "used_too_late") == [True, False]
+
+
 def test_every_hazard_is_looked_at() -> None:
     assert len([name for name in CASES if name.startswith("exact_")]) == 2 * len(EXACT)
     assert len([name for name in CASES if name.startswith("refused_")]) == len(REFUSED) + 1

@@ -108,7 +108,7 @@ def test_what_is_let_go_of_holds_no_memory_and_keeps_its_shape() -> None:
     )
     free(module, stack, [1, 2, 3], {id(p) for n, p in module.named_parameters() if n in names})
     assert [n for n, _ in module.named_parameters()] == names
-    assert weight.shape == (16, 8) and weight.untyped_storage().nbytes() == 4 and float(weight.detach().sum()) == 0
+    assert weight.shape == (16, 8) and weight.untyped_storage().nbytes() == 4 and bool(weight.isnan().all())
     freed: Any = module.blocks[0]
     assert freed.up.weight.shape == (16, 8) and not freed.up.weight.requires_grad
     with pytest.raises(RuntimeError, match="another pipeline rank owns"):

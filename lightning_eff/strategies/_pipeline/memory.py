@@ -1,5 +1,6 @@
 """Which parameters a pipeline rank holds, and letting go of the rest without a change of names."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +15,19 @@ from lightning_eff.strategies._pipeline.view import Stack
 
 
 def emptied(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape, type and device that takes the memory of one element, and wants no gradient."""
+    """A tensor of the same shape, type and device that takes the memory of one element, and wants no gradient.
+
+    It reads as NaN, or as zeros of a type that has none: a step that comes to need a value which no earlier one did shows
+    it in its loss.
+    """
+    fill = math.nan if tensor.is_floating_point() or tensor.is_complex() else 0
     if isinstance(tensor, DTensor):
-        local = torch.zeros((), dtype=tensor.dtype, device=tensor.to_local().device).expand(tensor.to_local().shape)
+        own = tensor.to_local()
+        local = torch.full((), fill, dtype=tensor.dtype, device=own.device).expand(own.shape)
         return DTensor.from_local(
             local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
         )
-    return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+    return torch.full((), fill, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
 class Freed(InPlaceOf):
@@ -80,7 +87,7 @@ def in_blocks(module: nn.Module, stack: Stack, where: Layout) -> dict[str, set[i
 
 
 def holdings(module: nn.Module, stack: Stack, where: Layout, outside: dict[str, set[int]] | None) -> Holdings:
-    """Put together what stages use.
+    """Put together what stages use. What none was seen to use all hold: a later batch may need it anywhere.
 
     Args:
         outside: of each parameter's first name, the stages that use it outside of their own blocks; None if not known.
@@ -93,7 +100,7 @@ def holdings(module: nn.Module, stack: Stack, where: Layout, outside: dict[str, 
             used = own | outside.get(name, set())
         else:
             used = own if _only_in_blocks(module, name, stack) else everywhere
-        stages[name] = tuple(sorted(used))
+        stages[name] = tuple(sorted(used or everywhere))
     return Holdings(stages, names_of(module), outside is not None)
 
 
@@ -107,8 +114,8 @@ def _only_in_blocks(module: nn.Module, name: str, stack: Stack) -> bool:
 def free(module: nn.Module, stack: Stack, owned: Iterable[int], keep: set[int]) -> None:
     """Let go of every parameter whose id is not in ``keep``, and of the buffers of blocks that are not ``owned``.
 
-    Names of what stays are as they were. What goes is no parameter any more; the attribute is still there, with zeros
-    of the shape that it was read in, because the user's code outside the blocks still runs on every stage.
+    Names of what stays are as they were. What goes is no parameter any more; the attribute is still there, with NaN
+    in the shape that it was read in, because the user's code outside the blocks still runs on every stage.
     """
     mine = set(owned)
     gone = {id(p): p for p in module.parameters() if id(p) not in keep}
