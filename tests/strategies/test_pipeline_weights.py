@@ -17,9 +17,9 @@ from lightning_eff.strategies._pipeline.batch import split
 from lightning_eff.strategies._pipeline.logging import Record
 from lightning_eff.strategies._pipeline.losses import UncutLosses
 from lightning_eff.strategies._pipeline.view import Stack
-from lightning_eff.strategies._pipeline.weights import Tokens, Weights, countable, weighted
+from lightning_eff.strategies._pipeline.weights import Tokens, Weights, countable, tell_of_statistics, weighted
 from tests.processes import free_port
-from tests.strategies.pipeline_hazards import CLASSES, DIM, Plain
+from tests.strategies.pipeline_hazards import CLASSES, DIM, Norms, Plain
 
 LENGTH, PARTS = 8, 4
 
@@ -219,3 +219,22 @@ def test_ranks_take_the_rules_of_the_first_that_found_any(monkeypatch: pytest.Mo
     weights = Weights(who="test")
     weights.agree()
     assert weights.rule == rule and weights._tried == {rule, other}
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_norms_over_micro_batches_are_named(number: int, caplog: pytest.LogCaptureFixture) -> None:
+    module = Norms()
+    module.before.eval()
+    with caplog.at_level("INFO"):
+        tell_of_statistics(module, number, 8 // number, who="Here")
+    said = [r.getMessage() for r in caplog.records]
+    if number == 1:
+        assert said == []
+    else:
+        assert len(said) == 1
+        assert said[0].startswith(
+            "Here: 'blocks.0.norm' and 4 more modules normalize over each of 2 micro-batches of 4"
+        )
+    caplog.clear()
+    tell_of_statistics(Plain(), 2, 4, who="Here")
+    assert caplog.records == []

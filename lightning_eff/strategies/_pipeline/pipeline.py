@@ -28,7 +28,7 @@ from lightning_eff.strategies._pipeline.batch import content, digest, signature,
 from lightning_eff.strategies._pipeline.evaluation import broadcast, through
 from lightning_eff.strategies._pipeline.gradients import SharedGradients
 from lightning_eff.strategies._pipeline.logging import Agreement, Recorders, metrics_kept, replay
-from lightning_eff.strategies._pipeline.losses import CutLosses, UncutLosses
+from lightning_eff.strategies._pipeline.losses import CutLosses, Losses, UncutLosses
 from lightning_eff.strategies._pipeline.memory import Holdings, free, holdings, registered
 from lightning_eff.strategies._pipeline.order import SPLIT_BACKWARD, schedule_name
 from lightning_eff.strategies._pipeline.runner import OuterBuffers, Running, StageRunner, Step
@@ -36,7 +36,7 @@ from lightning_eff.strategies._pipeline.schedules import Schedules
 from lightning_eff.strategies._pipeline.streams import Stream
 from lightning_eff.strategies._pipeline.verify import Verification, bypassed, no_reentrant
 from lightning_eff.strategies._pipeline.view import Stack
-from lightning_eff.strategies._pipeline.weights import Weights, weighted
+from lightning_eff.strategies._pipeline.weights import Weights, tell_of_statistics, weighted
 
 _CHECKED_PASSES = 2
 
@@ -177,8 +177,7 @@ class Pipeline:
         dist.broadcast_object_list(told, group_src=0, group=self.group)
         self.holdings = told[0]
         self._schedules.verified(found, step, part)
-        self._weights.learn(UncutLosses(self.module, self.stack, step, who=self.who), batch, parts)
-        self._weights.agree()
+        self._weigh(UncutLosses(self.module, self.stack, step, who=self.who), batch, parts)
 
     def learn(self, step: Step, batch: Any) -> None:
         """Find what micro-batches weigh after :meth:`cut`, where :meth:`verify` was not to be had; on all processes."""
@@ -187,8 +186,12 @@ class Pipeline:
         )
         kind = {"group": self.group, "device": self.device, "who": self.who}
         losses = CutLosses(self.module, self.stack, step, self.layout, **kind)
-        self._weights.learn(losses, batch, split(batch, number))
+        self._weigh(losses, batch, split(batch, number))
+
+    def _weigh(self, losses: Losses, batch: Any, parts: list[Any]) -> None:
+        self._weights.learn(losses, batch, parts)
         self._weights.agree()
+        tell_of_statistics(self.module, len(parts), num_samples(parts[0]), who=self.who)
 
     def bypassed(self, stage: int) -> str:
         """What to say when a stage depends on more of the earlier blocks than it receives."""

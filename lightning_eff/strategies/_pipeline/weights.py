@@ -14,7 +14,8 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_eff._core.batches import map_tensors, num_samples, select, tensors
 from lightning_eff.strategies._pipeline.logging import Record
@@ -191,6 +192,18 @@ class Weights:
                 " was one, had not; so what they weigh is not known, and all weigh the same. Let the first batch be one"
                 " with such labels, or keep their number equal, if the loss is a mean over tokens."
             )
+
+
+def tell_of_statistics(module: nn.Module, number: int, size: int, *, who: str) -> None:
+    """Say which modules normalize by a batch's own statistics (BatchNorm), which are those of ``size`` samples now."""
+    names = [name for name, m in module.named_modules() if isinstance(m, _BatchNorm) and m.training]
+    if names and number > 1:
+        rest = f" and {len(names) - 1} more modules normalize" if len(names) > 1 else " normalizes"
+        rank_zero_info(
+            f"{who}: {names[0]!r}{rest} over each of {number} micro-batches of {size} samples, as where gradients are"
+            " accumulated, not over the batch: losses are not those of one process. schedule='GPipe' with"
+            " num_microbatches=1 keeps the batch whole, and lets stages wait for one another; GroupNorm and LayerNorm do not depend on the batch."
+        )
 
 
 def weighted(losses: Mapping[int, Tensor], weights: Sequence[float] | None, records: Mapping[str, Record]) -> float:
