@@ -202,7 +202,8 @@ def tell_of_statistics(module: nn.Module, number: int, size: int, *, who: str) -
         rank_zero_info(
             f"{who}: {names[0]!r}{rest} over each of {number} micro-batches of {size} samples, as where gradients are"
             " accumulated, not over the batch: losses are not those of one process. schedule='GPipe' with"
-            " num_microbatches=1 keeps the batch whole, and lets stages wait for one another; GroupNorm and LayerNorm do not depend on the batch."
+            " num_microbatches=1 keeps the batch whole, and lets stages wait for one another; GroupNorm and LayerNorm do"
+            " not depend on the batch."
         )
 
 
