@@ -4,10 +4,12 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import Precision
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_eff
 from lightning_eff._core.technique import Technique
@@ -66,6 +68,49 @@ def test_trains_hugging_face_models(name: str, precision: Any, model: str) -> No
     assert flat(net).isfinite().all()
     assert not torch.equal(flat(net), flat(plain)), "the plugin changed nothing"
     assert [p.dtype for p in net.parameters()] == [p.dtype for p in plain.parameters()]
+
+
+class Perceptron(nn.Module):
+    """A residual block on (B, T, 16), whose activations are written over the results of its linear maps, or not."""
+
+    def __init__(self, inplace: bool) -> None:
+        super().__init__()
+        self.inplace = inplace
+        self.up, self.down, self.plain = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 16, bias=False)
+        self.act = nn.ReLU(inplace=inplace)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.plain(x), self.down(self.act(self.up(x)))
+        return x + (first.add_(second) if self.inplace else first + second)
+
+
+class Perceptrons(pl.LightningModule):
+    def __init__(self, inplace: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(*(Perceptron(inplace) for _ in range(2)))
+        self.head = nn.Linear(16, 4)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self.head(self.blocks(x.to(self.head.weight.dtype)).mean(1)).float(), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize(("name", "precision"), AROUND)
+def test_results_of_linear_maps_may_be_changed_in_place(name: str, precision: Any) -> None:
+    ends = []
+    for inplace in (False, True):
+        pl.seed_everything(1, verbose=False)
+        net = Perceptrons(inplace)
+        before = flat(net).clone()
+        data = TensorDataset(torch.randn(16, 3, 16), torch.arange(16) % 4)
+        trainer(plugins=[PLUGINS[name].build(precision)], max_epochs=1).fit(net, DataLoader(data, 4))
+        assert not torch.equal(flat(net), before)
+        ends.append(flat(net))
+    assert torch.equal(*ends)
 
 
 @every

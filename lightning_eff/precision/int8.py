@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
 from lightning_eff.precision._linear.maps import LinearMap
-from lightning_eff.precision._linear.plugin import Arithmetic, LinearPrecision
+from lightning_eff.precision._linear.plugin import Arithmetic, LinearPrecision, by_rows
 
 LARGEST = 127
 """Integers are from -127 to 127."""
@@ -111,15 +111,15 @@ class _INT8Linear(torch.autograd.Function):
         bias: Tensor | None,
         draw: Callable[[torch.device], torch.Generator] | None,
     ) -> Tensor:
-        a, w = quantize(x.float().reshape(-1, x.shape[-1])), quantize(weight.float())
+        a, w = quantize(x.float()), quantize(weight.float())
         # scales as integers: what compresses saved floating-point tensors must leave them alone
         ctx.save_for_backward(a.q, a.scale.view(torch.int32), w.q, w.scale.view(torch.int32))
         ctx.draw = draw
-        ctx.shape, ctx.dtypes = x.shape, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         y = int8_matmul(a.q, w.q.t()).float().mul_(a.scale.unsqueeze(1)).mul_(w.scale)
         if bias is not None:
             y += bias
-        return y.reshape(*x.shape[:-1], weight.shape[0]).to(x.dtype)
+        return y.to(x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -131,10 +131,10 @@ class _INT8Linear(torch.autograd.Function):
         generator = None if ctx.draw is None else ctx.draw(g.device)
         dx = dw = db = None
         with torch.autocast(g.device.type, enabled=False):
-            g = g.float().reshape(-1, g.shape[-1])
+            g = g.float()
             if ctx.needs_input_grad[0]:
                 q, s = quantize(g * s_w, generator)
-                dx = int8_matmul(q, q_w).float().mul_(s.unsqueeze(1)).reshape(ctx.shape).to(ctx.dtypes[0])
+                dx = int8_matmul(q, q_w).float().mul_(s.unsqueeze(1)).to(ctx.dtypes[0])
             if ctx.needs_input_grad[1]:
                 q, s = quantize(g.t() * s_x, generator) if len(g) else Quantized(q_x.new_zeros(g.t().shape), s_w)
                 dw = int8_matmul(q, q_x).float().mul_(s.unsqueeze(1)).to(ctx.dtypes[1])
@@ -190,7 +190,8 @@ class INT8Precision(LinearPrecision):
         def draw(device: torch.device) -> torch.Generator:
             return self.generator(m.path, device)
 
-        return lambda x, weight, bias: _INT8Linear.apply(x, weight, bias, draw if self.stochastic_rounding else None)
+        drawn = draw if self.stochastic_rounding else None
+        return by_rows(lambda x, weight, bias: _INT8Linear.apply(x, weight, bias, drawn))
 
     @override
     def describe(self) -> str:

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_eff.precision._formats.formats import E5M2
 from lightning_eff.precision._linear.maps import LinearMap
-from lightning_eff.precision._linear.plugin import Arithmetic, LinearPrecision
+from lightning_eff.precision._linear.plugin import Arithmetic, LinearPrecision, by_rows
 
 LOG2_MAX = 15.0
 """log2 of the largest |Y|: 2^15 is the largest power of two in E5M2."""
@@ -127,14 +127,14 @@ class _S2FP8Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        a, w = squeeze(x.float().reshape(-1, x.shape[-1])), squeeze(weight.float())
+        a, w = squeeze(x.float()), squeeze(weight.float())
         # levels as integers: what compresses saved floating-point tensors must leave them alone
         ctx.save_for_backward(a.codes, a.levels.view(torch.int32), w.codes, w.levels.view(torch.int32))
-        ctx.shape, ctx.dtypes = x.shape, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         y = a.float() @ w.float().t()
         if bias is not None:
             y += bias
-        return y.view(*x.shape[:-1], weight.shape[0]).to(x.dtype)
+        return y.to(x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -144,11 +144,11 @@ class _S2FP8Linear(torch.autograd.Function):
         x_codes, x_levels, w_codes, w_levels = ctx.saved_tensors
         dx = dw = db = None
         with torch.autocast(g.device.type, enabled=False):
-            g = g.float().reshape(-1, g.shape[-1])
+            g = g.float()
             g_hat = squeeze(g).float()
             if ctx.needs_input_grad[0]:
                 w = Squeezed(w_codes, w_levels.view(torch.float32)).float()
-                dx = (g_hat @ w).view(ctx.shape).to(ctx.dtypes[0])
+                dx = (g_hat @ w).to(ctx.dtypes[0])
             if ctx.needs_input_grad[1]:
                 a = Squeezed(x_codes, x_levels.view(torch.float32)).float()
                 dw = (g_hat.t() @ a).to(ctx.dtypes[1])
@@ -189,7 +189,7 @@ class S2FP8Precision(LinearPrecision):
 
     @override
     def arithmetic(self, m: LinearMap) -> Arithmetic:
-        return _S2FP8Linear.apply
+        return by_rows(_S2FP8Linear.apply)
 
     @override
     def describe(self) -> str:

@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_eff._core import rng
 from lightning_eff.precision._formats.formats import FP8_152, FP16_169, cast_fp8, round_to
 from lightning_eff.precision._linear.maps import LinearMap
-from lightning_eff.precision._linear.plugin import Arithmetic, LinearPrecision
+from lightning_eff.precision._linear.plugin import Arithmetic, LinearPrecision, by_rows
 
 Accumulate = Literal["exact", "float32"]
 
@@ -90,14 +90,14 @@ class _Wang2018Linear(torch.autograd.Function):
         matmul: Callable[[Tensor, Tensor], Tensor],
         scale: float,
     ) -> Tensor:
-        a, w = to_fp8(x.float().reshape(-1, x.shape[-1])), to_fp8(weight.float())
+        a, w = to_fp8(x.float()), to_fp8(weight.float())
         ctx.save_for_backward(a, w)
         ctx.matmul, ctx.scale = matmul, scale
-        ctx.shape, ctx.dtypes = x.shape, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         y = matmul(a.float(), w.float().t())
         if bias is not None:
             y += bias
-        return y.view(*x.shape[:-1], weight.shape[0]).to(x.dtype)
+        return y.to(x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -107,10 +107,10 @@ class _Wang2018Linear(torch.autograd.Function):
         a, w = ctx.saved_tensors
         dx = dw = db = None
         with torch.autocast(g.device.type, enabled=False):
-            g = g.float().reshape(-1, g.shape[-1])
+            g = g.float()
             g_hat = to_fp8(g * ctx.scale).float()
             if ctx.needs_input_grad[0]:
-                dx = (ctx.matmul(g_hat, w.float()) / ctx.scale).view(ctx.shape).to(ctx.dtypes[0])
+                dx = (ctx.matmul(g_hat, w.float()) / ctx.scale).to(ctx.dtypes[0])
             if ctx.needs_input_grad[1]:
                 dw = (ctx.matmul(g_hat.t(), a.float()) / ctx.scale).to(ctx.dtypes[1])
             if ctx.needs_input_grad[2]:
@@ -190,7 +190,7 @@ class Wang2018FP8Precision(LinearPrecision):
 
     @override
     def arithmetic(self, m: LinearMap) -> Arithmetic:
-        return lambda x, weight, bias: _Wang2018Linear.apply(x, weight, bias, self._matmul, self.loss_scale)
+        return by_rows(lambda x, weight, bias: _Wang2018Linear.apply(x, weight, bias, self._matmul, self.loss_scale))
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:

@@ -23,6 +23,18 @@ Arithmetic = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """``f(x, weight, bias)`` is ``x weight^T + bias``, of shape (..., N), for ``x`` (..., K) and ``weight`` (N, K)."""
 
 
+def by_rows(compute: Arithmetic) -> Arithmetic:
+    """``compute``, of inputs (B, K), for inputs of any leading dimensions.
+
+    The view is made outside of an autograd Function, whose own views may not be changed in place (``nn.ReLU(inplace=True)``).
+    """
+
+    def shaped(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return compute(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], weight.shape[0])
+
+    return shaped
+
+
 class _Swapped:
     """Stands on a linear map's instance for its class's ``forward``."""
 
