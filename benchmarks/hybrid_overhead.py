@@ -3,8 +3,9 @@
     python benchmarks/hybrid_overhead.py [--processes 2] [--pairs 9] [--steps 40] [--out FILE]
 
 Starts the processes itself. The arms alternate in one run of them: DDP, hybrid with shard=False, hybrid with shard=True
-(FSDP2), and again; each round gives one ratio to DDP for either, and one of processor time a step, which other work on the
-machine disturbs less. Prints medians and spread, and with ``--out`` writes them with the machine's fingerprint as JSON.
+(FSDP2), and DDP a second time, which shows what the machine's noise alone makes of two equal arms; each round begins with
+another arm, and gives one ratio to DDP for each, and one of processor time a step, which other work on the machine disturbs
+less. Prints medians and spread, and with ``--out`` writes them with the machine's fingerprint as JSON.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from examples.gpt.data import StdlibText
 from examples.gpt.module import GPT
 from lightning_eff.strategies.hybrid_parallel import HybridParallelStrategy
 
-ARMS = ("ddp", "replicas", "shards")
+ARMS = ("ddp", "replicas", "shards", "ddp again")
 
 
 class Clock(Callback):
@@ -51,7 +52,7 @@ class Clock(Callback):
 def steps_per_second(arm: str, args: argparse.Namespace) -> tuple[float, float]:
     """Of rank 0, which every step waits for the others: by the clock, and by its own processor time."""
     seed_everything(0, verbose=False)
-    strategy: Any = "ddp" if arm == "ddp" else HybridParallelStrategy(shard=arm == "shards")
+    strategy: Any = "ddp" if arm.startswith("ddp") else HybridParallelStrategy(shard=arm == "shards")
     clock = Clock(args.warm_up)
     trainer = Trainer(
         accelerator="cpu",
@@ -77,7 +78,7 @@ def work(args: argparse.Namespace) -> None:
     rates: dict[str, list[float]] = {arm: [] for arm in ARMS}
     cpu_rates: dict[str, list[float]] = {arm: [] for arm in ARMS}
     for pair in range(args.pairs + 1):
-        for arm in ARMS:
+        for arm in (*ARMS[pair % len(ARMS) :], *ARMS[: pair % len(ARMS)]):
             rate, cpu_rate = steps_per_second(arm, args)
             if pair:  # the first round warms the processes up
                 rates[arm].append(rate)
