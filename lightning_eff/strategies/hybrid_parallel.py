@@ -65,8 +65,9 @@ class HybridParallelStrategy(ModelParallelStrategy):
         context_parallel_size: 1; see the error.
         sequence_parallel: divide what lies between the split maps along the sequence, over the tensor-parallel ranks.
         save_distributed_checkpoint: False writes one file that loads strictly into the plain module and resumes in a plain
-            Trainer; rank 0 holds the whole model in host memory for it. True writes a folder of every rank's pieces. Both
-            resume in any layout.
+            Trainer; rank 0 holds the whole model in host memory for it. True writes a folder of every rank's pieces, of
+            which ``python -m lightning.fabric.utilities.consolidate_checkpoint`` makes one file with the plain module's
+            weights. Both resume in any layout.
         init_on: where ``configure_model``, and ``with trainer.init_module()``, make weights: on "all" ranks, on "rank0"
             alone, from which the others get their pieces, or nowhere ("meta"): then each module's ``reset_parameters``, or
             the model's ``_init_weights``, makes them a module at a time, so no process ever holds the whole.

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.load import _load_distributed_checkpoint
 
 from tests.strategies.hybrid_jobs import Settings, fit, made, run_case
 from tests.strategies.launch import launch
@@ -54,6 +55,7 @@ def check(tmp_path: Path, pairs: list[tuple[str, str]], layouts: list[str]) -> N
         plain, file = (torch.load(tmp_path / f"{n}.file", weights_only=True) for n in ("plain", name))
         _same_checkpoint(file, plain, name)
         made(MODEL).load_state_dict(file["state_dict"], strict=True)
+        _consolidated_by_lightning(tmp_path / f"{name}.folder", file)
         for kind in ("file", "folder"):
             resumed = run_case(
                 {"model": MODEL, "steps": 6, "strategy": {}, "devices": 1, "resume": f"{name}.{kind}"}, str(tmp_path)
@@ -61,6 +63,15 @@ def check(tmp_path: Path, pairs: list[tuple[str, str]], layouts: list[str]) -> N
             assert resumed == pytest.approx(whole[3:], abs=1e-5), f"{name}.{kind} in one process"
         resumed = alone(directory=str(tmp_path), resume=f"{name}.file")
         assert resumed == pytest.approx(whole[3:], abs=1e-5), f"{name}.file in a plain Trainer"
+
+
+def _consolidated_by_lightning(folder: Path, file: dict[str, Any]) -> None:
+    """What Lightning's own tool makes of a folder has the weights that the file has."""
+    found = _load_distributed_checkpoint(folder)[
+        "state_dict"
+    ]  # what lightning.fabric.utilities.consolidate_checkpoint saves
+    assert found.keys() == file["state_dict"].keys()
+    assert all(torch.equal(found[key], value) for key, value in file["state_dict"].items())
 
 
 def _same_checkpoint(file: dict[str, Any], plain: dict[str, Any], name: str) -> None:
