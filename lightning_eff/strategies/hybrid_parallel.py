@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff.strategies._hybrid import layout
-from lightning_eff.strategies._hybrid.arguments import Settings, check_arguments, check_run
+from lightning_eff.strategies._hybrid.arguments import Settings, check_arguments, check_optimizers, check_run
 from lightning_eff.strategies._hybrid.watch import Watch, WatchedLauncher
 
 if TYPE_CHECKING:
@@ -163,10 +163,18 @@ class HybridParallelStrategy(ModelParallelStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        from lightning_eff.strategies._hybrid.gradients import by_lists
+        from lightning_eff.strategies._hybrid.gradients import by_lists, steps_pieces
 
-        with by_lists(optimizer):
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        computed = False
+
+        def compute() -> Any:
+            nonlocal computed
+            found = closure()
+            computed = True
+            return found
+
+        with steps_pieces(optimizer, lambda: computed, who=WHO), by_lists(optimizer):
+            return super().optimizer_step(optimizer, compute, model, **kwargs)
 
     # -- processes
 
@@ -254,6 +262,7 @@ class HybridParallelStrategy(ModelParallelStrategy):
         assert self._replica is not None
         with self._replica.whole():
             Strategy.setup_optimizers(self, trainer)
+            check_optimizers(self.optimizers, self.layout, replicated=self._replica.replicated, who=WHO)
             self._replica.take_optimizers(self.optimizers)
 
     # -- steps

@@ -10,16 +10,17 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from benchmarks import context_parallel
 from lightning_eff import FP8Precision
-from lightning_eff.strategies._hybrid.arguments import check_run
-from lightning_eff.strategies._hybrid.gradients import by_lists
+from lightning_eff.strategies._hybrid.arguments import check_optimizers, check_run
+from lightning_eff.strategies._hybrid.gradients import by_lists, steps_pieces
 from lightning_eff.strategies._hybrid.layout import Layout, resolve
 from lightning_eff.strategies._hybrid.sharding import Root, groups, shard, sharded_parameters
 from lightning_eff.strategies.hybrid_parallel import HybridParallelStrategy
@@ -141,6 +142,36 @@ def test_an_optimizer_of_other_parameters_is_refused() -> None:
     model.configure_optimizers = lambda: torch.optim.SGD(others.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"holds parameters of shapes \[\(2, 2\), \(2,\)\]"):
         trainer(strategy="hybrid", devices=1, max_steps=1).fit(model, loader("classifier"))
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 1, 1), Layout(1, 2, 1), Layout(1, 1, 2)])
+def test_an_optimizer_that_looks_at_all_parameters_together_is_refused(layout: Layout) -> None:
+    together = torch.optim.LBFGS([nn.Parameter(torch.ones(2))])
+    with pytest.raises(ValueError, match=r"got LBFGS.*AdamW"):
+        check_optimizers([together], layout, replicated=False, who="S")
+    check_optimizers([together], layout, replicated=True, who="S")
+    check_optimizers([together], Layout(1, 1, 1), replicated=False, who="S")
+    check_optimizers([torch.optim.AdamW([nn.Parameter(torch.ones(2))])], layout, replicated=False, who="S")
+
+
+def test_an_optimizer_that_cannot_step_pieces_says_so_in_the_first_step() -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    whole, pieces = (nn.Parameter(t) for t in (torch.ones(4, 4), distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])))
+    for p in (whole, pieces):
+        p.grad = torch.ones_like(p)
+    optimizer = torch.optim.Adafactor([pieces])
+    with pytest.raises(ValueError, match=r"S: Adafactor cannot step parameters .*AdamW") as raised:
+        with steps_pieces(optimizer, lambda: True, who="S"):
+            optimizer.step()
+    with pytest.raises(RuntimeError, match="sharding of my own"), steps_pieces(optimizer, lambda: False, who="S"):
+        raise RuntimeError("sharding of my own")
+    with pytest.raises(RuntimeError, match="no bytes left"), steps_pieces(optimizer, lambda: True, who="S"):
+        raise RuntimeError("no bytes left")
+    optimizer = torch.optim.Adafactor([whole])
+    with pytest.raises(RuntimeError, match="placement"), steps_pieces(optimizer, lambda: True, who="S"):
+        raise RuntimeError("placement")
+    assert isinstance(raised.value.__cause__, RuntimeError)
 
 
 def test_importing_the_strategy_loads_no_engine() -> None:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim import LBFGS, Optimizer
 
 from lightning_eff._core.wrapping import WrappingPrecision
 from lightning_eff.strategies._hybrid.layout import Layout, check_size
@@ -138,3 +139,14 @@ def check_run(trainer: Trainer, module: LightningModule, layout: Layout, *, repl
             f"{who}: got sync_batchnorm=True with {layout}; expected False, since its messages go over all processes, and"
             " not over the replicas alone. Take it out, or use group or layer norm."
         )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], layout: Layout, *, replicated: bool, who: str) -> None:
+    """Raise ``ValueError`` if an optimizer looks at all parameters together, of which each process has a part."""
+    for optimizer in optimizers:
+        if layout.world > 1 and not replicated and isinstance(optimizer, LBFGS):
+            raise ValueError(
+                f"{who}: got {type(optimizer).__name__}, whose direction follows from products over all parameters, of which"
+                f" each process has a part with {layout}; expected an optimizer that treats each parameter by itself. Take"
+                f" AdamW or SGD, or {who}(shard=False) without tensor and pipeline parallelism."
+            )

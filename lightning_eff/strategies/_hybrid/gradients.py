@@ -16,6 +16,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_eff.strategies._hybrid.shards import counted_here, local
 
+_OF_DTENSORS = ("DTensor", "placement", "harding")  # in torch's messages of operations that it cannot run on them
+
 
 @torch.no_grad()
 def global_norm(
@@ -80,6 +82,29 @@ def by_lists(optimizer: Optimizer) -> Iterator[None]:
     finally:
         for group in groups:
             group["foreach"] = None
+
+
+@contextmanager
+def steps_pieces(optimizer: Optimizer, computed: Callable[[], bool], *, who: str) -> Iterator[None]:
+    """Say what to do where an optimizer cannot step parameters that lie in pieces (torch's Adafactor, for one).
+
+    Args:
+        computed: whether the closure has returned: an error before that is the module's own.
+
+    Raises:
+        ValueError: instead of what torch raises for an operation that it does not have for DTensors.
+    """
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        pieces = any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
+        if computed() and pieces and any(word in str(error) for word in _OF_DTENSORS):
+            raise ValueError(
+                f"{who}: {type(optimizer).__name__} cannot step parameters that lie in pieces on several processes (DTensor):"
+                f" {str(error).splitlines()[0]} Take an optimizer that can, such as AdamW or SGD, or {who}(shard=False)"
+                " without tensor parallelism."
+            ) from error
+        raise
 
 
 def _may_list(group: dict[str, Any]) -> bool:
