@@ -40,7 +40,8 @@ class HybridParallelStrategy(ModelParallelStrategy):
 
     ``Trainer(strategy="hybrid_tp2_pp2", devices=8)``, or an instance with the arguments below. The processes form a mesh
     of ``pipeline x data x tensor``; launchers, loggers, callbacks and loaders are as under DDP, and each data-parallel rank
-    gets its own samples. The module needs no ``configure_model``.
+    gets its own samples. The module needs no ``configure_model``. Its optimizers must treat each parameter by itself, as
+    AdamW does: each process steps what it holds.
 
     - Data: replicas, or with ``shard`` FSDP2: parameters, gradients and optimizer state of each block lie in pieces on the
       data-parallel ranks and come together while the block runs.

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
@@ -125,6 +126,18 @@ def test_runs_that_cannot_be_divided(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         check_run(fitting(**kwargs), model, layout, replicated=False, who="S")
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [WeightAveraging(), EMAWeightAveraging(), StochasticWeightAveraging(0.1), ModelPruning("l1_unstructured")],
+)
+def test_callbacks_that_need_whole_parameters_are_refused(callback: pl.Callback) -> None:
+    run = fitting(callbacks=[callback])
+    with pytest.raises(ValueError, match=rf"got {type(callback).__name__}.*shard=False"):
+        check_run(run, TinyClassifier(), Layout(2, 1, 1), replicated=False, who="S")
+    check_run(run, TinyClassifier(), Layout(1, 2, 1), replicated=True, who="S")
+    check_run(run, TinyClassifier(), Layout(1, 1, 1), replicated=False, who="S")
 
 
 def test_a_scaler_is_taken_where_every_process_holds_all() -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import LBFGS, Optimizer
@@ -133,6 +134,13 @@ def check_run(trainer: Trainer, module: LightningModule, layout: Layout, *, repl
                 f"{who}: got precision {plugin.precision!r}, whose gradient scaler looks for overflows in each process by"
                 " itself, so processes that hold other pieces of the model would scale and skip differently. Take"
                 f" precision='bf16-mixed', or {who}(shard=False) without tensor and pipeline parallelism."
+            )
+    for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+        if divided and fitting and isinstance(callback, StochasticWeightAveraging | WeightAveraging | ModelPruning):
+            raise ValueError(
+                f"{who}: got {type(callback).__name__}, which needs the module's parameters whole and in one process; with"
+                f" {layout} each process has a part. Take the callback out, or {who}(shard=False) without tensor and"
+                " pipeline parallelism."
             )
     if layout.model_parallel and trainer.strategy._layer_sync is not None:  # pyright: ignore[reportAttributeAccessIssue]
         raise ValueError(
