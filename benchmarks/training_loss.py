@@ -1,7 +1,7 @@
 """The GPT example trained exactly and with what is not exact: final validation loss, bytes held, time.
 
     python benchmarks/training_loss.py --seeds 0 1 2 --out benchmarks/results/training_loss_act.json
-    python benchmarks/training_loss.py --steps 340 --arms bf16 fp8 s2fp8 wang int8 \
+    python benchmarks/training_loss.py --arms bf16 fp8 fp8-rowwise fp8-blockwise s2fp8 wang int8 \
         --out benchmarks/results/training_loss_precision.json
 
 Each arm of a seed starts from the same weights and sees the same batches. It prints one line for each run, and in the
