@@ -326,9 +326,10 @@ class Pacer(Clock):
         return {"peak": peak, "last": self.last_rate, "peak_at": at}
 
     def loss_curve(self, most: int = 200) -> list[tuple[float, float]]:
-        """The training loss over the budget, as means of neighbours, at most ``most`` points."""
-        size = math.ceil(len(self._losses) / most) or 1
-        chunks = [self._losses[i : i + size] for i in range(0, len(self._losses), size)]
+        """The training loss over the budget, at most ``most`` points: the first batch's, then means of neighbours."""
+        first, rest = self._losses[:1], self._losses[1:]
+        size = math.ceil(len(rest) / (most - 1)) or 1
+        chunks = [first, *(rest[i : i + size] for i in range(0, len(rest), size))] if first else []
         return [(chunk[-1][0], sum(loss for _, loss in chunk) / len(chunk)) for chunk in chunks]
 
     def data(self, trainer: Trainer) -> dict[str, Any]:

@@ -272,3 +272,17 @@ def test_validation_data_is_told_apart_however_it_is_cut_into_batches() -> None:
     assert look(16) == look(7)
     assert look(16)["validation"] != look(16, shift=1e-6)["validation"]
     assert look(16)["training"]["length"] == 64
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 6, 23])
+def test_the_loss_curve_begins_with_the_first_batch(count: int) -> None:
+    """Arms of one seed have the first point in common, however many steps the machine makes."""
+    pacer = Pacer(reference(1.0))
+    pacer._losses = [(float(i), float(i * i)) for i in range(count)]
+    curve = pacer.loss_curve(5)
+    assert len(curve) <= 5 and curve[:1] == pacer._losses[:1]
+    if count == 23:  # the other 22 by sixes
+        assert [x for x, _ in curve] == [0, 6, 12, 18, 22]
+        assert curve[1][1] == pytest.approx(sum(i * i for i in range(1, 7)) / 6)
+    if count == 5:
+        assert curve == pacer._losses

@@ -274,6 +274,16 @@ class Late(Plain):
         return F.cross_entropy(self.leave(h.mean(1) * self.scale), batch["y"])
 
 
+class Writes(Plain):
+    """Scales its blocks' weights from outside (as RWKV does), by 1 in training."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            for block in self.blocks:
+                block.up.weight.mul_(1.0)
+        return F.cross_entropy(self(batch["x"]), batch["y"])
+
+
 class Shared(Plain):
     """All blocks hold one linear layer beside their own."""
 

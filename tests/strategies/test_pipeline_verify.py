@@ -9,6 +9,7 @@ import torch
 from lightning_eff._core.blocks import find_stack
 from lightning_eff.strategies._pipeline import layout as layouts
 from lightning_eff.strategies._pipeline.memory import Holdings, free
+from lightning_eff.strategies._pipeline.runner import left
 from lightning_eff.strategies._pipeline.verify import Verification, reached
 from lightning_eff.strategies._pipeline.view import Pass, Stack, StageExit
 from tests.strategies import pipeline_hazards as hazards
@@ -113,6 +114,19 @@ def test_what_is_let_go_of_holds_no_memory_and_keeps_its_shape() -> None:
     assert freed.up.weight.shape == (16, 8) and not freed.up.weight.requires_grad
     with pytest.raises(RuntimeError, match="another pipeline rank owns"):
         freed(torch.zeros(1))
+
+
+def test_what_is_let_go_of_cannot_be_written() -> None:
+    module: Any = hazards.Writes()
+    stack = Stack(find_stack(module, None, who="S"), who="S")
+    run = Pass(stack, 0, 2, verification(module)._stream())
+    assert left(run, steps(module), hazards.batch())[1]
+    owned = {id(p) for n, p in module.named_parameters() if not n.startswith(("blocks.2", "blocks.3"))}
+    free(module, stack, [0, 1], owned)
+    with pytest.raises(ValueError, match=r"writes to a parameter that another pipeline rank holds.*_parallel_size=1"):
+        left(run, steps(module), hazards.batch())
+    with pytest.raises(RuntimeError, match="of my own"):
+        left(run, lambda batch: (_ for _ in ()).throw(RuntimeError("of my own")), hazards.batch())
 
 
 def test_user_code_cannot_stop_the_exit() -> None:

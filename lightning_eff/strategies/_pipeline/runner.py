@@ -21,11 +21,19 @@ if TYPE_CHECKING:
 Step = Callable[[Any], Any]
 
 
+_WRITTEN = (
+    "refers to a single memory location"  # torch of a tensor whose elements are one, as those are that are let go of
+)
+
+
 def left(run: Pass, step: Step, batch: Any) -> tuple[Any, bool]:
     """Run the step as one stage sees it.
 
     Returns:
         The hidden state with which it was left and True; or, on the last stage, what it returned and False.
+
+    Raises:
+        ValueError: if the step writes to what this rank let go of.
     """
     with run.view():
         try:
@@ -33,6 +41,14 @@ def left(run: Pass, step: Step, batch: Any) -> tuple[Any, bool]:
         except StageExit as leaving:
             traceback.clear_frames(leaving.__traceback__)  # they hold what the user's step had computed
             return leaving.hidden, True
+        except RuntimeError as error:
+            if _WRITTEN not in str(error):
+                raise
+            raise ValueError(
+                "The step writes to a parameter that another pipeline rank holds, as where it scales its blocks' weights"
+                " from outside; expected that blocks alone change what is theirs. Do so in the blocks' own forward, or in"
+                " the optimizer, or take pipeline_parallel_size=1."
+            ) from error
     run.finished()
     return output, False
 
