@@ -50,7 +50,7 @@ ARMS: dict[str, Callable[[], Settings]] = {
     "fp8-blockwise": lambda: {"plugins": [FP8Precision(scaling="blockwise", backend="emulated")]},
     "s2fp8": lambda: {"plugins": [S2FP8Precision()]},
     "wang": lambda: {"plugins": [Wang2018FP8Precision(accumulate="float32")]},
-    "wang-exact": lambda: {"plugins": [Wang2018FP8Precision()]},  # a hundred times as long
+    "wang-exact": lambda: {"plugins": [Wang2018FP8Precision()]},  # a hundred times as long as bf16
     "int8": lambda: {"plugins": [INT8Precision()]},
     "stochastic-rounding": lambda: {"plugins": [StochasticRoundingBF16()]},
 }

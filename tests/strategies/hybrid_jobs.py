@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
@@ -334,6 +335,26 @@ def observe_starts(layouts: dict[str, Settings], world: int) -> dict[str, Any]:
     return found
 
 
+def observe_refused(layout: Settings, world: int) -> dict[str, str]:
+    """What is said to optimizers and callbacks that cannot work on a part of the model."""
+    found: dict[str, str] = {}
+    optimizers: dict[str, Any] = {"LBFGS": torch.optim.LBFGS, "Adafactor": torch.optim.Adafactor}
+    for name in (*optimizers, "EMAWeightAveraging"):
+        model: Any = made("gpt2")
+        callbacks: tuple[pl.Callback, ...] = ()
+        if name in optimizers:
+            model.configure_optimizers = lambda m=model, n=name: optimizers[n](m.parameters(), 0.01)
+        else:
+            callbacks = (EMAWeightAveraging(),)
+        strategy = strategy_of(layout, failure_timeout=None)
+        try:
+            fit(model, "gpt2", strategy, devices=world, batch_size=8, steps=2, callbacks=callbacks)
+            found[name] = "nothing"
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
 def precision_of(name: str) -> Settings:
     """Trainer settings."""
     from lightning_eff import ACTPrecision, FP8Precision
@@ -380,6 +401,7 @@ def observe(asked: dict[str, Any]) -> dict[str, Any]:
         "traces": observe_traces(asked["traces"], world),
         "starts": observe_starts(asked["starts"], world),
         "precision": observe_precision(asked["precisions"], asked["precision"], world),
+        "refused": observe_refused({"tensor_parallel_size": 2}, world),
     }
 
 

@@ -1,5 +1,6 @@
 """The cases of the pipeline tests: every model under every schedule, hazards, and all that surrounds a step."""
 
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -178,6 +179,23 @@ def shapes_that_change() -> Any:
 def odd_batch() -> Any:
     pipe = cut(hazards.Plain(), "1F1B", 4)
     return refused(lambda: pipe.run(steps(pipe.module), hazards.batch(6)))
+
+
+@case
+def normalised_apart() -> Any:
+    """What is said of norms over micro-batches; rank 0 says it."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(handler)
+    try:
+        cut(hazards.Norms())
+    finally:
+        logger.removeHandler(handler)
+    return any(
+        "'blocks.0.norm' and 5 more modules normalize over each of 4 micro-batches of 2" in said for said in records
+    )
 
 
 @case

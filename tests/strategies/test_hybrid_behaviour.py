@@ -47,6 +47,8 @@ def check(asked: dict[str, Any]) -> None:
     assert {name: changed for name, changed in found["traces"].items() if changed} == {}
     _check_starts(found["starts"])
     _check_precision(found["precision"], asked["precisions"])
+    for name, message in found["refused"].items():
+        assert name in message and "shard=False" in message, f"{name}: {message}"
 
 
 def _check_logs(logs: dict[str, Any]) -> None:

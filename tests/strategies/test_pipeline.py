@@ -78,6 +78,10 @@ def test_a_value_that_a_stage_let_go_of_is_not_read_in_silence(two: Results) -> 
     assert result(two, "used_too_late") == [True, False]
 
 
+def test_norms_over_micro_batches_are_named_at_setup(two: Results) -> None:
+    assert results(two, "normalised_apart")[0]
+
+
 def test_every_hazard_is_looked_at() -> None:
     assert len([name for name in CASES if name.startswith("exact_")]) == 2 * len(EXACT)
     assert len([name for name in CASES if name.startswith("refused_")]) == len(REFUSED) + 1

@@ -123,7 +123,7 @@ def test_what_is_let_go_of_cannot_be_written() -> None:
     assert left(run, steps(module), hazards.batch())[1]
     owned = {id(p) for n, p in module.named_parameters() if not n.startswith(("blocks.2", "blocks.3"))}
     free(module, stack, [0, 1], owned)
-    with pytest.raises(ValueError, match=r"writes to a parameter that another pipeline rank holds.*_parallel_size=1"):
+    with pytest.raises(ValueError, match=r"S: the step writes to a parameter that another .*_parallel_size=1"):
         left(run, steps(module), hazards.batch())
     with pytest.raises(RuntimeError, match="of my own"):
         left(run, lambda batch: (_ for _ in ()).throw(RuntimeError("of my own")), hazards.batch())

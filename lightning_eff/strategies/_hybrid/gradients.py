@@ -16,7 +16,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_eff.strategies._hybrid.shards import counted_here, local
 
-_OF_DTENSORS = ("DTensor", "placement", "harding")  # in torch's messages of operations that it cannot run on them
+_OF_DTENSORS = ("dtensor", "placement", "sharding")  # in torch's messages of operations that it cannot run on them
 
 
 @torch.no_grad()
@@ -98,7 +98,7 @@ def steps_pieces(optimizer: Optimizer, computed: Callable[[], bool], *, who: str
         yield
     except (RuntimeError, NotImplementedError) as error:
         pieces = any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
-        if computed() and pieces and any(word in str(error) for word in _OF_DTENSORS):
+        if computed() and pieces and any(word in str(error).lower() for word in _OF_DTENSORS):
             raise ValueError(
                 f"{who}: {type(optimizer).__name__} cannot step parameters that lie in pieces on several processes (DTensor):"
                 f" {str(error).splitlines()[0]} Take an optimizer that can, such as AdamW or SGD, or {who}(shard=False)"

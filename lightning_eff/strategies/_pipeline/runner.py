@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 
 Step = Callable[[Any], Any]
 
-
-_WRITTEN = (
-    "refers to a single memory location"  # torch of a tensor whose elements are one, as those are that are let go of
-)
+_WRITTEN = "refers to a single memory location"  # torch, of tensors whose elements are one: those that were let go of
 
 
 def left(run: Pass, step: Step, batch: Any) -> tuple[Any, bool]:
@@ -45,9 +42,9 @@ def left(run: Pass, step: Step, batch: Any) -> tuple[Any, bool]:
             if _WRITTEN not in str(error):
                 raise
             raise ValueError(
-                "The step writes to a parameter that another pipeline rank holds, as where it scales its blocks' weights"
-                " from outside; expected that blocks alone change what is theirs. Do so in the blocks' own forward, or in"
-                " the optimizer, or take pipeline_parallel_size=1."
+                f"{run.stack.who}: the step writes to a parameter that another pipeline rank holds, as where it scales its"
+                " blocks' weights from outside; expected that blocks alone change what is theirs. Do so in the blocks' own"
+                " forward, or in the optimizer, or take pipeline_parallel_size=1."
             ) from error
     run.finished()
     return output, False
