@@ -2,6 +2,7 @@
 
 import typing as _typing
 
+from lightning_eff import _source_tree as _source_tree  # before all that imports lightning_eff.kernels
 from lightning_eff.data.importance_sampling import ImportanceSampling
 from lightning_eff.data.selective_backprop import SelectiveBackprop
 from lightning_eff.data.sequence_length_warmup import SequenceLengthWarmup

@@ -81,6 +81,22 @@ def test_a_cpu_has_a_measured_peak_only() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_the_peak_is_measured_on_random_numbers_of_several_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal numbers need less power, and a GPU that is given them clocks higher than in training."""
+    sizes, product = set(), torch.mm
+
+    def watched(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        sizes.add(a.shape[0])
+        for operand in (a, b):
+            assert 0.9 < operand.std() < 1.1 and abs(operand.mean()) < 0.1
+        assert not torch.equal(a, b)
+        return product(a, b, out=out)
+
+    monkeypatch.setattr(torch, "mm", watched)
+    measured_peak(CPU, torch.float32, seconds=0.01)
+    assert len(sizes) >= 2
+
+
 def test_fingerprint_has_the_fields_of_the_schema(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert fingerprint(3)["git"] is None
