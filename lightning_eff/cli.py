@@ -7,12 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from lightning.pytorch.strategies import Strategy
-
 import lightning_eff
-from lightning_eff._core.technique import Technique
-from lightning_eff._core.wrapping import WrappingPrecision
-from lightning_eff.report import TrainingReport
 
 _USAGE = """\
 usage: lightning-eff {fit,validate,test,predict} --config recipe.yaml [options of LightningCLI]
@@ -34,6 +29,11 @@ Modules are looked up from the current folder too.
 
 def technique_classes() -> list[Any]:
     """Every exported technique, by name: the classes of callbacks, precision plugins and strategies."""
+    from lightning.pytorch.strategies import Strategy
+
+    from lightning_eff._core.technique import Technique
+    from lightning_eff._core.wrapping import WrappingPrecision
+
     exported = (getattr(lightning_eff, name) for name in sorted(lightning_eff.__all__))
     how = Technique | WrappingPrecision | Strategy
     return [cls for cls in exported if isinstance(cls, type) and issubclass(cls, how)]
@@ -92,6 +92,7 @@ def main(args: Sequence[str] | None = None) -> None:
     from lightning.pytorch import LightningDataModule, LightningModule
 
     import lightning_eff.bench.monitor  # noqa: F401 - configs may name it by class name alone
+    from lightning_eff.report import TrainingReport
 
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

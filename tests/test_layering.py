@@ -1,6 +1,8 @@
 """Imports go one way, the public names are frozen, and importing costs little and needs no extra."""
 
 import ast
+import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +67,79 @@ def test_public_names_are_frozen() -> None:
     assert all(hasattr(lightning_eff, name) for name in PUBLIC)
     public = {name for name in vars(lightning_eff) if not name.startswith("_")}
     assert public - set(PUBLIC) <= {*FOLDERS, "cli", "kernels", "report"}, "a name beside the frozen ones"
+
+
+def test_names_are_imported_when_they_are_asked_for() -> None:
+    """What is exported, where it is and what a type checker is told are one list; ``dir`` has all of it."""
+    told = {
+        name.rpartition(".")[::2] for name in imported(PACKAGE / "__init__.py") if name.rpartition(".")[2] in PUBLIC
+    }
+    assert {name: home for home, name in told} == lightning_eff._HOMES
+    assert set(PUBLIC) <= set(dir(lightning_eff))
+    for name, home in lightning_eff._HOMES.items():
+        assert getattr(importlib.import_module(home), name) is getattr(lightning_eff, name)
+    with pytest.raises(AttributeError, match="module 'lightning_eff' has no attribute 'Rematerialisation'"):
+        lightning_eff.Rematerialisation  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ImportError, match="cannot import name 'Rematerialisation'"):
+        exec("from lightning_eff import Rematerialisation")
+
+
+_TAKES = """
+from lightning.pytorch import Trainer
+for name, cls in (("hybrid", "HybridParallelStrategy"), ("ddp_powersgd", "CompressedDDPStrategy")):
+    strategy = Trainer(strategy=name, accelerator="cpu", devices=1, logger=False, barebones=True).strategy
+    assert type(strategy).__name__ == cls
+from lightning.pytorch.strategies import StrategyRegistry
+for name in ("deepspeed_zero_2", "hybrid_tp2_pp4", "hybrid_tp8_pp8"):
+    assert name in StrategyRegistry.available_strategies()
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import sys, lightning_eff; assert not {'torch', 'lightning'} & set(sys.modules)" + _TAKES,
+        "import lightning.pytorch, lightning_eff" + _TAKES,
+        "from lightning_eff._core.technique import Technique" + _TAKES,
+        "import lightning_eff.strategies.deep_speed" + _TAKES,
+    ],
+    ids=["before Lightning", "after it", "by way of a technique", "by way of a strategy"],
+)
+def test_strategy_strings_work_after_the_import(code: str) -> None:
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("first", ["import lightning_eff", "import lightning.pytorch.cli, lightning_eff"])
+def test_a_lightning_cli_of_the_users_own_takes_short_names(first: str) -> None:
+    code = f"""
+{first}
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
+args = ["--trainer.callbacks+=SequenceLengthWarmup", "--trainer.callbacks.start=8", "--trainer.accelerator=cpu"]
+cli = LightningCLI(BoringModel, run=False, args=args, save_config_callback=None)
+assert isinstance(cli.trainer.callbacks[0], lightning_eff.SequenceLengthWarmup)
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, cwd=ROOT)
+
+
+def test_an_import_that_fails_is_waited_for_again(tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text("import sys; assert 'ready' in sys.modules")
+    code = """
+import sys
+from lightning_eff import _lazy
+calls = []
+_lazy.once_imported("late", lambda: calls.append(1))
+try: import late
+except AssertionError: pass
+assert not calls
+sys.modules["ready"] = sys
+import late, inspect
+assert calls == [1] and "ready" in inspect.getsource(late)
+_lazy.once_imported("late", lambda: calls.append(2))
+assert calls == [1, 2] and not any(type(f).__name__ == "_Waiting" and f._name == "late" for f in sys.meta_path)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
 def test_kernels_import_torch_and_triton_only() -> None:

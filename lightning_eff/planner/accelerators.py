@@ -1,5 +1,6 @@
 """Accelerators and their links: memory, matmul rates and bandwidths, each figure with where it is from."""
 
+import difflib
 from dataclasses import dataclass
 
 # The sources, as cited in Accelerator.source: Stas Bekman's stas00/ml-engineering at commit 744d01e and datasheets.
@@ -142,5 +143,7 @@ def find_accelerator(name: str) -> Accelerator:
             f" {a.node_size} a node"
             for a in ACCELERATORS.values()
         )
-        raise ValueError(f"--gpu {name}: not in the table of accelerators; expected one of\n{rows}")
+        near = difflib.get_close_matches(name.lower(), ACCELERATORS, 1)
+        meant = f" Did you mean {near[0]}?" if near else ""
+        raise ValueError(f"--gpu {name}: not in the table of accelerators; expected one of\n{rows}\n{meant}".rstrip())
     return found

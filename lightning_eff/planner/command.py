@@ -1,85 +1,13 @@
 """``lightning-eff plan``: the fastest layouts for a recipe's module on so many accelerators, simulated."""
 
-import argparse
 import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
-from lightning_eff.planner.accelerators import ACCELERATORS, find_accelerator
-from lightning_eff.planner.costs import Assumptions
-
-_DESCRIPTION = """\
-Which layout (data, sharded, tensor, pipeline; micro-batches, schedule, what is computed again) trains a recipe's module
-fastest on so many accelerators? From a profile of the module on this machine, on shapes alone, and a table of accelerators;
-every layout's memory is predicted, and the best are simulated operation by operation. No accelerator is needed.
-
-  lightning-eff plan --config recipe.yaml --gpus 512 --gpu h200
-"""
-_DEFAULT = Assumptions()
-
-
-def parser() -> argparse.ArgumentParser:
-    """The options."""
-    options = argparse.ArgumentParser(
-        "lightning-eff plan", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = options.add_argument
-    add("--config", required=True, action="append", metavar="YAML", help="config of LightningCLI; several are merged")
-    add("--gpus", required=True, type=int, metavar="N", help="accelerators in all")
-    add("--gpu", required=True, metavar="NAME", help=f"which: {', '.join(ACCELERATORS)}")
-    add(
-        "--global-batch",
-        type=int,
-        metavar="N",
-        help="samples of a step (default: what the recipe would have on so many accelerators under DDP: its batch size"
-        " x its accumulation x --gpus)",
-    )
-    add("--precision", help="in place of the recipe's: 32-true, bf16-mixed, bf16-true, 16-mixed or 16-true")
-    add("--fp8", action="store_true", help="linear layers multiply in FP8 (known of a recipe with such a plugin)")
-    add("--layers", metavar="PATH", help="dotted path of the stack of blocks, where it is not the longest")
-    add(
-        "--efficiency",
-        type=float,
-        default=_DEFAULT.efficiency,
-        help="matmul rate in a model over that of the best matmul measured on the accelerator, in (0, 1]; a ceiling of"
-        f" MFU follows from it (default: {_DEFAULT.efficiency}, from a layer measured by Korthikanti et al. 2022)",
-    )
-    add(
-        "--assume",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="any other assumption: "
-        + ", ".join(f"{f.name}={getattr(_DEFAULT, f.name)}" for f in fields(Assumptions) if f.type is float),
-    )
-    add(
-        "--fused",
-        action="store_true",
-        help="take everything between two matmuls as one kernel, as torch.compile makes it; eager mode otherwise",
-    )
-    add("--no-sequence-parallel", action="store_true", help="tensor parallelism leaves norms and residuals whole")
-    add(
-        "--profile",
-        choices=("fake", "real"),
-        default="fake",
-        help="run the training step on shapes alone, or really, where it depends on values (default: fake)",
-    )
-    add(
-        "--timeline",
-        default="lightning_logs/plan/timeline.png",
-        metavar="PNG",
-        help="picture of the best layout's step; none leaves it out (default: lightning_logs/plan/timeline.png)",
-    )
-    add(
-        "--json",
-        metavar="FILE",
-        help="write everything there too; - writes it to the standard output in place of the table",
-    )
-    add("--quiet", action="store_true", help="no progress on the standard error")
-    return options
+from lightning_eff.planner._launch.arguments import Request, read
 
 
 def main(argv: Sequence[str]) -> None:
@@ -88,9 +16,8 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         SystemExit: with status 2 where the arguments or the recipe cannot be used, 130 if interrupted.
     """
-    options = parser().parse_args(argv)
     try:
-        _run(options)
+        _run(read(argv))
     except KeyboardInterrupt:
         print("\nInterrupted.", file=sys.stderr)
         raise SystemExit(130) from None
@@ -99,25 +26,14 @@ def main(argv: Sequence[str]) -> None:
         raise SystemExit(2) from None
 
 
-def _run(options: argparse.Namespace) -> None:
+def _run(request: Request) -> None:
     from lightning_eff.planner.profiling import precision_of, profile_module
     from lightning_eff.planner.recipe import read_recipe
     from lightning_eff.planner.report import report
     from lightning_eff.planner.search import search
-    from lightning_eff.planner.timeline import draw, require_matplotlib
+    from lightning_eff.planner.timeline import draw
 
-    accelerator = find_accelerator(options.gpu)
-    for name in ("gpus", "global_batch"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: expected at least 1.")
-    assumptions = Assumptions(
-        fused=options.fused,
-        sequence_parallel=not options.no_sequence_parallel,
-        **{"efficiency": options.efficiency, **_assumed(options.assume)},
-    )
-    if options.timeline != "none":
-        require_matplotlib()
+    options, accelerator, assumptions = request.options, request.accelerator, request.assumptions
     progress = _Progress(silent=options.quiet)
     progress.tell("building the module", always=True)
     recipe = read_recipe(options.config, real=options.profile == "real")
@@ -154,21 +70,6 @@ def _run(options: argparse.Namespace) -> None:
         draw(Path(options.timeline), title, best, plan.timeline)
         if options.json != "-":
             print(f"Timeline of the first one: {options.timeline}")
-
-
-def _assumed(texts: Sequence[str]) -> dict[str, float]:
-    """``NAME=VALUE``, several times."""
-    names = [f.name for f in fields(Assumptions) if f.type is float]
-    found: dict[str, float] = {}
-    for text in texts:
-        name, _, value = text.partition("=")
-        try:
-            found[name] = float(value)
-        except ValueError:
-            name = ""
-        if name not in names:
-            raise ValueError(f"--assume {text}: expected NAME=NUMBER with one of {', '.join(names)}.")
-    return found
 
 
 class _Progress:

@@ -17,47 +17,12 @@ from dataclasses import astuple, dataclass
 from functools import cached_property
 from math import log2
 
+from lightning_eff.planner._launch.arguments import no_fp8
+from lightning_eff.planner._launch.assumptions import Assumptions
 from lightning_eff.planner.accelerators import Accelerator
 from lightning_eff.planner.layouts import Layout, split_blocks
 from lightning_eff.planner.profiling import ModuleProfile, Part
 from lightning_eff.planner.simulation import StageTimes
-
-
-@dataclass(frozen=True)
-class Assumptions:
-    """What the table and the profile do not say.
-
-    Attributes:
-        efficiency: matmul rate in a model over the best matmul's, in (0, 1]. 0.74 is what one layer of a 22B GPT on 8
-            A100 took (19.6 ms forward and backward, Korthikanti et al. 2022, arXiv:2205.05198, table 4), less its
-            exchange and memory traffic by this model; nothing here is fitted to whole training runs.
-        memory_efficiency: share of the memory's bandwidth that kernels reach.
-        node_efficiency: share of the node's links that collectives reach (80 %: 8 H200, all-gather, reduce-scatter and
-            ring all-reduce, stas00/ml-engineering network/README.md).
-        network_efficiency: share of the network cards' rate that collectives reach (73 %: 4 nodes of 8 B200, ibid.).
-        node_latency_seconds: of one exchange within a node (calculon-ai/calculon, systems/a100_80g.json).
-        network_latency_seconds: of one exchange between nodes (ibid.).
-        fused: everything between two matmuls is one kernel, as a compiler or hand-written kernels have it; otherwise
-            each operation reads and writes memory by itself, as eager mode does.
-        sequence_parallel: under tensor parallelism what lies between the sharded matmuls is sharded by the sequence.
-        usable_memory: share of the memory that is left after the driver, NCCL and fragmentation.
-    """
-
-    efficiency: float = 0.74
-    memory_efficiency: float = 0.85
-    node_efficiency: float = 0.8
-    network_efficiency: float = 0.73
-    node_latency_seconds: float = 1e-5
-    network_latency_seconds: float = 2e-5
-    fused: bool = False
-    sequence_parallel: bool = True
-    usable_memory: float = 0.9
-
-    def __post_init__(self) -> None:
-        for name in ("efficiency", "memory_efficiency", "node_efficiency", "network_efficiency", "usable_memory"):
-            value = getattr(self, name)
-            if not 0.0 < value <= 1.0:
-                raise ValueError(f"Assumptions({name}={value}): expected a share in (0, 1].")
 
 
 @dataclass(frozen=True)
@@ -97,9 +62,7 @@ class Costs:
         self._linear = self._half
         if profile.precision.fp8:
             if accelerator.fp8_matmul_flops is None:
-                raise ValueError(
-                    f"plan(gpu={accelerator.name}): it has no FP8, which the recipe asks for; choose another."
-                )
+                raise ValueError(no_fp8(accelerator))
             self._linear = accelerator.fp8_matmul_flops * assumptions.efficiency
         self._memory = accelerator.memory_bandwidth * assumptions.memory_efficiency
         self.node = accelerator.node_bandwidth * assumptions.node_efficiency

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_eff._core.batches import num_samples, num_tokens
 from lightning_eff._core.blocks import BlockStack, candidates, find_stack, hidden_of, split_output
+from lightning_eff.planner._launch.arguments import check_precision
 from lightning_eff.planner.counting import Counter, Work, storage_key
 
 _SIZES = (2, 4)  # of one sample, normalisation over the batch has no variance
@@ -51,20 +52,13 @@ def precision_of(name: str | int | None, *, fp8: bool = False) -> Precision:
     Raises:
         ValueError: for a setting that a plan cannot be made for.
     """
-    text = str(name if name is not None else "32-true")
-    aliases = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
-    text = aliases.get(text, text)
+    text = check_precision(name)
     if text in ("bf16-mixed", "16-mixed"):
         return Precision(text, 2, 4, 4, fp8)
     if text in ("bf16-true", "16-true"):
         return Precision(text, 2, 2, 2, fp8)
-    if text == "32-true":
-        # FP8 plugins wrap another precision; without one named, activations between layers are taken as 16 bits
-        return Precision(text, 2, 4, 4, True) if fp8 else Precision(text, 4, 4, 4, tf32=True)
-    raise ValueError(
-        f"plan(precision={name!r}): expected 32-true, bf16-mixed, bf16-true, 16-mixed or 16-true; set one of them by"
-        " --precision, for the plan only."
-    )
+    # FP8 plugins wrap another precision; without one named, activations between layers are taken as 16 bits
+    return Precision(text, 2, 4, 4, True) if fp8 else Precision(text, 4, 4, 4, tf32=True)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from lightning_eff.planner._launch.arguments import NO_MATPLOTLIB
 from lightning_eff.planner.evaluator import Candidate
 from lightning_eff.planner.simulation import Timeline
 
@@ -19,10 +20,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            'matplotlib, which draws the timeline, is not installed. Run: pip install "lightning-eff[bench]", or leave the'
-            " picture out by --timeline none."
-        ) from error
+        raise ModuleNotFoundError(NO_MATPLOTLIB) from error
 
 
 def draw(path: Path, title: str, candidate: Candidate, line: Timeline) -> None:

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff.strategies import _names
 from lightning_eff.strategies._communication.codecs import QuantizedCodec, SignCodec
 from lightning_eff.strategies._communication.exchange import log_traffic
 
@@ -220,10 +221,7 @@ class CompressedDDPStrategy(DDPStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        for hook in get_args(HookName):
-            strategy_registry.register(
-                f"ddp_{hook}", cls, description=f"DDP with gradients sent by {hook}", override=True, hook=hook
-            )
+        _names.register(strategy_registry, cls, "CompressedDDPStrategy")
 
 
 def _check_option(hook: str, name: str, value: Any) -> None:

@@ -17,6 +17,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff.strategies import _names
 from lightning_eff.strategies._communication.exchange import log_traffic
 from lightning_eff.strategies._communication.onebit_adam import OneBitAdam
 from lightning_eff.strategies._communication.onebit_lamb import OneBitLamb
@@ -30,17 +31,6 @@ _CLASSES: dict[str, type[OneBitOptimizer]] = {
     "onebit_adam": OneBitAdam,
     "zero_one_adam": ZeroOneAdam,
     "onebit_lamb": OneBitLamb,
-}
-_STRINGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "deepspeed_zero_1": ("ZeRO stage 1", {"stage": 1}),
-    "deepspeed_zero_2": ("ZeRO stage 2", {"stage": 2}),
-    "deepspeed_zero_3": ("ZeRO stage 3", {"stage": 3}),
-    "deepspeed_zero_2_offload": ("ZeRO stage 2, optimizer in CPU memory", {"stage": 2, "offload": "cpu"}),
-    "deepspeed_zero_3_offload": ("ZeRO stage 3, all in CPU memory", {"stage": 3, "offload": "cpu"}),
-    "deepspeed_infinity": ("ZeRO-Infinity: stage 3, all on NVMe", {"stage": 3, "offload": "nvme"}),
-    "deepspeed_onebit_adam": ("1-bit Adam", {"optimizer": "onebit_adam"}),
-    "deepspeed_zero_one_adam": ("0/1 Adam", {"optimizer": "zero_one_adam"}),
-    "deepspeed_onebit_lamb": ("1-bit LAMB", {"optimizer": "onebit_lamb"}),
 }
 
 
@@ -258,8 +248,7 @@ class DeepSpeedEffStrategy(DeepSpeedStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        for name, (description, settings) in _STRINGS.items():
-            strategy_registry.register(name, cls, description=f"DeepSpeed: {description}", override=True, **settings)
+        _names.register(strategy_registry, cls, "DeepSpeedEffStrategy")
 
 
 def _checked(who: str, optimizer: str | None, **options: int | None) -> dict[str, int]:

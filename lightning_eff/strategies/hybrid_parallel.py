@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff.strategies import _names
 from lightning_eff.strategies._hybrid import layout
 from lightning_eff.strategies._hybrid.arguments import Settings, check_arguments, check_optimizers, check_run
 from lightning_eff.strategies._hybrid.watch import Watch, WatchedLauncher
@@ -393,12 +394,7 @@ class HybridParallelStrategy(ModelParallelStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        for name, sizes in layout.names():
-            described = " x ".join(f"{k.split('_')[0]} {v}" for k, v in sizes.items())
-            strategy_registry.register(
-                name, cls, f"Hybrid parallelism of an unchanged module: data x {described}", False, **sizes
-            )
+        _names.register(strategy_registry, cls, WHO)
 
 
-if "hybrid" not in StrategyRegistry:
-    HybridParallelStrategy.register_strategies(StrategyRegistry)
+HybridParallelStrategy.register_strategies(StrategyRegistry)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -150,17 +151,60 @@ def test_real_profile_is_the_fake_one(tmp_path: Path, capsys: pytest.CaptureFixt
         ({"--assume": "speed=3"}, r"--assume speed=3: expected NAME=NUMBER with one of efficiency"),
         ({"--assume": "usable_memory=most"}, r"--assume usable_memory=most: expected NAME=NUMBER"),
         ({"--gpu": "a100-40", "--fp8": None}, r"it has no FP8"),
+        ({"--gpu": "h2000"}, r"--gpu h2000: not in the table[\s\S]* Did you mean h200\?"),
+        ({"--assume": "efficency=0.5"}, r"Did you mean efficiency\?"),
+        ({"--json": "."}, r"--json \.: that is a folder"),
+        ({"--timeline": "recipe.yaml/line.png"}, r"--timeline recipe.yaml/line.png: it cannot be written"),
+        ({"--config": "list.yaml"}, r"--config list.yaml: it holds a list; expected a mapping"),
+        ({"--config": "broken.yaml"}, r"--config broken.yaml: it is no YAML"),
     ],
 )
 def test_bad_arguments_are_said(
     change: dict[str, str | None], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    Path("list.yaml").write_text("[1, 2]")
+    Path("broken.yaml").write_text("model: [")
     given: dict[str, str | None] = {"--config": recipe(tmp_path), "--gpus": "4", "--gpu": "h200", "--timeline": "none"}
     argv = [word for item in (given | change).items() for word in item if word is not None]
     with pytest.raises(SystemExit) as stopped:
         main(argv)
     assert stopped.value.code == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_slips_are_found_before_anything_is_imported(tmp_path: Path) -> None:
+    """Torch, Lightning and the user's module are poisoned: importing one of them would be the error that is told."""
+    config = recipe(tmp_path, "poisoned.module.Net")
+    slips = [
+        ["--config", config, "--gpus", "4", "--gpu", "h2000"],
+        ["--config", config, "--gpus", "four", "--gpu", "h200"],
+        ["--config", config, "--gpus", "0", "--gpu", "h200"],
+        ["--config", config, "--gpus", "4", "--gpu", "h200", "--global-batch", "0"],
+        ["--config", config, "--gpus", "4", "--gpu", "h200", "--efficency", "0.3"],
+        ["--config", config, "--gpus", "4", "--gpu", "h200", "--efficiency", "3"],
+        ["--config", config, "--gpus", "4", "--gpu", "h200", "--assume", "speed=1"],
+        ["--config", config, "--gpus", "4", "--gpu", "h200", "--precision", "8"],
+        ["--config", config, "--gpus", "4", "--gpu", "a100-80", "--fp8"],
+        ["--config", config, "--gpus", "4", "--gpu", "h200", "--json", "."],
+        ["--config", "missing.yaml", "--gpus", "4", "--gpu", "h200"],
+        ["--gpus", "4"],
+    ]
+    code = (
+        "import sys, json\n"
+        "sys.modules.update(dict.fromkeys(['torch', 'lightning', 'poisoned', 'numpy', 'jsonargparse']))\n"
+        "from lightning_eff.cli import main\n"
+        "for argv in json.loads(sys.argv[1]):\n"
+        "    try: main(['plan', *argv])\n"
+        "    except SystemExit as stop: print(stop.code)\n"
+    )
+    command = [sys.executable, "-c", code, json.dumps(slips)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.stdout.split() == ["2"] * len(slips), done.stderr
+    assert "import of" not in done.stderr and "Traceback" not in done.stderr, done.stderr
+    fine = subprocess.run(
+        [*command[:3], json.dumps([[*slips[0][:-1], "h200"]])], capture_output=True, text=True, check=False
+    )
+    assert "jsonargparse is not installed" in fine.stderr, "what is not wrong goes on to where imports are needed"
 
 
 def test_missing_matplotlib_is_said_at_once(

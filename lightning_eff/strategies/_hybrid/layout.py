@@ -1,7 +1,6 @@
 """How many ways the processes are divided: sizes along the three axes, checked, and the device mesh of them."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,7 +9,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 PIPELINE, DATA, TENSOR = AXES = ("pipeline_parallel", "data_parallel", "tensor_parallel")
-SIZES = (2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -101,11 +99,3 @@ def group_over(mesh: DeviceMesh, *axes: str) -> dist.ProcessGroup:
             mine = group
     assert mine is not None
     return mine
-
-
-def names() -> Iterator[tuple[str, dict[str, int]]]:
-    """The strategy strings and the sizes that they stand for: "hybrid", "hybrid_tp2", "hybrid_tp2_pp4", ..."""
-    for tensor in (1, *SIZES):
-        for pipeline in (1, *SIZES):
-            name = "hybrid" + (f"_tp{tensor}" if tensor > 1 else "") + (f"_pp{pipeline}" if pipeline > 1 else "")
-            yield name, {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}

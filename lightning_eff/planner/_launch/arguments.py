@@ -1,0 +1,222 @@
+"""The options of ``lightning-eff plan``, looked at as a whole before torch, Lightning or the user's module is imported."""
+
+import argparse
+import difflib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lightning_eff.planner._launch.assumptions import Assumptions
+from lightning_eff.planner.accelerators import ACCELERATORS, Accelerator, find_accelerator
+
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
+SYNONYMS = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+
+_DESCRIPTION = """\
+Which layout (data, sharded, tensor, pipeline; micro-batches, schedule, what is computed again) trains a recipe's module
+fastest on so many accelerators? From a profile of the module on this machine, on shapes alone, and a table of accelerators;
+every layout's memory is predicted, and the best are simulated operation by operation. No accelerator is needed.
+
+  lightning-eff plan --config recipe.yaml --gpus 512 --gpu h200
+"""
+_DEFAULT = Assumptions()
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for, checked.
+
+    Attributes:
+        options: as they were given.
+        accelerator: of the table.
+        assumptions: with what was set of them.
+    """
+
+    options: argparse.Namespace
+    accelerator: Accelerator
+    assumptions: Assumptions
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    options = argparse.ArgumentParser(
+        "lightning-eff plan", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = options.add_argument
+    add("--config", required=True, action="append", metavar="YAML", help="config of LightningCLI; several are merged")
+    add("--gpus", required=True, type=int, metavar="N", help="accelerators in all")
+    add("--gpu", required=True, metavar="NAME", help=f"which: {', '.join(ACCELERATORS)}")
+    add(
+        "--global-batch",
+        type=int,
+        metavar="N",
+        help="samples of a step (default: what the recipe would have on so many accelerators under DDP: its batch size"
+        " x its accumulation x --gpus)",
+    )
+    add("--precision", help=f"in place of the recipe's: {', '.join(PRECISIONS[:-1])} or {PRECISIONS[-1]}")
+    add("--fp8", action="store_true", help="linear layers multiply in FP8 (known of a recipe with such a plugin)")
+    add("--layers", metavar="PATH", help="dotted path of the stack of blocks, where it is not the longest")
+    add(
+        "--efficiency",
+        type=float,
+        default=_DEFAULT.efficiency,
+        help="matmul rate in a model over that of the best matmul measured on the accelerator, in (0, 1]; a ceiling of"
+        f" MFU follows from it (default: {_DEFAULT.efficiency}, from a layer measured by Korthikanti et al. 2022)",
+    )
+    add(
+        "--assume",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="any other assumption: " + ", ".join(f"{name}={getattr(_DEFAULT, name)}" for name in _numbers()),
+    )
+    add(
+        "--fused",
+        action="store_true",
+        help="take everything between two matmuls as one kernel, as torch.compile makes it; eager mode otherwise",
+    )
+    add("--no-sequence-parallel", action="store_true", help="tensor parallelism leaves norms and residuals whole")
+    add(
+        "--profile",
+        choices=("fake", "real"),
+        default="fake",
+        help="run the training step on shapes alone, or really, where it depends on values (default: fake)",
+    )
+    add(
+        "--timeline",
+        default="lightning_logs/plan/timeline.png",
+        metavar="PNG",
+        help="picture of the best layout's step; none leaves it out (default: lightning_logs/plan/timeline.png)",
+    )
+    add(
+        "--json",
+        metavar="FILE",
+        help="write everything there too; - writes it to the standard output in place of the table",
+    )
+    add("--quiet", action="store_true", help="no progress on the standard error")
+    return options
+
+
+def read(argv: Sequence[str]) -> Request:
+    """Parse and check ``argv``, what follows ``plan``.
+
+    Raises:
+        SystemExit: where the options themselves are wrong, with status 2.
+        ValueError: where a value is.
+        FileNotFoundError: if a config is not there.
+        ModuleNotFoundError: if something that the request needs is not installed.
+    """
+    options = parser().parse_args(argv)
+    accelerator = find_accelerator(options.gpu)
+    for name in ("gpus", "global_batch"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: expected at least 1.")
+    precision = check_precision(options.precision) if options.precision is not None else None
+    if options.fp8 and accelerator.fp8_matmul_flops is None:
+        raise ValueError(no_fp8(accelerator))
+    try:
+        assumptions = Assumptions(
+            fused=options.fused,
+            sequence_parallel=not options.no_sequence_parallel,
+            **{"efficiency": options.efficiency, **_assumed(options.assume)},
+        )
+    except ValueError as error:
+        raise ValueError(f"--efficiency or --assume: {error}") from None
+    options.precision = precision
+    for path in options.config:
+        _check_config(path)
+    for option, path in (("--json", options.json), ("--timeline", options.timeline)):
+        if path is not None and path not in ("-", "none"):
+            _check_output(option, path)
+    if find_spec("jsonargparse") is None:
+        raise ModuleNotFoundError(
+            'jsonargparse is not installed; LightningCLI needs it. Run: pip install "jsonargparse[signatures]"'
+        )
+    if options.timeline != "none" and find_spec("matplotlib") is None:
+        raise ModuleNotFoundError(NO_MATPLOTLIB)
+    return Request(options, accelerator, assumptions)
+
+
+NO_MATPLOTLIB = (
+    'matplotlib, which draws the timeline, is not installed. Run: pip install "lightning-eff[bench]", or leave the picture'
+    " out by --timeline none."
+)
+
+
+def no_fp8(accelerator: Accelerator) -> str:
+    """What to say of FP8 where there is none."""
+    able = ", ".join(a.name for a in ACCELERATORS.values() if a.fp8_matmul_flops is not None)
+    return f"plan(gpu={accelerator.name}): it has no FP8, which the recipe or --fp8 asks for; choose one of {able}."
+
+
+def check_precision(name: str | int | None) -> str:
+    """The Trainer's name of a precision that a plan can be made for; None is Lightning's default.
+
+    Raises:
+        ValueError: for another one.
+    """
+    text = str(name if name is not None else "32-true")
+    text = SYNONYMS.get(text, text)
+    if text not in PRECISIONS:
+        raise ValueError(
+            f"plan(precision={name!r}): expected {', '.join(PRECISIONS[:-1])} or {PRECISIONS[-1]}; set one of them by"
+            " --precision, for the plan only."
+        )
+    return text
+
+
+def did_you_mean(given: str, known: Sequence[str]) -> str:
+    """The nearest of what is known, as the end of a message; nothing if none is near."""
+    near = difflib.get_close_matches(given, known, 1)
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+def _numbers() -> list[str]:
+    return [f.name for f in fields(Assumptions) if f.type is float]
+
+
+def _assumed(texts: Sequence[str]) -> dict[str, float]:
+    """``NAME=VALUE``, several times."""
+    found: dict[str, float] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        try:
+            found[name] = float(value)
+        except ValueError:
+            name = "" if name in _numbers() else name
+        if name not in _numbers():
+            expected = f"expected NAME=NUMBER with one of {', '.join(_numbers())}."
+            raise ValueError(f"--assume {text}: {expected}{did_you_mean(name, _numbers()) if name else ''}")
+    return found
+
+
+def _check_config(path: str) -> None:
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"--config {path}: there is no such file; expected a config of LightningCLI.")
+    import yaml
+
+    try:
+        content: Any = yaml.safe_load(Path(path).read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config {path}: it is no YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"--config {path}: it holds a {type(content).__name__}; expected a mapping with model:, data: and trainer:, as"
+            " LightningCLI has it."
+        )
+
+
+def _check_output(option: str, path: str) -> None:
+    """That a file can be written there, before minutes of searching are spent on it."""
+    where = Path(path)
+    if where.is_dir():
+        raise ValueError(f"{option} {path}: that is a folder; expected the path of a file.")
+    folder = where.parent
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(where if where.exists() else folder, os.W_OK):
+        raise ValueError(f"{option} {path}: it cannot be written; expected a file in a folder that is yours to write.")
