@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 _HERE = __name__.rpartition(".")[0]
@@ -50,13 +51,15 @@ def _deepspeed() -> Iterator[StrategyName]:
 
 
 def _hybrid() -> Iterator[StrategyName]:
-    """From "hybrid" to "hybrid_tp8_pp8"."""
-    for tensor in (1, 2, 4, 8):
-        for pipeline in (1, 2, 4, 8):
-            name = "hybrid" + (f"_tp{tensor}" if tensor > 1 else "") + (f"_pp{pipeline}" if pipeline > 1 else "")
-            described = f"Hybrid parallelism of an unchanged module: data x tensor {tensor} x pipeline {pipeline}"
-            arguments = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
-            yield StrategyName(name, f"{_HERE}.hybrid_parallel", "HybridParallelStrategy", described, arguments)
+    """From "hybrid" to "hybrid_shard8_tp8_pp8"."""
+    for shard, tensor, pipeline in product((1, 2, 4, 8), repeat=3):
+        sizes = {"shard": shard, "tp": tensor, "pp": pipeline}
+        name = "hybrid" + "".join(f"_{axis}{size}" for axis, size in sizes.items() if size > 1)
+        data = f"data (shards of {shard})" if shard > 1 else "data"
+        described = f"Hybrid parallelism of an unchanged module: {data} x tensor {tensor} x pipeline {pipeline}"
+        arguments = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+        arguments |= {"shard": shard} if shard > 1 else {}
+        yield StrategyName(name, f"{_HERE}.hybrid_parallel", "HybridParallelStrategy", described, arguments)
 
 
 #: All of them.

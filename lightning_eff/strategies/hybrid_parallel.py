@@ -54,7 +54,9 @@ class HybridParallelStrategy(ModelParallelStrategy):
 
     Args:
         data_parallel_size: replicas; "auto" takes what the other sizes leave of the processes.
-        shard: divide parameters, gradients and optimizer state over the data-parallel ranks. False replicates them.
+        shard: divide parameters, gradients and optimizer state over the data-parallel ranks. False replicates them. A number
+            divides them over groups of that many ranks next to one another (those of one machine), and replicates them over
+            the groups (HSDP): a block then comes together within its group, and only gradients go from group to group.
         min_num_params: of a block that comes together by itself; smaller ones do with what is in no block, from the
             forward pass to the end of the backward pass. A pipeline's blocks all do by themselves.
         tensor_parallel_size: processes that share each linear map, >= 1.
@@ -98,7 +100,7 @@ class HybridParallelStrategy(ModelParallelStrategy):
     def __init__(
         self,
         data_parallel_size: int | Literal["auto"] = "auto",
-        shard: bool = True,
+        shard: bool | int = True,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         schedule: str = "1F1B",
@@ -123,9 +125,9 @@ class HybridParallelStrategy(ModelParallelStrategy):
                 "tensor_parallel_size": tensor_parallel_size,
                 "pipeline_parallel_size": pipeline_parallel_size,
             },
+            shard=shard,
             context_parallel_size=context_parallel_size,
             flags={
-                "shard": shard,
                 "sequence_parallel": sequence_parallel,
                 "save_distributed_checkpoint": save_distributed_checkpoint,
                 "gather_after_fit": gather_after_fit,
@@ -191,6 +193,7 @@ class HybridParallelStrategy(ModelParallelStrategy):
                 int(tensor),
                 self.pipeline_parallel_size,
                 self.world_size,
+                shard=self.settings.shard,
                 who=WHO,
             )
         return self._layout
@@ -223,7 +226,7 @@ class HybridParallelStrategy(ModelParallelStrategy):
         if not isinstance(tensor, Tensor):
             return tensor
         if group is None and self._layout is not None and self._layout.model_parallel:
-            group = self.device_mesh[layout.DATA].get_group()
+            group = layout.data_group(self.device_mesh)
         return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
     @override
@@ -314,6 +317,12 @@ class HybridParallelStrategy(ModelParallelStrategy):
         return closure_loss
 
     # -- loaders and checkpoints
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        group = layout.data_group(self.device_mesh)
+        return {"num_replicas": group.size(), "rank": group.rank()}
 
     @property
     @override

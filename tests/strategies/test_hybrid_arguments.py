@@ -1,5 +1,6 @@
 """What HybridParallelStrategy refuses, with the arithmetic or the way out; strings; no processes are started."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -48,6 +49,9 @@ from tests.processes import free_port
         ({"pipeline_split": [2, 2]}, r"pipeline_split=\.\.\., pipeline_parallel_size=1.*no effect"),
         ({"tensor_parallel_plan": {"a": "colwise"}}, r"tensor_parallel_plan=\.\.\., tensor_parallel_size=1.*no effect"),
         ({"sequence_parallel": True}, r"sequence_parallel=\.\.\., tensor_parallel_size=1.*no effect"),
+        ({"shard": 0}, r"shard=0\): expected True .*integer >= 2"),
+        ({"shard": 1}, r"shard=1\): expected True .*integer >= 2"),
+        ({"shard": 3, "data_parallel_size": 4}, r"shard=3\): 3 ranks .* do not divide the 4 .*one of \[2, 4\]"),
         ({"init_on": "rank1"}, r"'all', 'rank0', 'meta'"),
         ({"failure_timeout": 0}, r"seconds > 0"),
         ({"context_parallel_size": 2}, r"GPUs only.*sequence_parallel=True"),
@@ -70,6 +74,10 @@ def test_sizes_multiply_to_the_processes() -> None:
         resolve("auto", 2, 4, 12, who="S")
     with pytest.raises(ValueError, match=r"3 x 2 x 2 = 12, but there are 8 processes"):
         resolve(3, 2, 2, 8, who="S")
+    assert resolve("auto", 2, 1, 8, shard=2, who="S") == Layout(1, 4, 2, copies=2)
+    assert resolve("auto", 2, 1, 8, shard=4, who="S") == Layout(1, 4, 2)
+    with pytest.raises(ValueError, match=r"shard=3\): 3 ranks .* do not divide the 4 data-parallel ranks"):
+        resolve("auto", 2, 1, 8, shard=3, who="S")
 
 
 def test_sizes_are_checked_before_anything_is_waited_for() -> None:
@@ -79,12 +87,12 @@ def test_sizes_are_checked_before_anything_is_waited_for() -> None:
 
 
 def test_every_string_is_a_strategy() -> None:
-    for tensor in (1, 2, 4, 8):
-        for pipeline in (1, 2, 4, 8):
-            name = "hybrid" + f"_tp{tensor}" * (tensor > 1) + f"_pp{pipeline}" * (pipeline > 1)
-            strategy = StrategyRegistry.get(name)
-            assert isinstance(strategy, HybridParallelStrategy)
-            assert (strategy._tensor_parallel_size, strategy.pipeline_parallel_size) == (tensor, pipeline)
+    for shards, tensor, pipeline in itertools.product((1, 2, 4, 8), repeat=3):
+        sizes = {"shard": shards, "tp": tensor, "pp": pipeline}
+        strategy = StrategyRegistry.get("hybrid" + "".join(f"_{k}{size}" for k, size in sizes.items() if size > 1))
+        assert isinstance(strategy, HybridParallelStrategy)
+        assert (strategy._tensor_parallel_size, strategy.pipeline_parallel_size) == (tensor, pipeline)
+        assert strategy.settings.shard is True if shards == 1 else strategy.settings.shard == shards
 
 
 class Manual(TinyClassifier):

@@ -12,7 +12,7 @@ DP2_PP2: Settings = {"pipeline_parallel_size": 2}
 TP2_DP2: Settings = {"tensor_parallel_size": 2}
 TP2_PP2: Settings = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
 FEW: dict[str, Any] = {
-    "shares": {"dp4": {}, "tp2_pp2": TP2_PP2},
+    "shares": {"dp4": {}, "tp2_pp2": TP2_PP2, "copies": {"shard": 2}},
     "logs": {"dp2_pp2": DP2_PP2, "tp2_pp2": TP2_PP2},
     "traces": {"dp2_pp2": DP2_PP2, "tp2_dp2": TP2_DP2},
     "starts": {"dp2_pp2": DP2_PP2, "tp2_dp2": TP2_DP2},
@@ -25,6 +25,7 @@ ALL_LAYOUTS: dict[str, Settings] = {
     "tp2_dp2": TP2_DP2,
     "tp2_pp2": TP2_PP2,
     "pp4": {"pipeline_parallel_size": 4},
+    "copies": {"shard": 2},
 }
 ALL: dict[str, Any] = {
     "shares": ALL_LAYOUTS,
@@ -41,8 +42,9 @@ def check(asked: dict[str, Any]) -> None:
     found = launch(JOBS, "observe", asked, world_size=4)
     for name, ranks in found["shares"].items():
         for parameters, state in ranks:
-            assert parameters == pytest.approx(1 / 4, rel=0.05), name
-            assert state == pytest.approx(1 / 4, rel=0.05), name
+            share = 1 / 2 if name == "copies" else 1 / 4
+            assert parameters == pytest.approx(share, rel=0.05), name
+            assert state == pytest.approx(share, rel=0.05), name
     _check_logs(found["logs"])
     assert {name: changed for name, changed in found["traces"].items() if changed} == {}
     _check_starts(found["starts"])
@@ -55,7 +57,7 @@ def _check_logs(logs: dict[str, Any]) -> None:
     (alone,) = observe_logs("auto", 1)["ranks"]
     rows = [row for batch in alone["predicted"] for row in batch]
     for name, run in logs.items():
-        replicas = 4 if name == "dp4" else 2 if "dp2" in name else 1
+        replicas = 4 if name in ("dp4", "copies") else 2 if "dp2" in name else 1
         for rank in run["ranks"]:
             assert rank["logged"].keys() == alone["logged"].keys(), name
             assert rank["again"] == pytest.approx({k: rank["logged"][k] for k in rank["again"]}), name

@@ -17,6 +17,7 @@ LAYOUTS: dict[str, Settings] = {
     "tp2_dp2": {"tensor_parallel_size": 2},
     "pp4": {"pipeline_parallel_size": 4, "shard": False},
     "tp2_pp2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "schedule": "Interleaved1F1B"},
+    "copies": {"shard": 2},
 }
 MODEL = "gpt2"
 EIGHT = {"model": MODEL, "steps": 6, "devices": 4}
@@ -94,8 +95,11 @@ def test_checkpoints_go_on_in_another_layout(tmp_path: Path) -> None:
         ("tp2_dp2.file", "dp2_pp2"),
         ("tp2_dp2.folder", "pp4"),
         ("plain.file", "dp2_pp2"),
+        ("dp2_pp2.file", "copies"),
+        ("copies.folder", "tp2_dp2"),
+        ("copies.folder", "copies"),
     ]
-    check(tmp_path, pairs, ["dp2_pp2", "tp2_dp2"])
+    check(tmp_path, pairs, ["dp2_pp2", "tp2_dp2", "copies"])
 
 
 @pytest.mark.slow

@@ -46,6 +46,8 @@ TWO: dict[str, Settings] = {
 }
 
 FOUR: dict[str, Settings] = {
+    "copies of shards": {"model": "tiny_gpt", "strategy": "hybrid_shard2", "steps": 6},
+    "copies of shards, clipped": {"model": "gpt2", "strategy": {"shard": 2}, "fit": ACCUMULATE, "steps": 10},
     "data x pipeline": {"model": "gpt2", "strategy": {"pipeline_parallel_size": 2}},
     "data x pipeline, clipped": {
         "model": "tiny_gpt",
@@ -89,7 +91,11 @@ GRID: dict[int, dict[str, Settings]] = {
         "dp2_tp2": {"tensor_parallel_size": 2},
         "dp2_tp2, sequence": {"tensor_parallel_size": 2, "sequence_parallel": True},
     },
-    8: {"dp2_tp2_pp2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}},
+    8: {
+        "dp2_tp2_pp2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+        "copies_tp2": {"shard": 2, "tensor_parallel_size": 2},
+        "copies_pp2": {"shard": 2, "pipeline_parallel_size": 2},
+    },
 }
 
 

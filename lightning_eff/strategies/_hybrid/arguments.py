@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import LBFGS, Optimizer
 
 from lightning_eff._core.wrapping import WrappingPrecision
-from lightning_eff.strategies._hybrid.layout import Layout, check_size
+from lightning_eff.strategies._hybrid.layout import Layout, check_shard, check_size
 
 INITS = ("all", "rank0", "meta")
 
@@ -20,7 +20,7 @@ INITS = ("all", "rank0", "meta")
 class Settings:
     """The strategy's arguments that say how a replica is divided."""
 
-    shard: bool
+    shard: bool | int
     min_num_params: int
     schedule: str
     num_microbatches: int | None
@@ -34,6 +34,7 @@ def check_arguments(
     *,
     who: str,
     sizes: Mapping[str, Any],
+    shard: Any,
     context_parallel_size: Any,
     flags: Mapping[str, Any],
     min_num_params: Any,
@@ -47,6 +48,7 @@ def check_arguments(
     """Raise ``ValueError`` or ``TypeError`` at construction, with what was got, what was expected and the way out."""
     for name, value in sizes.items():
         check_size(name, value, who=who, auto=name == "data_parallel_size")
+    check_shard(shard, sizes["data_parallel_size"], who=who)
     check_size("context_parallel_size", context_parallel_size, who=who)
     if context_parallel_size > 1:
         raise ValueError(

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_eff.strategies._hybrid.layout import DATA, PIPELINE, TENSOR
+from lightning_eff.strategies._hybrid.layout import PIPELINE
 from lightning_eff.strategies._hybrid.shards import whole_of
 
 
@@ -38,7 +38,7 @@ class Gathering:
         self.mesh, self.owner, self.device = mesh, owner, device
         self.stage = mesh.get_local_rank(PIPELINE)
         self.stages = mesh[PIPELINE].get_group()
-        self.coordinates = {axis: mesh.get_local_rank(axis) for axis in (DATA, TENSOR)}
+        self.coordinates = {axis: mesh.get_local_rank(axis) for axis in mesh.mesh_dim_names or () if axis != PIPELINE}
 
     @property
     def _first_of_stage(self) -> bool:
@@ -64,7 +64,7 @@ class Gathering:
             dist.send(whole.to(self.device), 0)
         elif self.stage == 0:
             got = torch.empty(what.shape, dtype=what.dtype, device=self.device)
-            dist.recv(got, int(self.mesh.mesh[owner, 0, 0]))
+            dist.recv(got, int(self.mesh.mesh[owner].flatten()[0]))
             return got.cpu()
         return None
 

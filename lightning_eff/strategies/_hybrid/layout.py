@@ -1,7 +1,7 @@
 """How many ways the processes are divided: sizes along the three axes, checked, and the device mesh of them."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -9,21 +9,29 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 PIPELINE, DATA, TENSOR = AXES = ("pipeline_parallel", "data_parallel", "tensor_parallel")
+REPLICAS, SHARDS = "data_parallel_replicas", "data_parallel_shards"  # in the place of DATA where both are more than one
 
 
 @dataclass(frozen=True)
 class Layout:
     """Sizes of the mesh (pipeline, data, tensor), whose product is the number of processes.
 
-    Ranks next to one another are of one tensor-parallel group, which speaks most; then come the replicas, then the stages.
+    Ranks next to one another are of one tensor-parallel group, which speaks most; then come those that share one copy of
+    the parameters, then the copies, then the stages.
+
+    Attributes:
+        copies: into how many groups the data-parallel ranks are divided, each of which shares one copy of the parameters
+            among its ranks (hybrid sharding); 1 where all share one, or where each rank has its own.
     """
 
     pipeline: int
     data: int
     tensor: int
+    copies: int = 1
 
     def __str__(self) -> str:
-        return f"pipeline {self.pipeline} x data {self.data} x tensor {self.tensor}"
+        among = f" ({self.copies} copies of {self.data // self.copies} shards)" if self.copies > 1 else ""
+        return f"pipeline {self.pipeline} x data {self.data}{among} x tensor {self.tensor}"
 
     @property
     def world(self) -> int:
@@ -44,15 +52,43 @@ def check_size(name: str, value: Any, *, who: str, auto: bool = False) -> None:
         raise ValueError(f"{who}({name}={value!r}): expected {either}a number of processes, an integer >= 1.")
 
 
-_MESHES: dict[tuple[Layout, str], tuple[Any, DeviceMesh]] = {}
+def check_shard(shard: Any, data: Any, *, who: str) -> None:
+    """Raise unless ``shard`` is a flag, or a number of ranks that divides the data-parallel ones, if those are known."""
+    if isinstance(shard, bool):
+        return
+    if not isinstance(shard, int) or shard < 2:
+        kind = ValueError if isinstance(shard, int) else TypeError
+        raise kind(
+            f"{who}(shard={shard!r}): expected True (all data-parallel ranks share one copy of the parameters), False (each"
+            " has its own), or the number of ranks that share one, an integer >= 2."
+        )
+    if isinstance(data, int) and data % shard:
+        raise ValueError(
+            f"{who}(shard={shard}): {shard} ranks that share one copy of the parameters do not divide the {data}"
+            f" data-parallel ranks; expected one of {[k for k in range(2, data + 1) if data % k == 0]}, or True or False."
+        )
 
 
-def resolve(data: int | Literal["auto"], tensor: int, pipeline: int, world: int, *, who: str) -> Layout:
+_MESHES: dict[tuple[Layout, str], tuple[Any, DeviceMesh, dist.ProcessGroup]] = {}
+
+
+def resolve(
+    data: int | Literal["auto"], tensor: int, pipeline: int, world: int, *, shard: bool | int = True, who: str
+) -> Layout:
     """The layout of ``world`` processes; ``data="auto"`` takes what the two other sizes leave.
 
+    Args:
+        shard: a number of ranks that share one copy of the parameters; True for all and False for none make no copies.
+
     Raises:
-        ValueError: if the sizes do not multiply to ``world``, with the arithmetic.
+        ValueError: if the sizes do not multiply to ``world``, or ``shard`` does not divide, with the arithmetic.
     """
+    layout = _sizes(data, tensor, pipeline, world, who=who)
+    check_shard(shard, layout.data, who=who)
+    return layout if isinstance(shard, bool) else replace(layout, copies=layout.data // shard)
+
+
+def _sizes(data: int | Literal["auto"], tensor: int, pipeline: int, world: int, *, who: str) -> Layout:
     asked = f"tensor_parallel_size={tensor}, pipeline_parallel_size={pipeline}"
     if data == "auto":
         if world % (tensor * pipeline):
@@ -72,25 +108,46 @@ def resolve(data: int | Literal["auto"], tensor: int, pipeline: int, world: int,
 
 
 def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    """The mesh of all processes, with the axes ``AXES``; collective.
+    """The mesh of all processes, with the axes ``AXES``, or with two in the place of ``DATA`` (copies); collective.
 
     Runs of one layout in one process share it: its process groups have threads, and cannot be ended, because torch keeps
     plans for DTensors by meshes that are equal.
     """
-    world, made = _MESHES.get((layout, device.type), (None, None))
+    world, made, _ = _MESHES.get((layout, device.type), (None, None, None))
     if made is None or world is not dist.group.WORLD:
-        made = init_device_mesh(device.type, (layout.pipeline, layout.data, layout.tensor), mesh_dim_names=AXES)
-        _MESHES[layout, device.type] = dist.group.WORLD, made
+        divided = {REPLICAS: layout.copies, SHARDS: layout.data // layout.copies}
+        data = divided if layout.copies > 1 else {DATA: layout.data}
+        sizes = {PIPELINE: layout.pipeline, **data, TENSOR: layout.tensor}
+        made = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        group = made[DATA].get_group() if layout.copies == 1 else group_over(made, DATA)
+        _MESHES[layout, device.type] = dist.group.WORLD, made, group
     return made
+
+
+def data_axes(mesh: DeviceMesh) -> tuple[str, ...]:
+    """The axes of the mesh along which samples are divided."""
+    return tuple(name for name in mesh.mesh_dim_names or () if name not in (PIPELINE, TENSOR))
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The data-parallel ranks of this one's place in the other axes, as ``fully_shard`` takes them."""
+    return mesh[data_axes(mesh)]
+
+
+def data_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The group of those ranks; of a mesh from :func:`make_mesh`."""
+    return next(data for _, made, data in _MESHES.values() if made is mesh)
 
 
 def group_over(mesh: DeviceMesh, *axes: str) -> dist.ProcessGroup:
     """The processes that differ from this one in ``axes`` alone: those of (pipeline, tensor) hold one replica together.
 
-    Collective over all processes.
+    ``DATA`` stands for all axes along which samples are divided. Collective over all processes.
     """
-    order = sorted(range(len(AXES)), key=lambda axis: AXES[axis] in axes)
-    size = math.prod(mesh.mesh.shape[AXES.index(axis)] for axis in axes)
+    names = mesh.mesh_dim_names or ()
+    axes = tuple(name for axis in axes for name in (data_axes(mesh) if axis == DATA else (axis,)))
+    order = sorted(range(len(names)), key=lambda axis: names[axis] in axes)
+    size = math.prod(mesh.mesh.shape[names.index(axis)] for axis in axes)
     mine: dist.ProcessGroup | None = None
     for members in mesh.mesh.permute(order).reshape(-1, size).tolist():
         group = dist.new_group(members)

@@ -25,7 +25,15 @@ from lightning_eff.strategies._hybrid.arguments import Settings, innermost
 from lightning_eff.strategies._hybrid.files import Files
 from lightning_eff.strategies._hybrid.gathering import Described, Gathering
 from lightning_eff.strategies._hybrid.initial import Initial
-from lightning_eff.strategies._hybrid.layout import DATA, PIPELINE, TENSOR, Layout, group_over
+from lightning_eff.strategies._hybrid.layout import (
+    DATA,
+    PIPELINE,
+    TENSOR,
+    Layout,
+    data_group,
+    data_mesh,
+    group_over,
+)
 from lightning_eff.strategies._hybrid.optimizer_state import NamedOptimizer, named, steps_apart
 from lightning_eff.strategies._hybrid.plain import Plain
 from lightning_eff.strategies._hybrid.shards import all_reduce_mean
@@ -234,7 +242,7 @@ class Replica:
 
     def _wrap(self) -> None:
         """Data parallelism around what is here: torch's DDP, FSDP2, or this strategy's own averaging of gradients."""
-        mesh = self.mesh[DATA]
+        mesh = data_mesh(self.mesh)
         if self.layout.data == 1:
             return
         if self.replicated:
@@ -307,7 +315,7 @@ class Replica:
     def begin_step(self) -> None:
         """Give all replicas the buffers of the first, as DDP does."""
         if self._buffers:
-            group = self.mesh[DATA].get_group()
+            group = data_group(self.mesh)
             _broadcast_coalesced(group, self._buffers, _BUCKET_BYTES, 0)
 
     def run_pipeline(self, batch: Any, *args: Any) -> Tensor:
@@ -360,7 +368,7 @@ class Replica:
             self.tensor.normalize_gradients()
         if not self._accumulating and self.layout.data > 1:
             params = [p for p in self.module.parameters() if id(p) not in self._reduced]
-            all_reduce_mean(params, self.mesh[DATA].get_group())
+            all_reduce_mean(params, data_group(self.mesh))
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         params = list(self.trainer.precision_plugin.main_params(optimizer))

@@ -49,7 +49,7 @@ def shard(
     Args:
         root: the module whose ``forward`` runs a step.
         blocks: modules in it.
-        mesh: one axis, the data-parallel one.
+        mesh: of the data-parallel ranks: one axis, or two, of copies and of the ranks that share each.
         min_num_params: blocks with fewer are small: messages of their own would take longer than what they carry.
         reshard_after_forward: free a block's whole parameters between forward and backward; None does so for blocks.
         with_rest: divide what is in no block too; else it stays whole on every rank.
