@@ -19,6 +19,7 @@ if _typing.TYPE_CHECKING:
     from lightning_eff.model.progressive_layer_dropping import ProgressiveLayerDropping
     from lightning_eff.model.progressive_stacking import ProgressiveStacking
     from lightning_eff.optim.latest_weight_averaging import LatestWeightAveraging
+    from lightning_eff.optim.optimizers.muon import Muon
     from lightning_eff.optim.sharpness_aware_minimization import SharpnessAwareMinimization
     from lightning_eff.precision.fp8 import FP8Precision
     from lightning_eff.precision.int8 import INT8Precision
@@ -44,6 +45,7 @@ __all__ = [
     "ImportanceSampling",
     "LatestWeightAveraging",
     "LocalSGD",
+    "Muon",
     "OptimizerOffload",
     "ProgressiveLayerDropping",
     "ProgressiveStacking",
@@ -71,6 +73,7 @@ _HOMES = {
     "ImportanceSampling": "lightning_eff.data.importance_sampling",
     "LatestWeightAveraging": "lightning_eff.optim.latest_weight_averaging",
     "LocalSGD": "lightning_eff.strategies.local_sgd",
+    "Muon": "lightning_eff.optim.optimizers.muon",
     "OptimizerOffload": "lightning_eff.memory.optimizer_offload",
     "ProgressiveLayerDropping": "lightning_eff.model.progressive_layer_dropping",
     "ProgressiveStacking": "lightning_eff.model.progressive_stacking",

@@ -1,0 +1,1 @@
+"""Update rules: ``torch.optim.Optimizer`` subclasses for any ``configure_optimizers``."""

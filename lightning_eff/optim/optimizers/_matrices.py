@@ -1,0 +1,186 @@
+"""Which parameters are hidden matrices, and how the tensor of each is taken apart into them.
+
+A matrix here is a linear map from activations to activations: ``y = W x`` with ``W`` of shape (out, in). Embeddings, heads,
+positions and tables are not, whatever their shape; fused projections are several.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_eff._core.blocks import candidates
+
+Split = str | Mapping[str, int | Sequence[int]] | None
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+# a component of a parameter's name that says: no map between activations
+_NOT_HIDDEN = re.compile(
+    r"(\w*_)?(embed|embedding|embeddings|embedder|emb|embd|wte|wpe|lm_head|head|classifier|unembed|score|logits|output_projection)"
+    r"|tok(ens?)?(_emb\w*|_type\w*)?|pos(ition\w*|_emb\w*|_table)?|cls(_token)?|(\w*_)?relative_attention_bias|A_log|router"
+)
+_FUSED_QKV = re.compile(r"(\w*_)?(qkv(_?proj\w*)?|c_attn|in_proj|in_proj_weight|Wqkv|W_pack|attn_qkv)")
+_FUSED_PAIR = re.compile(r"gate_up_proj|fused_gate_up|w12")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the tensor of one parameter is made of matrices (out, in).
+
+    Attributes:
+        form: "matrix" for (out, in), "convolution" for (out, in, ...) that counts as (out, in * ...), "stack" for
+            (k, out, in), one matrix each.
+        transposed: the tensor is (in, out), or (k, in, out).
+        parts: sizes along ``out`` of the maps that are fused into it; empty for one.
+    """
+
+    form: str = "matrix"
+    transposed: bool = False
+    parts: tuple[int, ...] = ()
+
+    def apart(self, tensor: Tensor) -> list[Tensor]:
+        """The matrices of ``tensor``, as views (but of a convolution whose memory is in another order, as a copy)."""
+        if self.form == "convolution":
+            return [tensor.flatten(1)]
+        found: list[Tensor] = []
+        for matrix in tensor.unbind(0) if self.form == "stack" else (tensor,):
+            matrix = matrix.mT if self.transposed else matrix
+            found += matrix.split(list(self.parts)) if self.parts else [matrix]
+        return found
+
+    def targets(self, tensor: Tensor) -> list[Tensor]:
+        """The same as views always, so that they can be written to; a convolution as it is."""
+        return [tensor] if self.form == "convolution" else self.apart(tensor)
+
+
+def layout_by_name(name: str | None, tensor: Tensor, split: Split) -> Layout | None:
+    """The layout of a parameter of which the name is known (or not: None) and nothing else; None if it is no matrix.
+
+    A tensor of two dimensions or more counts as a matrix unless a component of its name says otherwise. A tensor of three
+    is a stack of matrices where its name has "expert" in it, else a convolution.
+    """
+    if tensor.ndim < 2:
+        return None
+    components = name.split(".") if name is not None else []
+    if any(_NOT_HIDDEN.fullmatch(component) for component in components):
+        return None
+    form = "matrix"
+    if tensor.ndim > 2:
+        form = "stack" if tensor.ndim == 3 and any("expert" in component for component in components) else "convolution"
+    return _with_parts(Layout(form), name, tensor, split)
+
+
+def _with_parts(layout: Layout, name: str | None, tensor: Tensor, split: Split) -> Layout:
+    """``layout`` with what ``split`` says of the maps fused into the parameter."""
+    if split is None or layout.form == "convolution":
+        return layout
+    rows, columns = tensor.shape[-2:]
+    if isinstance(split, Mapping):
+        for pattern, parts in split.items():
+            if name is not None and fnmatchcase(name, pattern):
+                return _divided(layout, name, tensor, parts)
+        return layout
+    components = name.split(".") if name is not None else []
+    count = 0
+    if any(_FUSED_QKV.fullmatch(component) for component in components) or name is None:
+        count = 3 if max(rows, columns) == 3 * min(rows, columns) else 0
+    elif any(_FUSED_PAIR.fullmatch(component) for component in components):
+        count = 2 if max(rows, columns) % 2 == 0 else 0
+    if not count:
+        return layout
+    if not layout.transposed and rows % count:
+        return layout
+    # a fused projection gives more than it takes: (d, 3 d) holds its outputs along the second dimension
+    transposed = layout.transposed or (count == 3 and columns == 3 * rows)
+    out = columns if transposed else rows
+    return Layout(layout.form, transposed, (out // count,) * count)
+
+
+def _divided(layout: Layout, name: str, tensor: Tensor, parts: int | Sequence[int]) -> Layout:
+    out = tensor.shape[-1] if layout.transposed else tensor.shape[-2]
+    sizes = (out // max(parts, 1),) * parts if isinstance(parts, int) else tuple(parts)
+    if not sizes or sum(sizes) != out or min(sizes) < 1:
+        raise ValueError(
+            f"Muon(split=...): {name} of shape {tuple(tensor.shape)} has {out} outputs, and got {parts!r}; expected a number of"
+            " equal parts that divides them, or the sizes of the parts, which add up to them."
+        )
+    return Layout(layout.form, layout.transposed, sizes)
+
+
+def hidden_matrices(module: nn.Module, split: Split = "auto") -> dict[str, Layout]:
+    """The hidden matrices of any module, by the parameter's name in ``module.named_parameters()``.
+
+    They are the weights of linear maps, of attention's fused input projection, of convolutions whose groups are one, and
+    stacks of experts' matrices: within the stacks of repeated blocks where there are any, else (networks of unlike
+    layers) everywhere but in the first and the last such map. Never embeddings, what is tied to one, heads, positions,
+    and other tables.
+
+    Args:
+        module: a LightningModule, or any.
+        split: which of them are several maps in one tensor, as in :class:`Muon`.
+    """
+    stacks = [found.path for found in candidates(module)]
+    owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for path, owner in module.named_modules(remove_duplicate=False):
+        for own, p in owner._parameters.items():
+            if p is not None:
+                owners.setdefault(id(p), []).append((f"{path}.{own}" if path else own, owner, own))
+    found: dict[str, Layout] = {}
+    outside: dict[str, Layout] = {}
+    for name, p in module.named_parameters():
+        held = owners[id(p)]
+        if p.ndim < 2 or any(isinstance(owner, nn.Embedding | nn.EmbeddingBag) for _, owner, _ in held):
+            continue
+        path, owner, own = next((one for one in held if one[0] == name), held[0])
+        layout = _layout_in(owner, own, path, p)
+        if layout is None:
+            continue
+        inside = any(path.startswith(f"{stack}.") for stack in stacks)
+        # names count below the block alone: "embedding.layers.3.fc.weight" is a matrix of a block
+        below = _below(path, stacks)
+        if any(_NOT_HIDDEN.fullmatch(component) for component in below.split(".")):
+            continue
+        (found if inside else outside)[name] = _with_parts(layout, name, p, split)
+    if found:
+        return found
+    # no repeated blocks: the first map reads the input, and the last one writes the output
+    return dict(list(outside.items())[1:-1])
+
+
+def _below(path: str, stacks: Iterable[str]) -> str:
+    for stack in stacks:
+        if path.startswith(f"{stack}."):
+            return path.removeprefix(f"{stack}.")
+    return path
+
+
+def _layout_in(owner: nn.Module, own: str, path: str, p: Tensor) -> Layout | None:
+    """How ``owner`` uses its parameter ``own``, if that is a linear map."""
+    if isinstance(owner, _CONVOLUTIONS):
+        return Layout("convolution") if own == "weight" and owner.groups == 1 else None
+    if isinstance(owner, nn.MultiheadAttention) and own == "in_proj_weight":
+        return Layout()
+    if isinstance(owner, nn.RNNBase):
+        return Layout()
+    if type(owner).__name__ == "Conv1D" and own == "weight" and p.ndim == 2:  # transformers' linear map of (in, out)
+        return Layout(transposed=True)
+    if p.ndim == 3 and "expert" in path.lower():
+        return Layout("stack", transposed=bool(getattr(owner, "is_transposed", False)))  # transformers says so
+    if own in ("weight", "q_proj_weight", "k_proj_weight", "v_proj_weight") and p.ndim == 2 and _maps(owner):
+        return Layout()
+    return None
+
+
+def _maps(owner: Any) -> bool:
+    """Whether a module with a 2-D weight is a linear map: torch's own, or one that has its shape's names."""
+    if isinstance(owner, nn.Linear | nn.MultiheadAttention):
+        return True
+    return hasattr(owner, "in_features") and hasattr(owner, "out_features")
+
+
+def named(params: Any) -> list[tuple[str | None, Tensor]]:
+    """Parameters with their names where they came with them."""
+    return [one if isinstance(one, tuple) else (None, one) for one in params]

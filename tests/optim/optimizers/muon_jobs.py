@@ -1,0 +1,122 @@
+"""What two processes run for the tests of Muon; see :mod:`tests.strategies.launch`."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_eff.optim.optimizers import muon
+from lightning_eff.optim.optimizers.muon import Muon
+from tests.models import flat, make_batch, module
+
+
+def all_of_them() -> dict[str, Any]:
+    dist.init_process_group("gloo")
+    return {"ddp": ddp(), "apart": apart(), "fsdp2": fsdp2()}
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(3)
+    return module("tiny_gpt", dropout=0.0)
+
+
+def _gathered(x: Tensor) -> list[Tensor]:
+    every = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, x)
+    return every
+
+
+def _trained(net: nn.Module, step: nn.Module, optimizer: Muon, same: bool) -> Tensor:
+    for i in range(4):
+        optimizer.zero_grad()
+        step(make_batch("tiny_gpt", seed=i if same else 10 * dist.get_rank() + i), 0).backward()
+        optimizer.step()
+    return flat(net)
+
+
+class _Step(nn.Module):
+    def __init__(self, net: Any) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, batch: Any, index: int) -> Tensor:
+        return self.net.training_step(batch, index)
+
+
+def ddp() -> dict[str, Any]:
+    made: list[int] = []
+    original = muon.orthogonalize
+
+    def counting(matrices: list[Tensor], **kwargs: Any) -> list[Tensor]:
+        made.append(len(matrices))
+        return original(matrices, **kwargs)
+
+    muon.orthogonalize = counting
+    try:
+        net = _net()
+        net.log = lambda *args, **kwargs: None  # type: ignore[attr-defined]
+        here = _trained(net, DistributedDataParallel(_Step(net)), Muon(net, normalization="neuron"), same=False)
+        shares = made[-1]
+    finally:
+        muon.orthogonalize = original
+    # one process that steps with the mean gradient of both, found by the same all-reduce
+    alone = _net()
+    alone.log = lambda *args, **kwargs: None  # type: ignore[attr-defined]
+    wrapped = DistributedDataParallel(_Step(alone))
+    expected = _trained(alone, wrapped, Muon(alone, normalization="neuron", distributed=False), same=False)
+    counts: list[Any] = [None, None]
+    dist.all_gather_object(counts, shares)
+    return {
+        "same_as_one_process": torch.equal(here, expected),
+        "alike": all(torch.equal(one, here) for one in _gathered(here)),
+        "here": counts,
+    }
+
+
+def apart() -> dict[str, Any]:
+    """No rank averages: after two steps on equal batches, each goes its own way; and a NaN on one rank hangs nobody."""
+
+    def run(distributed: bool) -> Tensor:
+        net = _net()
+        net.log = lambda *args, **kwargs: None  # type: ignore[attr-defined]
+        optimizer = Muon(net, distributed=distributed)
+        _trained(net, _Step(net), optimizer, same=True)
+        return _trained(net, _Step(net), optimizer, same=False)
+
+    here, expected = run(True), run(False)
+    p = nn.Parameter(torch.randn(8, 8))
+    optimizer = Muon([p])
+    for _ in range(3):
+        p.grad = torch.full((8, 8), float("nan") if dist.get_rank() else 1.0)
+        optimizer.step()
+    return {
+        "same_as_alone": torch.equal(here, expected),
+        "alike": all(torch.equal(one, here) for one in _gathered(here)),
+        "nan_is_finished": True,
+    }
+
+
+def fsdp2() -> dict[str, Any]:
+    from torch.distributed.fsdp import fully_shard
+
+    sharded, plain = _net(), _net()
+    start = flat(plain)
+    for block in sharded.blocks:  # type: ignore[union-attr]
+        fully_shard(block)
+    fully_shard(sharded)
+    results = []
+    for net in (sharded, plain):
+        net.log = lambda *args, **kwargs: None  # type: ignore[attr-defined]
+        # a small eps would blow rounding up where gradients are zero
+        optimizer = Muon(net, normalization="neuron", adam={"lr": 1e-3, "eps": 1e-3})
+        for i in range(4):
+            optimizer.zero_grad()
+            batch = make_batch("tiny_gpt", seed=i)
+            logits = net(batch["input_ids"])
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).backward()
+            optimizer.step()
+        whole = [p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in net.parameters()]
+        results.append(torch.cat([p.flatten() for p in whole]))
+    return {"error": float((results[0] - results[1]).abs().max()), "moved": float((results[0] - start).abs().max())}
