@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_eff._core.search_space import SearchSpace, Survey
 from lightning_eff._core.session import Session
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ class Technique(Callback):
         paper: where it comes from.
         constraints: where it does not work.
         control: what an honest comparison must hold it against; required of every exported technique.
+        survey: the row of the surveys that it answers to; None where it stands in neither.
+        search_space: the settings that a search would try, and when that is pointless; None for stand-ins.
         conflicts: names of techniques and precision plugins that it cannot train with, and why.
         needs_automatic_optimization: refuses modules with ``automatic_optimization = False``.
         needs_budget: refuses runs without any of ``max_steps``, ``max_epochs`` and ``max_time``.
@@ -60,6 +63,8 @@ class Technique(Callback):
     paper: ClassVar[str]
     control: ClassVar[Control]
     constraints: ClassVar[str] = ""
+    survey: ClassVar[Survey | None] = None
+    search_space: ClassVar[SearchSpace | None] = None
     conflicts: ClassVar[Mapping[str, str]] = {}
     needs_automatic_optimization: ClassVar[bool] = True
     needs_budget: ClassVar[bool] = False

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff._core import rng
+from lightning_eff._core.search_space import SearchSpace, Survey
 
 NAMES: dict[str, Callable[[], Precision]] = {
     "32-true": Precision,
@@ -71,6 +72,8 @@ class WrappingPrecision(Precision):
     saves: ClassVar[str] = ""
     paper: ClassVar[str] = ""
     constraints: ClassVar[str] = ""
+    survey: ClassVar[Survey | None] = None
+    search_space: ClassVar[SearchSpace | None] = None
 
     def __init__(self, inner: str | Precision = "32-true", *, argument: str = "inner") -> None:
         who = type(self).__name__

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from lightning_eff._core.batches import num_samples, select
 from lightning_eff._core.losses import WeighLosses
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform, needs_samples
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Around, Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
@@ -91,6 +92,15 @@ class ImportanceSampling(Technique):
     saves = "backward passes: a third of each batch is trained on, chosen for the least variance"
     paper = "Katharopoulos & Fleuret 2018, arXiv:1803.00942; score='loss': 2017, arXiv:1706.00043"
     constraints = "a mean loss of torch.nn.functional, or sample_loss=; a batch of several samples"
+    survey: ClassVar[Survey | None] = Survey("importance sampling", zhuang="2.2", shen="3.2")
+    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+        {
+            "presample": Uniform(1.5, 5.0),
+            "score": Choice(("gradient_bound", "loss")),
+            "threshold": Choice((None, 1.2, 1.5, 2.0)),
+        },
+        needs_samples,
+    )
     control = Control("a random choice of as many samples, from the first step on, without scoring", _random_subset)
     conflicts: ClassVar[Mapping[str, str]] = {"SelectiveBackprop": "both choose the samples"}
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core.batches import num_samples, select
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform, needs_samples
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
@@ -90,6 +91,16 @@ class SelectiveBackprop(Technique):
     saves = "backward passes: a share of each batch is trained on, the hard samples"
     paper = "Jiang et al. 2019, arXiv:1910.00762"
     constraints = "a mean loss of torch.nn.functional, or sample_loss=; a batch of several samples"
+    survey: ClassVar[Survey | None] = Survey("selective backprop", shen="3.2")
+    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+        {
+            "keep": Uniform(0.3, 0.8),
+            "start": Choice((0.0, 0.25, 0.5)),
+            "end": Choice((0.8, 0.9, 1.0)),
+            "interval": Choice((1, 2, 3)),
+        },
+        needs_samples,
+    )
     control = Control("a random choice of as many samples in the same steps, without scoring", _random_subset)
     conflicts: ClassVar[Mapping[str, str]] = {"ImportanceSampling": "both choose the samples"}
 

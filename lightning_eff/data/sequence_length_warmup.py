@@ -2,13 +2,14 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from lightning.pytorch import Callback
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
@@ -37,6 +38,23 @@ def _short_throughout(technique: "SequenceLengthWarmup") -> dict[str, Callback]:
             start=technique.start, multiple_of=technique.multiple_of, mode=technique.mode, keys=technique.keys
         )
     }
+
+
+def _pointless(profile: RunProfile) -> str | None:
+    if profile.sequence_length is None:
+        return "samples are no sequences"
+    if profile.sequence_length < 4 * _MULTIPLE:
+        return f"sequences of {profile.sequence_length} tokens are too short to begin with fewer"
+    return None
+
+
+def _from_shares(cls: Any, values: Mapping[str, Any], profile: RunProfile) -> Any:
+    """``start`` is a share of the full length, down to a multiple of 8 or less."""
+    start = int(values["start"] * (profile.sequence_length or 0))
+    return cls(**{**values, "start": max(start - start % _MULTIPLE, _MULTIPLE), "multiple_of": _MULTIPLE})
+
+
+_MULTIPLE = 8
 
 
 class SequenceLengthWarmup(Technique):
@@ -86,6 +104,16 @@ class SequenceLengthWarmup(Technique):
     constraints: ClassVar[str] = (
         "batches of sequences, found by shape or named by keys=; reshape needs a T with divisors and no per-sample"
         " tensors; every new length recompiles a compiled module"
+    )
+    survey: ClassVar[Survey | None] = Survey("sequence length warm-up", shen="3.3")
+    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+        {
+            "start": Choice((0.125, 0.25, 0.5)),  # of the full length
+            "until": Uniform(0.1, 0.8),
+            "mode": Choice(("reshape", "truncate")),
+        },
+        _pointless,
+        _from_shares,
     )
     control: ClassVar[Control] = Control("the short length throughout, validated at the full one", _short_throughout)
     needs_automatic_optimization: ClassVar[bool] = False
@@ -263,6 +291,8 @@ class ShortSequences(SequenceLengthWarmup):
     """
 
     saves: ClassVar[str] = "time and activation memory throughout"
+    survey: ClassVar[Survey | None] = None
+    search_space: ClassVar[SearchSpace | None] = None
     control: ClassVar[Control] = Control("itself the control of SequenceLengthWarmup")
     needs_budget: ClassVar[bool] = False
 

@@ -9,6 +9,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_memory_bound
 from lightning_eff._core.wrapping import WrappingPrecision
 from lightning_eff.memory._compression.arguments import Method, check_arguments, check_not_compiled
 from lightning_eff.memory._compression.engine import Engine, Ledger
@@ -48,6 +49,8 @@ class ACTPrecision(WrappingPrecision):
     saves: ClassVar[str] = "activation memory: 4, 7 or 12 times less at 8, 4 or 2 bits, or more"
     paper: ClassVar[str] = "Chen et al. 2021, arXiv:2104.14129; Pan et al. 2021, arXiv:2111.11124"
     constraints: ClassVar[str] = "no compiled submodules; time for coding and decoding; noise in the gradient"
+    survey: ClassVar[Survey | None] = Survey("activation compressed training", zhuang="3")
+    search_space: ClassVar[SearchSpace | None] = SearchSpace({"bits": Choice((2, 4, 8))}, needs_memory_bound)
 
     def __init__(
         self,

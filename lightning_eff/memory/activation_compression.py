@@ -16,6 +16,7 @@ from typing_extensions import override
 from lightning_eff._core import rng
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.losses import loss_of
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_memory_bound
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step, silent, snapshot
 from lightning_eff._core.technique import Control, Technique
@@ -113,6 +114,8 @@ class ActivationCompression(Technique):
         "Chen et al. 2021, arXiv:2104.14129; Liu et al. 2022, arXiv:2206.11357; Pan et al. 2021, arXiv:2111.11124"
     )
     constraints: ClassVar[str] = "no compiled submodules; time for coding and decoding; noise in the gradient"
+    survey: ClassVar[Survey | None] = Survey("activation compressed training", zhuang="3")
+    search_space: ClassVar[SearchSpace | None] = SearchSpace({"bits": Choice((2, 4, 8))}, needs_memory_bound)
     control: ClassVar[Control] = Control(
         "the baseline for as many seconds, where it fits in memory; where it does not, block checkpointing"
     )

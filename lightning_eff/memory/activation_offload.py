@@ -12,6 +12,7 @@ from typing_extensions import override
 from lightning_eff._core.batches import tensors
 from lightning_eff._core.blocks import refuse_compiled_around
 from lightning_eff._core.losses import loss_of
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, needs_memory_bound
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step, snapshot
 from lightning_eff._core.technique import Control, Technique
@@ -91,6 +92,12 @@ class Offloading:
         return saved_tensors_hooks(self.pack, self.unpack)
 
 
+def _pointless(profile: RunProfile) -> str | None:
+    if profile.accelerator == "cpu":
+        return "the device is the host: there is nowhere to offload to"
+    return needs_memory_bound(profile)
+
+
 class ActivationOffload(Technique):
     """Let large activations wait in host memory between the forward and the backward pass.
 
@@ -131,6 +138,10 @@ class ActivationOffload(Technique):
     saves: ClassVar[str] = "device memory of large activations, for the time of copies that computing does not hide"
     paper: ClassVar[str] = "Rhu et al. 2016, arXiv:1602.08124 (vDNN)"
     constraints: ClassVar[str] = "gains on an accelerator alone; layers= not within a compiled module"
+    survey: ClassVar[Survey | None] = Survey("offloading of activations", zhuang="3", shen="7.3")
+    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+        {"min_bytes": Choice((2**18, 2**20, 2**22)), "prefetch": Choice((1, 2))}, _pointless
+    )
     control: ClassVar[Control] = Control("the baseline for as many seconds: gradients are bit for bit the same")
     conflicts: ClassVar[Mapping[str, str]] = {
         "ACTPrecision": "each decides what becomes of a saved tensor, and autograd asks the inner one alone"

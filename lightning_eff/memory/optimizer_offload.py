@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff._core.optimizers import PER_PARAMETER, is_per_parameter, step_in_parts
+from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey, needs_memory_bound
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, Technique
 
@@ -263,6 +264,14 @@ def _values(numbers: list[Tensor]) -> list[int]:
     return found
 
 
+def _pointless(profile: RunProfile) -> str | None:
+    if profile.accelerator == "cpu":
+        return "the device is the host: there is nowhere to offload to"
+    if not profile.optimizer_states:
+        return "the optimizer keeps no states"
+    return needs_memory_bound(profile)
+
+
 class OptimizerOffload(Technique):
     """Keep optimizer states in host memory and make the update there: the split of ZeRO-Offload.
 
@@ -301,6 +310,8 @@ class OptimizerOffload(Technique):
         "torch.optim's own optimizers but LBFGS; a single device or DDP: FSDP and DeepSpeed have offloading of their own;"
         " gains on an accelerator alone"
     )
+    survey: ClassVar[Survey | None] = Survey("offloading of optimizer states", zhuang="3", shen="7.3")
+    search_space: ClassVar[SearchSpace | None] = SearchSpace(pointless=_pointless)
     control: ClassVar[Control] = Control("the baseline for as many seconds: each step is the plain optimizer's")
     conflicts: ClassVar[Mapping[str, str]] = {
         "StochasticRoundingBF16": "it makes each step of the optimizer in parts of its own, on the device"

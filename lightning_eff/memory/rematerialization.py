@@ -1,6 +1,6 @@
 """Rematerialisation: save less in the forward pass, and run blocks again in the backward pass (Chen et al. 2016)."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_eff._core.blocks import BlockStack, refuse_compiled_around
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, needs_blocks, needs_memory_bound
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
@@ -26,6 +27,12 @@ from lightning_eff.memory._recompute.recomputation import Recomputation
 from lightning_eff.memory._recompute.selective import Selective
 
 Policy = Literal["full", "sqrt", "selective", "optimal"]
+
+
+def _from_share(cls: Any, values: Mapping[str, Any], profile: RunProfile) -> Any:
+    """``share`` of what storing all takes is the budget of the policy that has one."""
+    optimal = values["policy"] == "optimal"
+    return cls(policy=values["policy"], memory_budget=values["share"] if optimal else None)
 
 
 class Rematerialization(Technique):
@@ -78,6 +85,12 @@ class Rematerialization(Technique):
     constraints: ClassVar[str] = (
         "blocks that do the same when they run again; 'sqrt' and 'optimal' not under FSDPStrategy; 'optimal' with"
         " automatic optimization"
+    )
+    survey: ClassVar[Survey | None] = Survey("rematerialization", zhuang="3", shen="6")
+    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+        {"policy": Choice(("full", "sqrt", "selective", "optimal")), "share": Choice((0.3, 0.5, 0.7))},
+        lambda profile: needs_blocks(profile) or needs_memory_bound(profile),
+        _from_share,
     )
     control: ClassVar[Control] = Control(
         "the baseline for as many seconds: the gradients are the same, so what counts is time and memory, and what the"

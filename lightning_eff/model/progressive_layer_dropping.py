@@ -12,6 +12,7 @@ from torch import Generator, Tensor
 from typing_extensions import override
 
 from lightning_eff._core.blocks import BlockStack
+from lightning_eff._core.search_space import SearchSpace, Survey, Uniform, needs_blocks
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.model._shallower import Shallower
@@ -87,6 +88,10 @@ class ProgressiveLayerDropping(Technique):
     constraints: ClassVar[str] = (
         "residual blocks, best pre-norm; DDP without static_graph, and with use_reentrant=False where blocks are"
         " checkpointed"
+    )
+    survey: ClassVar[Survey | None] = Survey("progressive layer dropping", zhuang="2.1", shen="4.4")
+    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+        {"theta_min": Uniform(0.4, 0.9), "gamma": Uniform(5.0, 200.0, log=True)}, needs_blocks
     )
     control: ClassVar[Control] = Control(
         "a shallower model with as many FLOPs a step: throughout the first blocks alone, as many as are kept on average",

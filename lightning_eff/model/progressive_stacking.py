@@ -1,6 +1,6 @@
 """Progressive stacking: train a prefix of the blocks, and let it grow by copies of itself (Gong et al. 2019)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_eff._core.blocks import BlockStack, copy_block, hidden_of, signature
 from lightning_eff._core.optimizers import copy_state, keeps_state
 from lightning_eff._core.passes import call_of, unseen
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform, needs_blocks
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.model._identity import Call, is_identity, zeros_for_identity
@@ -36,6 +37,15 @@ def _small_models(technique: "ProgressiveStacking") -> dict[str, Callback]:
         )
         for _, count in technique.stages[:-1]
     }
+
+
+def _doubling(cls: Any, values: Mapping[str, Any], profile: RunProfile) -> Any:
+    """Stages that double from the share ``first`` of all blocks on, the last of them at ``until`` of the budget."""
+    counts = [max(round(values["first"] * profile.num_blocks), 1)]
+    while counts[-1] < profile.num_blocks:
+        counts.append(min(2 * counts[-1], profile.num_blocks))
+    stages = [(values["until"] * i / max(len(counts) - 1, 1), count) for i, count in enumerate(counts)]
+    return cls(stages=stages, init=values["init"], copy_optimizer_state=values["copy_optimizer_state"])
 
 
 class ProgressiveStacking(Technique):
@@ -81,6 +91,17 @@ class ProgressiveStacking(Technique):
     constraints: ClassVar[str] = (
         "blocks of one class and shape; stacking lifts the loss at a switch; init='identity' needs pre-norm residual"
         " blocks and automatic optimization"
+    )
+    survey: ClassVar[Survey | None] = Survey("progressive stacking", zhuang="2.1", shen="4.4")
+    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+        {
+            "first": Choice((0.25, 0.5)),  # of all blocks
+            "until": Uniform(0.1, 0.7),
+            "init": Choice(("stack", "identity")),
+            "copy_optimizer_state": Choice((True, False)),
+        },
+        needs_blocks,
+        _doubling,
     )
     control: ClassVar[Control] = Control(
         "the small model throughout, at every number of blocks of the stages but the last", _small_models

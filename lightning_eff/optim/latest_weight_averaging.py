@@ -4,7 +4,7 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from copy import deepcopy
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core.search_space import Choice, Integer, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, OtherWeights
 from lightning_eff.optim._batch_norm import batch_norms, modes, recompute_statistics
@@ -74,6 +75,17 @@ class LatestWeightAveraging(OtherWeights):
     saves = "epochs while the learning rate is high; nothing once it is fully decayed"
     paper = "Kaddour 2022, arXiv:2209.14981"
     constraints = "single device or DDP; window + 1 copies of the weights; BatchNorm needs automatic optimization"
+    survey: ClassVar[Survey | None] = Survey("latest weight averaging (LAWA)", zhuang="2.1", shen="5.4")
+    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+        {
+            "window": Integer(3, 12),
+            "interval": Integer(5, 500, log=True),
+            "start": Choice((0.0, 0.5, 0.75)),
+        },
+        lambda profile: (
+            "the learning rate ends at zero, where the last weights are as good" if profile.decayed_rate else None
+        ),
+    )
     control = Control("the baseline for as many seconds with its learning rate decayed to zero, where the gain shrinks")
     needs_automatic_optimization = False
 

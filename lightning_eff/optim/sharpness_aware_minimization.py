@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_eff._core import rng
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.losses import loss_of
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step, silent, snapshot
 from lightning_eff._core.technique import Control, Technique
@@ -91,6 +92,15 @@ class SharpnessAwareMinimization(Technique):
     constraints: ClassVar[str] = (
         "automatic optimization; training_step runs twice, so what it writes or prints comes twice; memory for one more"
         " copy of the weights; activation checkpointing only with use_reentrant=False"
+    )
+    survey: ClassVar[Survey | None] = Survey("sharpness-aware minimization", zhuang="2.1", shen="5.3")
+    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+        {
+            "rho": Uniform(0.01, 0.5, log=True),
+            "adaptive": Choice((False, True)),
+            "interval": Choice((1, 2, 5, 10)),
+        },
+        lambda profile: "samples are seen once, where no gain of it is known" if profile.epochs <= 1 else None,
     )
     control: ClassVar[Control] = Control(
         "the baseline for as many seconds with its learning rate decayed to zero, in up to twice the steps"

@@ -9,6 +9,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff.precision._linear.maps import LinearMap, Rule
 from lightning_eff.precision._linear.plugin import Arithmetic, LinearPrecision
 from lightning_eff.precision._scaling import ao
@@ -88,6 +89,13 @@ class FP8Precision(LinearPrecision):
     paper: ClassVar[str] = "Micikevicius et al. 2022, arXiv:2209.05433; DeepSeek-V3, arXiv:2412.19437"
     constraints: ClassVar[str] = (
         "an NVIDIA GPU of compute capability 8.9 or later, or backend='emulated', which is slow"
+    )
+    survey: ClassVar[Survey | None] = Survey("FP8 training", zhuang="3")
+    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+        {"scaling": Choice(("tensorwise", "rowwise", "blockwise"))},
+        lambda profile: (
+            None if profile.float8 else "the device multiplies no FP8 matrices, and an emulation gains no time"
+        ),
     )
     words: ClassVar[tuple[str, ...]] = ("head", "small")
 

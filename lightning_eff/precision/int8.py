@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff.precision._linear.maps import LinearMap
 from lightning_eff.precision._linear.plugin import Arithmetic, LinearPrecision, by_rows
 
@@ -172,6 +173,11 @@ class INT8Precision(LinearPrecision):
     saves: ClassVar[str] = "time of linear maps on int8 units, forward and backward; 1 byte an element saved"
     paper: ClassVar[str] = "Zhou et al. 2016 (DoReFa), arXiv:1606.06160"
     constraints: ClassVar[str] = "noise in the gradient; int8 units, else slower"
+    survey: ClassVar[Survey | None] = Survey("INT8 and low-bit training", zhuang="3", shen="4.2.1")
+    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+        {"stochastic_rounding": Choice((True, False))},
+        lambda profile: None if profile.int8 else "the device multiplies int8 matrices no faster",
+    )
 
     def __init__(
         self,

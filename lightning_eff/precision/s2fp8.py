@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
+from lightning_eff._core.search_space import SearchSpace, Survey
 from lightning_eff.precision._formats.formats import E5M2
 from lightning_eff.precision._linear.maps import LinearMap
 from lightning_eff.precision._linear.plugin import Arithmetic, LinearPrecision, by_rows
@@ -183,6 +184,10 @@ class S2FP8Precision(LinearPrecision):
     saves: ClassVar[str] = "activation memory of linear maps, 1 byte an element; no time: emulated"
     paper: ClassVar[str] = "Cambier et al. 2020, arXiv:2001.05674"
     constraints: ClassVar[str] = "emulated, slower than its base: for study"
+    survey: ClassVar[Survey | None] = Survey("FP8 training", zhuang="3")
+    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+        pointless=lambda profile: "an emulation, for study: slower than its base"
+    )
 
     def __init__(self, base: str | Precision = "32-true", *, skip: Collection[str] = ("head",)) -> None:
         super().__init__(base, skip=skip)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff._core.optimizers import PER_PARAMETER, is_per_parameter, step_in_parts
+from lightning_eff._core.search_space import SearchSpace, Survey, needs_memory_bound
 from lightning_eff._core.wrapping import WrappingPrecision
 from lightning_eff.kernels.bf16_adamw import adamw_
 from lightning_eff.kernels.stochastic_rounding import stochastic_round
@@ -44,6 +45,8 @@ class StochasticRoundingBF16(WrappingPrecision):
     saves: ClassVar[str] = "8 of the 16 bytes a weight that weights, gradients and AdamW's states take"
     paper: ClassVar[str] = "Gupta et al. 2015, arXiv:1502.02551"
     constraints: ClassVar[str] = "torch.optim's own optimizers but LBFGS and SparseAdam; noise of one rounding a step"
+    survey: ClassVar[Survey | None] = Survey("low-precision weights and states", zhuang="3", shen="4.2.1")
+    search_space: ClassVar[SearchSpace | None] = SearchSpace(pointless=needs_memory_bound)
 
     def __init__(self) -> None:
         super().__init__("bf16-true")

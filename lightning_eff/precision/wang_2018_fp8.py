@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
 from lightning_eff._core import rng
+from lightning_eff._core.search_space import SearchSpace, Survey
 from lightning_eff.precision._formats.formats import FP8_152, FP16_169, cast_fp8, round_to
 from lightning_eff.precision._linear.maps import LinearMap
 from lightning_eff.precision._linear.plugin import Arithmetic, LinearPrecision, by_rows
@@ -157,6 +158,10 @@ class Wang2018FP8Precision(LinearPrecision):
     saves: ClassVar[str] = "nothing in time: emulated; 1 byte an element saved"
     paper: ClassVar[str] = "Wang et al. 2018, arXiv:1812.08011"
     constraints: ClassVar[str] = "emulated, very slow: for study; float32 parameters"
+    survey: ClassVar[Survey | None] = Survey("FP8 training", zhuang="3", shen="4.2.1")
+    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+        pointless=lambda profile: "an emulation, for study: very slow"
+    )
 
     def __init__(
         self,

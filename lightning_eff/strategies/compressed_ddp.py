@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_processes
 from lightning_eff.strategies import _names
 from lightning_eff.strategies._communication.codecs import QuantizedCodec, SignCodec
 from lightning_eff.strategies._communication.exchange import log_traffic
@@ -83,6 +84,10 @@ class CompressedDDPStrategy(DDPStrategy):
     saves: ClassVar[str] = "bytes between ranks: 2x (bf16), 6x (qsgd), up to 17x (onebit, powersgd) at width 64"
     paper: ClassVar[str] = "Vogels et al. 2019; Seide et al. 2014; Alistarh et al. 2017; Markov et al. 2022 (CGX)"
     constraints: ClassVar[str] = "pays on slow links only; no fp16 scaler; checkpoints hold each rank's error feedback"
+    survey: ClassVar[Survey | None] = Survey("gradient compression", shen="7.3")
+    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+        {"hook": Choice(("bf16", "powersgd", "onebit", "qsgd"))}, needs_processes
+    )
     strategy_name = "compressed_ddp"
 
     def __init__(

@@ -17,6 +17,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_processes
 from lightning_eff.strategies import _names
 from lightning_eff.strategies._communication.exchange import log_traffic
 from lightning_eff.strategies._communication.onebit_adam import OneBitAdam
@@ -81,6 +82,11 @@ class DeepSpeedEffStrategy(DeepSpeedStrategy):
         "Tang et al. 2021; Lu et al. 2022; Li et al. 2021; Rajbhandari et al. 2020, 2021 (ZeRO, Infinity)"
     )
     constraints: ClassVar[str] = "needs DeepSpeed and GPUs; 1-bit optimizers: an Adam or AdamW, no ZeRO, no fp16"
+    survey: ClassVar[Survey | None] = Survey("ZeRO, offloading and 1-bit optimizers", zhuang="3", shen="7.3")
+    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+        {"stage": Choice((1, 2, 3))},
+        lambda profile: needs_processes(profile) or ((profile.accelerator == "cpu" and "a CPU is no device for DeepSpeed") or None),
+    )
     strategy_name = "deepspeed_eff"
 
     def __init__(

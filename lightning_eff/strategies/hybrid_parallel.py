@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_processes
 from lightning_eff.strategies import _names
 from lightning_eff.strategies._hybrid import layout
 from lightning_eff.strategies._hybrid.arguments import Settings, check_arguments, check_optimizers, check_run
@@ -96,6 +97,11 @@ class HybridParallelStrategy(ModelParallelStrategy):
         "Shoeybi et al. 2019; Huang et al. 2019 (GPipe); Narayanan et al. 2021; Zhao et al. 2023 (FSDP)"
     )
     constraints: ClassVar[str] = "several processes; automatic optimization; a pipeline needs a stack of blocks"
+    survey: ClassVar[Survey | None] = Survey("data, tensor and pipeline parallelism", zhuang="3", shen="7.3")
+    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+        {"shard": Choice((True, False))},
+        lambda profile: needs_processes(profile) or "its layout is planned (`lightning-eff plan`), not searched",
+    )
 
     def __init__(
         self,

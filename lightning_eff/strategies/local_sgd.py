@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_processes
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, OtherWeights
 
@@ -68,6 +69,10 @@ class LocalSGD(OtherWeights):
     saves = "communication: one exchange of weights every `interval` steps"
     paper = "Lin et al. 2018, arXiv:1808.07217"
     constraints = "DDP; checkpoints up to N ranks as large; no fp16 scaler; on one process it is plain training"
+    survey: ClassVar[Survey | None] = Survey("local SGD", shen="7.3")
+    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+        {"interval": Choice((2, 4, 8, 16, 32)), "warmup_steps": Choice((0, 100, 1000))}, needs_processes
+    )
     control = Control("the baseline under DDP for as many seconds: local steps trade agreement between ranks for time")
     conflicts: ClassVar = {
         "LatestWeightAveraging": "its snapshots would be of each rank's own weights, and rank 0's alone would be saved",
