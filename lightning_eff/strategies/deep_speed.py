@@ -17,7 +17,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_processes
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, needs_processes
 from lightning_eff.strategies import _names
 from lightning_eff.strategies._communication.exchange import log_traffic
 from lightning_eff.strategies._communication.onebit_adam import OneBitAdam
@@ -33,6 +33,12 @@ _CLASSES: dict[str, type[OneBitOptimizer]] = {
     "zero_one_adam": ZeroOneAdam,
     "onebit_lamb": OneBitLamb,
 }
+
+
+def _pointless(profile: RunProfile) -> str | None:
+    if profile.accelerator == "cpu":
+        return "a CPU is no device for DeepSpeed"
+    return needs_processes(profile)
 
 
 class DeepSpeedEffStrategy(DeepSpeedStrategy):
@@ -85,7 +91,7 @@ class DeepSpeedEffStrategy(DeepSpeedStrategy):
     survey: ClassVar[Survey | None] = Survey("ZeRO, offloading and 1-bit optimizers", zhuang="3", shen="7.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"stage": Choice((1, 2, 3))},
-        lambda profile: needs_processes(profile) or ((profile.accelerator == "cpu" and "a CPU is no device for DeepSpeed") or None),
+        _pointless,
     )
     strategy_name = "deepspeed_eff"
 
