@@ -156,6 +156,19 @@ class Rematerialization(Technique):
                 " parameters can be had for a run out of turn, because several blocks run again together. Use"
                 " policy='full' or 'selective', or ModelParallelStrategy."
             )
+        # what a strategy of ours says of itself; others run the module's own step, and one backward pass
+        if self.policy == "optimal" and not getattr(strategy, "whole_steps", True):
+            raise ValueError(
+                f"Rematerialization(policy='optimal'): got {type(strategy).__name__} with sharded parameters or a pipeline;"
+                " expected processes that can each run training_step by themselves, because blocks are measured in such a"
+                " run. Use policy='full', 'sqrt' or 'selective', or shard=False without a pipeline."
+            )
+        if self.policy == "selective" and getattr(strategy, "splits_backward", False):
+            raise ValueError(
+                f"Rematerialization(policy='selective'): got {type(strategy).__name__} with a schedule that splits the"
+                " backward pass; expected one backward pass for each forward pass, because torch gives what is kept once"
+                " only. Use policy='full' or 'sqrt', or schedule='1F1B', 'GPipe', 'Interleaved1F1B' or 'LoopedBFS'."
+            )
         if self.policy == "optimal" and not session.module.automatic_optimization:
             raise ValueError(
                 f"Rematerialization(policy='optimal'): {type(session.module).__name__} has automatic_optimization=False;"

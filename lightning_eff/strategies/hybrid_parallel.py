@@ -204,6 +204,19 @@ class HybridParallelStrategy(ModelParallelStrategy):
             )
         return self._layout
 
+    @property
+    def whole_steps(self) -> bool:
+        """Whether each process can run the module's own ``training_step`` by itself, at any time."""
+        sharded = bool(self.settings.shard) and self.layout.data > 1
+        return not sharded and self.pipeline_parallel_size == 1
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of weights come in a backward pass of their own."""
+        from lightning_eff.strategies._pipeline.order import SPLIT_BACKWARD, schedule_name
+
+        return self.pipeline_parallel_size > 1 and schedule_name(self.settings.schedule, who=WHO) in SPLIT_BACKWARD
+
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
