@@ -2,6 +2,7 @@
 PYTHON ?= python3
 JOBS ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 PYTEST_ARGS ?=
+GPU_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo bench evidence test lint format wheel wheel-check clean
+.PHONY: help venv demo bench evidence gpu test lint format wheel wheel-check clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 16
@@ -51,6 +52,10 @@ lint: $(STAMP)  ## ruff and pyright
 format: $(STAMP)  ## mend what ruff can mend
 	$(BIN)/ruff check --fix --exit-zero
 	$(BIN)/ruff format
+
+gpu: $(STAMP)  ## what a GPU gives, in units of at most 90 s; again to go on; GPU_ARGS="--tiny" on a CPU
+	@status=0; $(BIN)/python -W ignore -m benchmarks.gpu $(GPU_ARGS) || status=$$?; \
+		$(BIN)/python -W ignore -m benchmarks.gpu.page || exit; exit $$status
 
 wheel: $(STAMP)  ## build the wheel into dist/
 	rm -rf build/lib build/bdist.* dist

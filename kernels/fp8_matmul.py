@@ -12,8 +12,8 @@ dx = g W, ``a`` has a scale for each 1 x 128 and ``b`` one for each 128 x 128; f
 What else does this: ``torch._scaled_mm`` by cuBLAS, on Hopper alone and from CUDA 12.9 on (pytorch#158037), with M
 padded to a multiple of 4; DeepGEMM, for Hopper and later, in CUDA that it compiles itself; torchao's prototype
 (``blockwise_fp8_training``) and Transformer Engine. Those are tuned by their authors, and where one of them is at hand it
-is the one to measure first. The kernel here has not been timed on a GPU. It asks for nothing but triton, takes every
-size, and gives the reference's numbers, on which the others can be checked.
+is the one to measure first. What the kernel here reaches is in benchmarks/README.md, where a GPU was at hand. It asks for
+nothing but triton, takes every size, and gives the reference's numbers, on which the others can be checked.
 """
 
 import torch

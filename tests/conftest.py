@@ -9,6 +9,9 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault(
+    "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+)  # what torch asks for before CUDA's products repeat bit for bit
 
 import lightning.pytorch as pl
 import pytest
@@ -16,6 +19,9 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 
 from tests import processes
+
+if os.environ.get("LIGHTNING_EFF_TEST_ACCELERATOR", "cpu") != "cpu":  # there, some operations add in no fixed order
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
 Once = Callable[[str, Callable[[], Any]], Any]
 

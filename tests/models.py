@@ -1,5 +1,6 @@
 """Plain LightningModules for the tests: hand-written ones, and Hugging Face models with random weights."""
 
+import os
 from typing import Any
 
 import lightning.pytorch as pl
@@ -266,9 +267,12 @@ def module(name: str, **kwargs: Any) -> pl.LightningModule:
 
 
 def trainer(*callbacks: pl.Callback, **kwargs: Any) -> pl.Trainer:
-    """A quiet CPU trainer: no logger, no bar, no checkpoints, no validation unless asked for."""
+    """A quiet trainer: no logger, no bar, no checkpoints, no validation unless asked for.
+
+    It computes on a CPU, or on what the environment variable LIGHTNING_EFF_TEST_ACCELERATOR names, such as "gpu".
+    """
     settings: dict[str, Any] = {
-        "accelerator": "cpu",
+        "accelerator": os.environ.get("LIGHTNING_EFF_TEST_ACCELERATOR", "cpu"),
         "devices": 1,
         "logger": False,
         "enable_progress_bar": False,

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from benchmarks.memory.models import Plain, Task
 
 CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
 WARM_UP = 3  #: steps that are not timed: the first one measures, compiles and allocates
 
 
@@ -32,11 +33,13 @@ class Arm:
         name: as it stands in the table.
         techniques: makes its callbacks, given the path of the blocks (None where they are found by themselves).
         compiled: torch's ``activation_memory_budget`` for the compiled model; None does not compile.
+        plugin: makes its precision plugin, in place of the run's precision.
     """
 
     name: str
     techniques: Callable[[str | None], list[Any]] = lambda layers: []
     compiled: float | None = None
+    plugin: Callable[[], Any] | None = None
 
 
 @dataclass
@@ -167,8 +170,11 @@ def run(
 
     Returns:
         The measures; one with ``error`` if the run failed.
+
+    The batch is made once and lies on the device: no step waits for a copy of it.
     """
     turn, total = Turn(), WARM_UP + steps + memory
+    chosen: dict[str, Any] = {"precision": precision} if arm.plugin is None else {"plugins": [arm.plugin()]}
     try:
         with compiling(arm.compiled) as compile_:
             techniques = arm.techniques(task.layers or None)
@@ -176,7 +182,7 @@ def run(
             trainer = Trainer(
                 accelerator="gpu" if CUDA else "cpu",
                 devices=1,
-                precision=precision,
+                **chosen,
                 max_steps=total,
                 callbacks=[*techniques, Watch(turn, steps, memory)],
                 logger=False,
@@ -184,7 +190,7 @@ def run(
                 enable_progress_bar=False,
                 enable_model_summary=False,
             )
-            batches: Any = [task.batch(batch_size)] * total
+            batches: Any = [{key: value.to(DEVICE) for key, value in task.batch(batch_size).items()}] * total
             loader = DataLoader(batches, batch_size=None)
             trainer.fit(Plain(compile_(model)), loader)
             for technique in techniques:
@@ -298,15 +304,41 @@ def compare(
     return list(rows.values())
 
 
+def device_bytes() -> int:
+    """Of the device's memory, in all; 0 on a CPU."""
+    return torch.cuda.mem_get_info()[1] if CUDA else 0
+
+
+def next_size(fits: int, fails: int, peaks: dict[int, int]) -> int:
+    """The batch size to try next.
+
+    Args:
+        fits: the largest that fits, 0 if none is known.
+        fails: the smallest that does not, 0 if none is known.
+        peaks: bytes at the most, of those that fit. With two of them a line says where memory ends: 19 of 20 bytes of the
+            device are reckoned with, since the allocator loses some between its blocks.
+    """
+    if not fits:
+        return fails // 2
+    if fails:
+        return max((fits + fails) // 2, 15 * fails // 16 if fails > 2 * fits else 0)
+    (last, peak), *others = sorted(peaks.items(), reverse=True)[:2] or [(fits, 0)]
+    slope = (peak - others[0][1]) / (last - others[0][0]) if others else 0.0
+    if slope <= 0:
+        return 2 * fits
+    guess = int(fits + (0.95 * device_bytes() - peak) / slope)
+    return min(max(guess, fits + fits // 16 + 1), 64 * fits)
+
+
 def largest_batch(task: Task, arm: Arm, start: int, precision: Any, tell: Callable[[str], None]) -> dict[str, Any]:
-    """The largest batch that fits on the GPU, to a sixteenth: doubled from ``start`` and halved, then bisected.
+    """The largest batch that fits on the GPU, to a sixteenth: doubled once, predicted from two peaks, then bisected.
 
     Returns:
         ``largest_batch``, ``items_per_second`` with it, or ``error``.
     """
     model = task.build()
     fits, fails, size = 0, 0, max(start, 1)
-    best = Turn()
+    best, peaks = Turn(), dict[int, int]()
     while not fails or not fits or fails - fits > max(1, fits // 16):
         turn = run(task, model, arm, size, 2, precision)
         tell(f"{task.name}, {arm.name}: a batch of {size} {turn.error or 'fits'}")
@@ -317,8 +349,8 @@ def largest_batch(task: Task, arm: Arm, start: int, precision: Any, tell: Callab
             if size == 1:
                 break
         else:
-            fits, best = size, turn
-        size = (fits + fails) // 2 if fits and fails else 2 * fits if fits else size // 2
+            fits, best, peaks[size] = size, turn, turn.peak_bytes
+        size = next_size(fits, fails, peaks)
     row: dict[str, Any] = {"model": task.name, "arm": arm.name, "largest_batch": fits, "unit": task.unit}
     if best.seconds:
         row |= {"peak_bytes": best.peak_bytes, "items_per_second": task.items * fits / statistics.median(best.seconds)}

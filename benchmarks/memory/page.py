@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu import page as gpu
 from benchmarks.memory import show
 
 ROOT = Path(__file__).parent.parent.parent
@@ -105,7 +106,7 @@ def page() -> str:
     text = Path(__file__).with_name("page.md").read_text()
     for name, value in fill.items():
         text = text.replace("{{" + name + "}}", value())
-    return text
+    return gpu.filled(text, gpu.committed())
 
 
 def main() -> None:

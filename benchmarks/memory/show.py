@@ -8,13 +8,15 @@ from typing import Any
 import lightning
 import torch
 
+from lightning_eff.bench.machine import driver
+
 INK, COLOURS = "#1b1f24", ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")  # Okabe and Ito 2008
 
 
 def fingerprint() -> dict[str, Any]:
     """The machine and the versions, without names or paths."""
     found: dict[str, Any] = {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu(),
         "threads": torch.get_num_threads(),
         "cpus": os.cpu_count(),
         "torch": torch.__version__,
@@ -31,24 +33,17 @@ def fingerprint() -> dict[str, Any]:
     if torch.cuda.is_available():
         found["cuda"] = torch.version.cuda
         found["gpu_memory_bytes"] = torch.cuda.get_device_properties(0).total_memory
-        found["driver"] = _driver()
+        found["driver"] = driver()
     return found
 
 
-def _cpu() -> str:
+def cpu() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():
         names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
         if names:
             return names[0]
     return platform.processor() or platform.machine()
-
-
-def _driver() -> str:
-    info = Path("/proc/driver/nvidia/version")
-    if not info.exists():
-        return "unknown"
-    return next((word for word in info.read_text().split() if word[0].isdigit() and word.count(".") >= 1), "unknown")
 
 
 def middle(values: dict[str, float] | None, digits: int = 3) -> str:
@@ -70,54 +65,6 @@ def table(headings: list[str], rows: list[list[str]]) -> str:
 
 def mib(nbytes: float | None) -> str:
     return "-" if not nbytes else f"{nbytes / 2**20:.1f}"
-
-
-def of_arms(rows: list[dict[str, Any]]) -> str:
-    """Time and memory of each arm."""
-    headings = [
-        "model",
-        "batch",
-        "arm",
-        "time over plain",
-        "by quartiles",
-        "items/s",
-        "MiB of a step",
-        "plain's",
-        "peak MiB",
-    ]
-    cells = []
-    for row in rows:
-        if "error" in row:
-            cells.append([row["model"], str(row["batch_size"]), row["arm"], row["error"][:60], *"-----"])
-            continue
-        cells.append(
-            [
-                row["model"],
-                str(row["batch_size"]),
-                row["arm"],
-                middle(row.get("ratio")),
-                f"{row['quartile_ratio']:.3f}" if "quartile_ratio" in row else "-",
-                f"{row['items_per_second']:.4g}",
-                mib(row["beyond_bytes"]),
-                mib(row.get("plain_beyond_bytes")),
-                mib(row["peak_bytes"]),
-            ]
-        )
-    return table(headings, cells)
-
-
-def of_limits(rows: list[dict[str, Any]]) -> str:
-    """The largest batch of each arm."""
-    cells = [
-        [
-            row["model"],
-            row["arm"],
-            str(row.get("largest_batch", row.get("error", "-")[:60])),
-            f"{row['items_per_second']:.4g}" if "items_per_second" in row else "-",
-        ]
-        for row in rows
-    ]
-    return table(["model", "arm", "largest batch", "items/s with it"], cells)
 
 
 def of_kernels(rows: list[dict[str, Any]]) -> str:

@@ -186,7 +186,7 @@ def fingerprint(threads: int) -> dict[str, Any]:
         "cores": os.cpu_count() or 1,
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpu": torch.cuda.get_device_name() if cuda else None,
-        "driver": _driver() if cuda else None,
+        "driver": driver() if cuda else None,
         "os": platform.platform(),
         "python": platform.python_version(),
         **{name: _version(name) for name in ("torch", "lightning")},
@@ -211,7 +211,7 @@ def _cpu() -> str:
     return platform.processor() or platform.machine()
 
 
-def _driver() -> str | None:
+def driver() -> str | None:
     if torch.version.hip is not None:
         return f"HIP {torch.version.hip}"
     printed = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")

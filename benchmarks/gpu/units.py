@@ -1,0 +1,153 @@
+"""The units, in the order of their worth; about 25 minutes in all on one H100, and at most 90 seconds each."""
+
+from typing import Any
+
+from benchmarks.gpu.driver import Unit
+
+TOKENS, WIDTH, LENGTH = 16384, 4096, 2048
+LOW = ("bf16", "tensorwise", "rowwise", "blockwise", "int8", "stochastic rounding", "tensorwise delayed")
+AO = ("torchao tensorwise", "torchao rowwise")
+KERNELS = (
+    ("fp8_matmul", "fp8_cast", "norm", "stochastic_rounding", "bf16_adamw"),
+    ("group_quantization", "linear_cross_entropy", "compressed_norm", "compressed_gelu", "bit_mask"),
+)
+# What trains on the device and needs neither several processes nor anything of a CPU's.
+CUDA = (
+    "tests/memory/test_optimizer_offload.py",
+    "tests/memory/test_activation_offload.py",
+    "tests/precision/test_fp8_products.py",
+    "tests/precision/test_int8.py",
+    "tests/precision/test_stochastic_rounding_bf16.py",
+)
+TRAINED = "hugging_face or raises_where or neutral or plain_modules or fits_again or no_trace or reports"
+RESUMED = "resume_equals and (plain or bf16)"
+
+
+def units(*, tiny: bool = False) -> list[Unit]:
+    """All of them.
+
+    Args:
+        tiny: with sizes that take a few seconds on a CPU; what runs is the same.
+    """
+    return [
+        Unit("ceilings", "benchmarks.gpu.ceilings"),
+        *kernel_tests(tiny),
+        suite(
+            "tests cuda",
+            CUDA,
+            "not ddp",
+            tiny,
+            "tests/memory/test_optimizer_offload.py::test_an_optimizer_that_unscales_itself_is_refused",
+        ),
+        suite(
+            "contract",
+            ("tests/test_contract.py",),
+            TRAINED,
+            tiny,
+            "tests/test_contract.py::test_the_same_callback_fits_again[LocalSGD]",
+        ),
+        suite(
+            "contract resume",
+            ("tests/test_contract.py",),
+            RESUMED,
+            tiny,
+            "tests/test_contract.py::test_every_stand_in_has_a_case",
+        ),
+        Unit("bandwidth", "benchmarks.gpu.bandwidth"),
+        *low_precision(tiny),
+        *memory(tiny),
+        *(training(name, recipe, seed, tiny) for name, recipe, seed in ARMS),
+    ]
+
+
+def suite(name: str, tests: tuple[str, ...], keywords: str, tiny: bool, small: str) -> Unit:
+    """A part of the tests; ``small`` is the one of them that ``tiny`` runs."""
+    settings = {"tests": [small] if tiny else [*tests], "keywords": "" if tiny else keywords, "accelerator": "gpu"}
+    return Unit(name, "benchmarks.gpu.suites", settings, ("pytest", "transformers"))
+
+
+def kernel_tests(tiny: bool) -> list[Unit]:
+    """The kernels' own tests, compiled where there is a GPU."""
+    small = ("test_norm.py::test_what_backward_keeps", "test_bit_mask.py::test_triton_bytes_do_not_depend_on_geometry")
+    return [
+        suite(
+            f"tests kernels {i + 1}",
+            tuple(f"tests/kernels/test_{name}.py" for name in names),
+            "",
+            tiny,
+            f"tests/kernels/{small[i]}",
+        )
+        for i, names in enumerate(KERNELS)
+    ]
+
+
+def low_precision(tiny: bool) -> list[Unit]:
+    """Linear map, block and GPT-2, each eager and then compiled; GPT-2 compiled in parts, since each arm compiles for long."""
+    small = {"width": 32, "tokens": 32, "length": 16}
+    size = small if tiny else {"width": WIDTH, "tokens": TOKENS, "length": LENGTH}
+    found = []
+    for case in ("linear", "block"):
+        for how in ("eager", "compiled"):
+            arms = ["tensorwise" if case == "linear" else "bf16"] if tiny and how == "compiled" else [*LOW, *AO]
+            settings: dict[str, Any] = {"case": case, "compiled": how == "compiled", "arms": arms, **size}
+            found.append(Unit(f"low precision {case} {how}", "benchmarks.gpu.low_precision", settings))
+    found.append(
+        gpt2(
+            "low precision gpt2 eager",
+            "low precision",
+            ["blockwise", "stochastic rounding"] if tiny else [*LOW, *AO],
+            tiny,
+        )
+    )
+    parts = [
+        ["bf16", "tensorwise"],
+        ["bf16", "rowwise"],
+        ["bf16", "blockwise"],
+        ["bf16", "int8", "stochastic rounding"],
+    ]
+    for i, arms in enumerate([["bf16"]] if tiny else [*parts, ["bf16", *AO]]):
+        found.append(gpt2(f"low precision gpt2 compiled {i + 1}", "low precision", arms, tiny, compiled=True))
+    return found
+
+
+def memory(tiny: bool) -> list[Unit]:
+    """Nine arms, time and bytes of a step; then the largest batch of each that runs eagerly."""
+    eager = [["plain", "full", "sqrt"], ["selective", "optimal 0.5", "offload"], ["compress 4", "optimizer offload"]]
+    if tiny:
+        eager = [arms[-1:] for arms in eager]
+    found = [gpt2(f"memory {i + 1}", "memory", arms, tiny) for i, arms in enumerate(eager)]
+    found.append(
+        gpt2(
+            "memory compiled",
+            "memory",
+            ["compile 1.0"] if tiny else ["compile 1.0", "compile 0.5"],
+            tiny,
+            compiled=True,
+        )
+    )
+    return found + [gpt2(f"largest batch {i + 1}", "largest", arms, tiny) for i, arms in enumerate(eager)]
+
+
+def gpt2(name: str, what: str, arms: list[str], tiny: bool, *, compiled: bool = False) -> Unit:
+    settings: dict[str, Any] = {"what": what, "arms": arms, "compiled": compiled, "batch_size": 2 if tiny else 16}
+    settings |= {"rounds": 1 if tiny else 2, "steps": 1 if tiny else 10}
+    return Unit(name, "benchmarks.gpu.gpt2", settings, ("transformers",))
+
+
+ARMS = (
+    ("training plain", None, 1),
+    ("training copy", None, 2),
+    ("training stacking", "stacking", 1),
+    ("training length warmup", "length_warmup", 1),
+)
+
+
+def training(name: str, recipe: str | None, seed: int, tiny: bool) -> Unit:
+    """GPT-2 as ``benchmarks/gpt2/baseline.yaml`` has it, for 40 seconds."""
+    model: dict[str, Any] = {"block_size": 512, "dropout": 0.1, "lr": 6e-4, "warmup_steps": 50}
+    data: dict[str, Any] = {"block_size": 512, "batch_size": 32, "num_eval_windows": 320}
+    if tiny:
+        model |= {"n_embd": 16, "n_head": 2, "vocab_size": 256, "warmup_steps": 2}
+        data |= {"batch_size": 2, "num_eval_windows": 2, "max_bytes": 2_000_000}
+    settings = {"recipe": recipe, "seed": seed, "seconds": 1.0 if tiny else 40.0, "rehearsal_steps": 4 if tiny else 60}
+    return Unit(name, "benchmarks.gpu.training", {**settings, "model": model, "data": data}, ("transformers",))
