@@ -15,6 +15,7 @@ from lightning_eff.bench.watching.phases import PHASES
 from lightning_eff.bench.watching.watch import Watch
 
 _DTYPES = {"16": torch.float16, "bf16": torch.bfloat16, "32": torch.float32, "64": torch.float64}
+_BUSY = "torch's ExecutionTraceObserver is in use, or its record cannot be read"
 _MEMORY = ("parameters", "gradients", "optimizer", "activations")
 
 
@@ -27,14 +28,17 @@ class EfficiencyMonitor(Callback):
       without validation. A batch's tokens are those of its first 2-D integer tensor.
     - ``flops_per_second`` of one device, and ``mfu``, its share of the device's peak. The FLOPs of a kind of step (the
       shapes of the tensors that reach the user's ``training_step``, the blocks that run, what takes gradients) are
-      those of one forward and one backward pass, counted by torch's counter the first time it comes. Extra passes of
-      techniques and what activation checkpointing computes again stand apart, in ``hardware_flops_per_second``. What
-      changes inside the network from step to step while shapes stay (routing, sparsity) is not seen. Nothing is
-      counted in a compiled module, whose kernels the counter does not see.
+      those of one forward and one backward pass, from torch's record of the operators that run the first time it comes
+      (``ExecutionTraceObserver``; while the user has one running, nothing is counted). Extra passes of techniques and what
+      activation checkpointing computes again stand apart, in ``hardware_flops_per_second``. What changes inside the
+      network from step to step while shapes stay (routing, sparsity) is not seen. Nothing is counted in a compiled
+      module, whose kernels are no operators; those of compiled functions are left out, which is said.
     - ``parameters_bytes``, ``gradients_bytes``, ``optimizer_bytes`` and ``activations_bytes`` on this device, each at
-      its largest: exact sizes of the tensors, tied ones once. Activations are the storages that autograd keeps for the
-      backward pass, without parameters, buffers and the batch; what ``torch.utils.checkpoint`` keeps by itself is not
-      among them. ``peak_bytes`` is the CUDA allocator's, else the process's resident set.
+      its largest: exact sizes of the tensors, tied ones once. Activations are what the graph holds as the backward pass
+      begins: storages on this device, each once, without parameters, buffers and the batch. Where saved tensors are
+      compressed, offloaded or computed again (by techniques, ``torch.utils.checkpoint`` or hooks of one's own), what is
+      held in their place counts, and what waits in another device's memory does not. What custom functions in C++ keep
+      is not seen. ``peak_bytes`` is the CUDA allocator's, else the process's resident set.
     - ``data_seconds``, ``forward_seconds``, ``backward_seconds`` (DDP's communication with it), ``optimizer_seconds``
       (clipping with it), ``extra_seconds`` (extra passes) and ``other_seconds`` (other callbacks, and the loop), with
       ``validation_seconds`` apart. On CUDA they are of the device's stream, by events that nothing waits for. In manual
@@ -43,8 +47,8 @@ class EfficiencyMonitor(Callback):
       rank's GPU by NVML. ``co2_grams`` where ``grid_g_per_kwh`` says what they stand for.
 
     Steps in which FLOPs are counted are slower: their time stands apart (``counting_seconds``) and is in no rate. Losses
-    and weights are bit for bit those without the monitor, except where ``training_step`` calls functions that are
-    compiled (not modules): in counted steps those run uncompiled. The peak of memory is reset as fit starts.
+    and weights are bit for bit those without the monitor, beside every technique and plugin: operators are recorded and
+    graphs are read, and nothing stands between. The peak of memory is reset as fit starts.
 
     Args:
         grid_g_per_kwh: grams of CO2 for a kWh of the electricity used, >= 0; None tells no CO2.
@@ -52,7 +56,7 @@ class EfficiencyMonitor(Callback):
         measure_peak: measure the peak, by large matrix products in about 0.2 s as fit starts; for CPUs and devices of
             no known peak. ``peak`` and the data sheet go before it.
         max_counts: kinds of step to count FLOPs of, >= 0; FLOP/s are then those of the steps of these kinds.
-        activations: count the bytes kept for the backward pass; False for modules that use ``torch.func`` in a step.
+        activations: count the bytes held for the backward pass.
 
     Raises:
         ValueError: for other values.
@@ -220,8 +224,8 @@ class EfficiencyMonitor(Callback):
         joules = self._energy.joules if self._energy is not None else None
         grid = self.grid_g_per_kwh
         memory = {name: self._memory.get(name) for name in _MEMORY}
-        kept = [kind.activation_bytes for kind in watch.kinds.values()]
-        memory["activations"] = max(kept) if kept and self.activations else None
+        held = [k.activation_bytes for k in watch.kinds.values() if k.activation_bytes is not None]
+        memory["activations"] = max(held, default=None)
         used = peak_memory(watch.device)
         return {
             "steps": trainer.global_step - self._first_step,
@@ -234,7 +238,7 @@ class EfficiencyMonitor(Callback):
             "flops": totals.model,
             "extra_flops": totals.more,
             "flops_batches": totals.known_batches,
-            "flops_unknown": watch.reason,
+            "flops_unknown": watch.reason or (_BUSY if watch.busy and not watch.kinds else None),
             "flops_left_out": sorted(watch.unknown),
             "flops_per_second": flops,
             "hardware_flops_per_second": hardware,

@@ -1,97 +1,247 @@
-"""What one training step computes and keeps: FLOPs by torch's counter, bytes that wait for the backward pass."""
+"""What one training step computes: FLOPs, from torch's own record of the operators that ran.
 
-from collections.abc import Iterable
-from contextlib import ExitStack
-from dataclasses import dataclass
+A record changes nothing of what it records. Modes that stand between (``torch.utils.flop_counter.FlopCounterMode``) do:
+torch takes other ways wherever a dispatch mode is active (``prod``'s backward pass), and the counter itself takes some
+operators apart that run whole without it (``silu``'s), so that results differ by rounding errors.
+"""
+
+import json
+import math
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch._C._profiler import (
+    _add_execution_trace_observer,
+    _disable_execution_trace_observer,
+    _enable_execution_trace_observer,
+    _remove_execution_trace_observer,
+)
+from torch.autograd.profiler import record_function
+from torch.utils.flop_counter import flop_registry
 
 aten: Any = torch.ops.aten
 
-# Operators that multiply matrices inside, and for which torch's counter has no formula
-_UNKNOWN = ("rnn", "lstm", "gru", "grouped_mm", "int_mm", "cdist", "mkldnn_linear", "_trilinear", "scaled_dot_product")
+# Operators that multiply matrices inside, and for which there is no formula; where one is made of others, those count
+_UNKNOWN = (
+    "rnn", "lstm", "gru", "grouped_mm", "int_mm", "cdist", "mkldnn_linear", "_trilinear", "scaled_dot_product", "scaled_mm"
+)  # fmt: skip
 _HARMLESS = {"aten", "prim", "prims", "c10d", "_c10d_functional", "profiler", "inductor", "rngprims", "debugprims"}
+_OPERATOR = re.compile(r"\w+::\w+")
+_BACKWARD = "lightning_eff: backward"
+_COMPILING = "(dynamo_timed)"  # ends the names of what runs while torch.compile traces, on tensors without data
+_COMPILED = "## Call CompiledFxGraph"  # begins the name of a graph that runs in kernels of its own
 
 
 def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
     """As torch counts attention on GPUs: ``Q K^T`` and ``P V``, the masked half too."""
-    return sdpa_flop_count(query, key, value)
+    b, h, q, d = query.shape
+    return 2 * b * h * q * key.shape[-2] * (d + value.shape[-1])
 
 
 def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
     """As torch counts it on GPUs: the scores again, and two products for each of the forward's."""
-    b, h, q, d = query
-    k, dv = key[2], value[3]
+    b, h, q, d = query.shape
+    k, dv = key.shape[-2], value.shape[-1]
     # Q K^T again; dP = dO V^T and dV = P^T dO; dQ = dS K and dK = dS^T Q
     return 2 * b * h * q * k * (d + 2 * dv + 2 * d)
 
 
-_ON_CPU = {
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
+_BY_NAME = {
+    str(packet).replace(".", "::"): packet for packet in _FORMULAS if isinstance(packet, torch._ops.OpOverloadPacket)
+}
 
 
-class _NoModules:
-    """Takes the place of the counter's module tracker, whose global hooks a training step is better off without."""
-
-    parents = ("Global",)
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *args: object) -> None:
-        pass
-
-
-class Counter(FlopCounterMode):
-    """FLOPs of what runs inside it, apart for forward, backward and what a backward pass computes a second time.
+@dataclass
+class _Node:
+    """An entry of the record: an operator, or a stretch of the program that was given a name.
 
     Attributes:
-        backward: set while a backward pass runs.
-        flops: by ``"forward"``, ``"backward"`` and ``"again"``, activation checkpointing's second forward pass.
+        number: in the order in which entries began.
+        parent: the number of that in which it began.
+        graph: whether it ran where graphs are built.
+    """
+
+    number: int
+    parent: int
+    name: str
+    thread: int
+    graph: bool
+    raw: dict[str, Any]
+    children: list["_Node"] = field(default_factory=list)
+
+
+class Counter:
+    """FLOPs of what runs inside it, apart for forward, backward and what a backward pass computes a second time.
+
+    Args:
+        backward: whether what runs is a backward pass.
+
+    Attributes:
+        flops: by ``"forward"``, ``"backward"`` and ``"again"``, activation checkpointing's second forward pass; known when
+            the context is left. None where torch's record was another's, or cannot be read.
         unknown: names of operators that compute, and for which no formula is known.
     """
 
     def __init__(self, *, backward: bool = False) -> None:
-        super().__init__(display=False, custom_mapping=_ON_CPU)
-        self.mod_tracker: Any = _NoModules()
-        self.backward = backward
-        self.flops = {"forward": 0, "backward": 0, "again": 0}
+        self.flops: dict[str, int] | None = None
         self.unknown: set[str] = set()
+        self._backward = backward
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
-    def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
-        before = self.get_total_flops()
-        counted: Any = super()._count_flops  # pyright: ignore[reportAttributeAccessIssue]
-        out = counted(func_packet, out, args, kwargs)
-        # backward passes run without a graph of their own; what is computed with one is a forward pass repeated
-        part = "forward" if not self.backward else ("again" if torch.is_grad_enabled() else "backward")
-        self.flops[part] += self.get_total_flops() - before
-        if func_packet not in self.flop_registry:
-            name = str(func_packet)
-            space, _, op = name.rpartition(".")
-            if space.split(".")[0] not in _HARMLESS or any(part in op for part in _UNKNOWN):
-                self.unknown.add(name)
-        return out
+    def __enter__(self) -> "Counter":
+        folder = tempfile.TemporaryDirectory()
+        path = Path(folder.name) / "operators.json"
+        with _without_notes():
+            _add_execution_trace_observer(str(path))
+            if path.exists():  # else the one there is, is another's
+                self._folder = folder
+                _enable_execution_trace_observer()
+        if self._folder is None:
+            folder.cleanup()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        folder, self._folder = self._folder, None
+        if folder is None:
+            return
+        with folder:
+            with _without_notes():
+                _disable_execution_trace_observer()
+                _remove_execution_trace_observer()
+            if error[0] is None:
+                text = (Path(folder.name) / "operators.json").read_text(encoding="utf-8", errors="replace")
+                with suppress(ValueError):  # names that users give stretches of their program may break it
+                    self._read(json.loads(text, strict=False)["nodes"])
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """A backward pass runs inside, in the midst of what is counted."""
+        with record_function(_BACKWARD):
+            yield
+
+    # -- reading the record
+
+    def _read(self, raw: list[dict[str, Any]]) -> None:
+        self.flops = {"forward": 0, "backward": 0, "again": 0}
+        nodes = {node.number: node for node in sorted(map(_node, raw), key=lambda node: node.number)}
+        roots: list[_Node] = []
+        for node in nodes.values():
+            (nodes[node.parent].children if node.parent in nodes and node.parent != node.number else roots).append(node)
+        backward = [_span(node, nodes) for node in nodes.values() if node.name == _BACKWARD]
+        for root in roots:
+            self._count(root, backward)
+
+    def _count(self, node: _Node, backward: list[tuple[int, float]]) -> bool:
+        """Count what ``node`` computes; whether something was counted, or named as unknown."""
+        if node.name.endswith(_COMPILING):
+            return False
+        flops = _flops(node) if node.name in _BY_NAME else None
+        if flops is not None:
+            assert self.flops is not None
+            late = self._backward or any(begin < node.number < end for begin, end in backward)
+            # backward passes run without a graph of their own; what is computed with one is a forward pass repeated
+            self.flops["forward" if not late else ("again" if _graph(node) else "backward")] += flops
+            return True
+        told = [self._count(child, backward) for child in node.children]
+        if any(told):
+            return True
+        if _computes(node.name):
+            compiled = node.name.startswith(_COMPILED)
+            self.unknown.add("a compiled function" if compiled else node.name.replace("::", "."))
+            return True
+        return False
 
 
-def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """The memory behind ``tensors``: bytes by address, each piece once. Of a sharded tensor, this rank's part."""
-    found: dict[int, int] = {}
-    for tensor in tensors:
-        local = getattr(tensor, "_local_tensor", tensor)
+def _node(raw: dict[str, Any]) -> _Node:
+    more = {attribute["name"]: attribute["value"] for attribute in raw["attrs"]}
+    number, parent = int(raw["id"]), int(raw["ctrl_deps"])
+    graph = (
+        int(more.get("seq_id", -1)) >= 0 and more.get("scope") == 0
+    )  # an operator; a node of a graph has its number too
+    return _Node(number, parent, raw["name"], int(more.get("tid", 0)), graph, {**raw, **more})
+
+
+def _span(label: _Node, nodes: dict[int, _Node]) -> tuple[int, float]:
+    """The numbers between which entries began while ``label`` ran, on whichever thread."""
+    inside = {label.number}
+    for number, node in nodes.items():
+        if number > label.number and node.thread == label.thread:
+            if node.parent not in inside:
+                return label.number, number
+            inside.add(number)
+    return label.number, math.inf
+
+
+def _graph(node: _Node) -> bool:
+    return node.graph or any(_graph(child) for child in node.children)
+
+
+def _computes(name: str) -> bool:
+    """Whether an operator, in which nothing is counted, may have computed what ought to be."""
+    if name.startswith(_COMPILED) or name in _BY_NAME:
+        return True
+    if _OPERATOR.fullmatch(name) is None:
+        return False
+    space, _, op = name.partition("::")
+    return space not in _HARMLESS or any(part in op for part in _UNKNOWN)
+
+
+def _flops(node: _Node) -> int | None:
+    """The FLOPs of one call; None where its formula does not fit it."""
+    packet = _BY_NAME[node.name]
+    try:
+        given = _values(node.raw["inputs"])
+        arguments = torch._C.parse_schema(node.raw["op_schema"]).arguments
+        args = [x for x, argument in zip(given, arguments, strict=True) if not argument.kwarg_only]
+        kwargs = {a.name: x for x, a in zip(given, arguments, strict=True) if a.kwarg_only and a.name != "out"}
+        out = _values(node.raw["outputs"])
+        return int(_FORMULAS[packet](*args, out_val=out[0] if len(out) == 1 else tuple(out), **kwargs))
+    except Exception:  # formulas are others', and of any operator: one that fails is one that is not known
+        return None
+
+
+def _values(recorded: dict[str, list[Any]]) -> list[Any]:
+    """Arguments or results: tensors without data, plain values as they are."""
+    return [
+        torch.empty(shape, device="meta") if kind.startswith("Tensor(") and "nullptr" not in kind
+        else None if kind.startswith("Tensor(") or kind == "None"
+        else value
+        for value, shape, kind in zip(recorded["values"], recorded["shapes"], recorded["types"], strict=True)
+    ]  # fmt: skip
+
+
+@contextmanager
+def _without_notes() -> Iterator[None]:
+    """Torch writes a line as a record begins and as it ends; all else that is written meanwhile comes after."""
+    try:
+        kept = os.dup(2)
+    except OSError:  # there is no such stream
+        yield
+        return
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
         try:
-            storage = local.untyped_storage()
-            address, size = storage.data_ptr(), storage.nbytes()
-        except (NotImplementedError, RuntimeError):  # sparse tensors, and subclasses without a storage
-            address, size = id(local), local.numel() * local.element_size()
-        if address:
-            found[address] = size
-    return found
+            yield
+        finally:
+            os.dup2(kept, 2)
+            file.seek(0)
+            for line in file:
+                if b"execution_trace_observer.cpp" not in line:
+                    os.write(2, line)
+            os.close(kept)
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
@@ -123,42 +273,9 @@ def compiled(module: nn.Module) -> bool:
 @dataclass
 class Kind:
     """One kind of step: FLOPs on this device of a forward pass, a backward pass (None: not yet seen) and what the
-    backward pass computes a second time; bytes kept for it."""
+    backward pass computes a second time; bytes held for it as it begins (None: not yet seen, or not counted)."""
 
     forward: int
     backward: int | None
     again: int
-    activation_bytes: int
-
-
-class ForwardCount(ExitStack):
-    """Counts what runs inside it: FLOPs, and (if ``activations``) bytes that are kept for the backward pass.
-
-    Args:
-        apart: tensors whose memory is not counted: parameters, buffers and the batch.
-        activations: count bytes too.
-    """
-
-    def __init__(self, apart: Iterable[Tensor], *, activations: bool) -> None:
-        super().__init__()
-        self.counter = Counter()
-        self._apart = storages(apart) if activations else {}
-        self._kept: dict[int, int] = {}
-        self._activations = activations
-
-    def __enter__(self) -> "ForwardCount":
-        super().__enter__()
-        # else a compiled function that is first met in here would stay uncompiled for good
-        self.enter_context(torch.compiler.set_stance("force_eager"))
-        if self._activations:
-            self.enter_context(saved_tensors_hooks(self._keep, lambda tensor: tensor))
-        self.enter_context(self.counter)
-        return self
-
-    def _keep(self, tensor: Tensor) -> Tensor:
-        self._kept.update(storages([tensor]))
-        return tensor.detach()  # the tensor itself would hold the graph that holds it
-
-    @property
-    def activation_bytes(self) -> int:
-        return sum(size for address, size in self._kept.items() if address not in self._apart)
+    activation_bytes: int | None

@@ -4,7 +4,7 @@ import functools
 import inspect
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from lightning_eff._core.batches import num_samples, num_tokens, tensors
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Technique
 from lightning_eff.bench.watching import counting
+from lightning_eff.bench.watching.held import held_bytes
 from lightning_eff.bench.watching.phases import PHASES, PhaseClock, Seconds
 
 _MISSING = object()
@@ -80,6 +81,7 @@ class Watch:
         self.kinds: dict[Any, counting.Kind] = {}
         self.unknown: set[str] = set()
         self.reason: str | None = None if max_counts else "max_counts=0"
+        self.busy = False  # whether torch's record was another's when a kind of step was last to be counted
         self.counting_seconds = 0.0  # of the counted passes alone, on the host
         self.seconds: Seconds = defaultdict(float)
         self.totals = Totals()
@@ -93,7 +95,10 @@ class Watch:
         self._calls = 0  # of the training chain, since the last backward pass
         self._pending: counting.Kind | None = None  # the pass whose backward is to come
         self._last: counting.Kind | None = None
-        self._counter: counting.Counter | None = None  # of the forward pass at hand
+        self._counter: counting.Counter | None = None  # of the pass at hand, where it is counted as a whole
+        self._root: torch.Tensor | None = None  # the loss of the pass whose backward is to come
+        self._apart: list[torch.Tensor] = []  # that pass's batch
+        self._held: int | None = None  # in manual optimization: of the pass at hand
         self._backward_passes = 0
 
     # -- in and out
@@ -223,6 +228,7 @@ class Watch:
         if last is not None:
             self._record.more += (passes - self._backward_passes) * (last.backward or 0)
         self._backward_passes, self._pending, self._calls = passes, None, 0
+        self._root, self._apart = None, []
         record, self._record = self._record, Record()
         end(record)
 
@@ -289,7 +295,8 @@ class Watch:
         try:
             if kind is None and self._may_count():
                 output, kind = self._count(original, args, kwargs, [t for _, t in tensors(batch)])
-                self.kinds[key] = kind
+                if kind is not None:
+                    self.kinds[key] = kind
             else:
                 output = original(*args, **kwargs)
         finally:
@@ -305,6 +312,8 @@ class Watch:
         if clock.cuda:  # from the first pass of a step to the last, all is extra
             clock.mark("extra" if self._calls > 1 else None)
         self._pending, self._last = kind, kind or self._last
+        if kind is not None and kind.backward is None:
+            self._root, self._apart = _loss(output), [t for _, t in tensors(batch)]
         if kind is not None and not self.module.automatic_optimization:
             record.model += kind.forward + (kind.backward or 0)
             record.more += kind.again
@@ -323,30 +332,32 @@ class Watch:
 
     def _count(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch: list[torch.Tensor]
-    ) -> tuple[Any, counting.Kind]:
+    ) -> tuple[Any, counting.Kind | None]:
         start = time.perf_counter()
-        apart = [*self.module.parameters(), *self.module.buffers(), *batch]
-        count = counting.ForwardCount(apart, activations=self.activations and torch.is_grad_enabled())
+        manual = not self.module.automatic_optimization
+        counter, self._held = counting.Counter(), None
+        self._apart = batch
         try:
-            with count:
-                self._counter = count.counter
+            with counter:
+                self._counter = counter if manual else None
                 output = original(*args, **kwargs)
-        except RuntimeError as error:
-            if "saved tensor hooks" not in str(error):
-                raise
-            raise RuntimeError(
-                "EfficiencyMonitor(activations=True): training_step uses torch.func, which does not work while the bytes"
-                " kept for the backward pass are counted. Set activations=False."
-            ) from error
         finally:
             self._counter = None
-        flops = count.counter.flops
-        self.unknown |= count.counter.unknown
-        manual = not self.module.automatic_optimization
+        flops, self.busy = counter.flops, counter.flops is None
+        if flops is None:
+            return output, None
+        self.unknown |= counter.unknown
         backward = flops["backward"] if manual or not torch.is_grad_enabled() else None
         self._record.counted = True
         self.counting_seconds += time.perf_counter() - start
-        return output, counting.Kind(flops["forward"], backward, flops["again"], count.activation_bytes)
+        return output, counting.Kind(flops["forward"], backward, flops["again"], self._held)
+
+    def _measure(self, loss: torch.Tensor | None) -> int | None:
+        """Bytes held for the backward pass that begins."""
+        if not self.activations or loss is None:
+            return None
+        apart = [*self.module.parameters(), *self.module.buffers(), *self._apart]
+        return held_bytes([loss], apart, self.device)
 
     def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -359,19 +370,23 @@ class Watch:
 
     def _run_backward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kind, self._pending, self._calls = self._pending, None, 0
+        loss, self._root = self._root, None
         if self._counter is not None:  # manual optimization, in a pass that is counted as a whole
-            self._counter.backward = True
-            try:
+            held = self._measure(_loss(args[0]) if args else None)
+            self._held = held if self._held is None or held is None else max(self._held, held)
+            with self._counter.backward():
                 return original(*args, **kwargs)
-            finally:
-                self._counter.backward = False
         if kind is None:
             return original(*args, **kwargs)
         if kind.backward is None:
             start = time.perf_counter()
+            kind.activation_bytes = self._measure(loss)
             counter = counting.Counter(backward=True)
             with counter:
                 output = original(*args, **kwargs)
+            if counter.flops is None:
+                self._record.known = False
+                return output
             kind.backward, kind.again = counter.flops["backward"], counter.flops["again"]
             self.unknown |= counter.unknown
             self._record.counted = True
@@ -381,3 +396,9 @@ class Watch:
         self._record.model += kind.forward + kind.backward
         self._record.more += kind.again
         return output
+
+
+def _loss(output: Any) -> torch.Tensor | None:
+    """The loss in what a training step returned."""
+    found = output.get("loss") if isinstance(output, Mapping) else output
+    return found if isinstance(found, torch.Tensor) else None

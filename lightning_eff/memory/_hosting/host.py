@@ -3,7 +3,7 @@
 import time
 import weakref
 from threading import RLock
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
@@ -184,6 +184,8 @@ class HostStore:
         pin_memory: pin the host memory; without it copies from CUDA are slower, and stop the computing.
         copier: how to copy, whatever the device; None chooses by the device.
     """
+
+    outlives_graph: ClassVar[bool] = True  # what holds a ticket does not hold the memory that is kept for others
 
     def __init__(self, *, depth: int = 1, pin_memory: bool = True, copier: Copier | None = None) -> None:
         self.depth = depth
