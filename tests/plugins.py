@@ -23,11 +23,13 @@ class PluginCase:
         build: makes it around a precision, so that it acts within a run of 12 steps of 4 samples.
         precisions: around which it is tried.
         refuses: techniques that it cannot train with.
+        restores_dtypes: whether the module has its own dtypes again after the run, where Lightning's precision leaves others.
     """
 
     build: Callable[[Any], WrappingPrecision]
     precisions: tuple[str, ...] = ("32-true", "bf16-mixed")
     refuses: tuple[str, ...] = ()
+    restores_dtypes: bool = False
 
 
 PLUGINS: dict[str, PluginCase] = {
@@ -43,7 +45,10 @@ PLUGINS: dict[str, PluginCase] = {
     "INT8Precision": PluginCase(build=lambda precision: INT8Precision(base=precision)),
     "S2FP8Precision": PluginCase(build=lambda precision: S2FP8Precision(base=precision)),
     "StochasticRoundingBF16": PluginCase(
-        build=lambda precision: StochasticRoundingBF16(), precisions=("bf16-true",), refuses=("OptimizerOffload",)
+        build=lambda precision: StochasticRoundingBF16(),
+        precisions=("bf16-true",),
+        refuses=("OptimizerOffload",),
+        restores_dtypes=True,
     ),
     "Wang2018FP8Precision": PluginCase(
         build=lambda precision: Wang2018FP8Precision(base=precision, accumulate="float32")

@@ -3,15 +3,21 @@
 Gupta et al. 2015, arXiv:1502.02551; with Adam, for large language models: Ozkara et al. 2025, PMLR 258:4402-4410.
 """
 
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.loss import _WeightedLoss
+from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.optim import Optimizer
+from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_eff._core.optimizers import PER_PARAMETER, is_per_parameter, step_in_parts
@@ -20,6 +26,8 @@ from lightning_eff._core.wrapping import WrappingPrecision
 from lightning_eff.kernels.bf16_adamw import adamw_
 from lightning_eff.kernels.stochastic_rounding import stochastic_round
 
+_MIXING = (_WeightedLoss, _SpectralNorm)  # whose buffers are computed with activations or weights
+_MIXED = re.compile(r"dtype|scalar type|same type|data type|type torch\.")
 CHUNK = 2**24  # weights that are in float32 at a time
 _SEEDS = 2**61
 
@@ -33,13 +41,29 @@ class StochasticRoundingBF16(WrappingPrecision):
     stochastically: up with the probability that makes them right on average. Nothing is kept in float32, so that with
     AdamW a weight takes 6 bytes and its gradient 2, where float32 training, and bf16-mixed, take 16.
 
+    Buffers stay as they are: running statistics, rotary frequencies and the like keep their float32, and so do weight and
+    bias of the norms that have running statistics, which torch computes with them. Of torch's own modules those are cast
+    whose buffers enter products with what is bfloat16: class weights of losses, the vectors of spectral norm. Others that
+    need it (position tables that are added to activations, float masks) are named by ``cast_buffers``; where one is
+    missing, the first step's error says so.
+
+    Checkpoints hold what is trained: bfloat16 weights and states, and buffers as they are. They load strictly into the
+    plain module, which turns them into its own dtype without a change. After the run the module's own parameters have the
+    dtype that they had before, and the values that they were trained to.
+
     States of a parameter's own shape are bfloat16; smaller ones (step counts, Adafactor's rows and columns) stay as the
     optimizer made them. AdamW has a kernel of its own, which also keeps the float32 values out of memory. Ranks round
     alike, so that their weights stay equal, and a resumed run rounds as the undisturbed one.
 
+    Args:
+        cast_buffers: buffers that are cast too while the module runs, by dotted path or its last part.
+
     Raises:
-        ValueError: at setup, if an optimizer is not one of torch.optim's own that treat each parameter by itself, is
-            capturable, differentiable or fused, or holds parameters that are sharded.
+        TypeError: if ``cast_buffers`` is a string.
+        ValueError: at setup, if ``cast_buffers`` names no buffer of floating-point numbers, or an optimizer is not one of
+            torch.optim's own that treat each parameter by itself, is capturable, differentiable or fused, or holds
+            parameters that are sharded.
+        RuntimeError: in the first step, if a buffer that stays meets what is bfloat16 in an operation that takes one dtype.
     """
 
     saves: ClassVar[str] = "8 of the 16 bytes a weight that weights, gradients and AdamW's states take"
@@ -48,9 +72,120 @@ class StochasticRoundingBF16(WrappingPrecision):
     survey: ClassVar[Survey | None] = Survey("low-precision weights and states", zhuang="3", shen="4.2.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(pointless=needs_memory_bound)
 
-    def __init__(self) -> None:
+    def __init__(self, *, cast_buffers: Collection[str] = ()) -> None:
         super().__init__("bf16-true")
+        if isinstance(cast_buffers, str):
+            raise TypeError(
+                f"StochasticRoundingBF16(cast_buffers={cast_buffers!r}): expected a tuple of names, such as"
+                f" ({cast_buffers!r},)."
+            )
+        self.cast_buffers = tuple(cast_buffers)
         self._updates = 0
+        self._parameters: list[tuple[nn.Parameter, torch.dtype]] = []
+        self._cast: list[tuple[nn.Module, str, Tensor]] = []
+        self._kept: list[str] = []  # buffers that stay
+
+    # -- what is cast
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        self._put_back()
+        self._module = module
+        named = [(path, *found) for path, found in _buffers(module).items()]
+        for name in self.cast_buffers:
+            if not any(_is_named(path, name) for path, _, _ in named):
+                raise ValueError(
+                    f"StochasticRoundingBF16(cast_buffers={self.cast_buffers}): {name!r} names no buffer of floating-point"
+                    f" numbers; expected some of {', '.join(path for path, _, _ in named) or 'none, since there is none'}."
+                )
+        exact = {id(p) for m in module.modules() if _has_statistics(m) for p in m.parameters(recurse=False)}
+        for p in module.parameters():
+            if p.is_floating_point() and id(p) not in exact and p.dtype != torch.bfloat16:
+                self._parameters.append((p, p.dtype))
+                _turn(p, torch.bfloat16)
+        self._kept = []
+        for path, owner, name in named:
+            if not isinstance(owner, _MIXING) and not any(_is_named(path, n) for n in self.cast_buffers):
+                self._kept.append(path)
+                continue
+            buffer = owner._buffers[name]
+            assert buffer is not None, "a buffer of floating-point numbers"
+            self._cast.append((owner, name, buffer))
+            owner._buffers[name] = buffer.to(torch.bfloat16)
+        rank_zero_info(self._told())
+        return module
+
+    def _told(self) -> str:
+        told = "StochasticRoundingBF16: weights and optimizer states are bfloat16, in checkpoints too"
+        if self._kept:
+            more = f" and {len(self._kept) - 4} more" if len(self._kept) > 4 else ""
+            told += f"; as they are: buffers ({', '.join(self._kept[:4])}{more}), and weights of norms with running statistics"
+        return f"{told}. After the run the module's parameters have their own dtype again."
+
+    def _put_back(self) -> None:
+        """Let the module have its dtypes again."""
+        while self._parameters:
+            _turn(*self._parameters.pop())
+        while self._cast:
+            owner, name, had = self._cast.pop()
+            now = owner._buffers.get(name)
+            if now is not None:
+                same = now.shape == had.shape and torch.equal(now, had.to(now.device, now.dtype))
+                owner._buffers[name] = (had if same else now).to(now.device, had.dtype)
+
+    @override
+    def teardown(self) -> None:
+        self._put_back()
+        super().teardown()
+
+    @override
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        return nullcontext()  # what is made in bfloat16 would have its buffers rounded
+
+    @override
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    @override
+    @contextmanager
+    def train_step_context(self) -> Generator[None, None, None]:
+        with self._explained(), super().train_step_context():
+            yield
+
+    @override
+    @contextmanager
+    def val_step_context(self) -> Generator[None, None, None]:
+        with self._explained(), super().val_step_context():
+            yield
+
+    @override
+    @contextmanager
+    def test_step_context(self) -> Generator[None, None, None]:
+        with self._explained(), super().test_step_context():
+            yield
+
+    @override
+    @contextmanager
+    def predict_step_context(self) -> Generator[None, None, None]:
+        with self._explained(), super().predict_step_context():
+            yield
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """An error of mixed dtypes tells which buffers may be why."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not self._kept or _MIXED.search(str(error)) is None:
+                raise
+            raise RuntimeError(
+                f"StochasticRoundingBF16: an operation was given different dtypes ({error}). Buffers are not cast, and one"
+                f" of them may have made the other: {', '.join(self._kept)}. Expected those that are computed with"
+                " activations or weights to be named: StochasticRoundingBF16(cast_buffers=(...)). Or let the module turn"
+                " the result into its input's dtype."
+            ) from error
+
+    # -- the update
 
     @override
     def connect(
@@ -82,6 +217,33 @@ class StochasticRoundingBF16(WrappingPrecision):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._updates = state_dict["updates"]
+
+
+def _buffers(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """The module's buffers of floating-point numbers: by path, whose they are and what they are called there."""
+    return {
+        f"{path}.{name}".lstrip("."): (owner, name)
+        for path, owner in module.named_modules()
+        if not isinstance(owner, Metric)
+        for name, buffer in owner._buffers.items()
+        if buffer is not None and buffer.is_floating_point()
+    }
+
+
+def _is_named(path: str, name: str) -> bool:
+    return path == name or path.endswith(f".{name}")
+
+
+def _has_statistics(module: nn.Module) -> bool:
+    """Whether torch computes with the module's parameters and its buffers in one operation, which takes one dtype."""
+    return isinstance(module, _NormBase) and module.running_mean is not None
+
+
+def _turn(p: nn.Parameter, dtype: torch.dtype) -> None:
+    """Let a parameter, and its gradient, be of another dtype."""
+    grad, p.grad = p.grad, None
+    p.data = p.data.to(dtype)
+    p.grad = None if grad is None else grad.to(dtype)
 
 
 def _check(optimizer: Optimizer) -> None:
@@ -200,7 +362,7 @@ def _step_chunk(
             p.copy_(twin)
         state = optimizer.state.get(p, {})
         for n, (key, value) in enumerate(state.items(), start=1):
-            if _is_large(value, p) and value.dtype == torch.float32:
+            if p.dtype == torch.bfloat16 and _is_large(value, p) and value.dtype == torch.float32:
                 state[key] = stochastic_round(value, seed=(3 * at + n) % 2**63)
 
 
