@@ -1,48 +1,28 @@
 """The stack of repeated blocks in any module: found, run in part, frozen and thawed.
 
 Blocks are never added or removed: parameters are allocated in full and named as in the plain module. While a step runs,
-the container (``nn.ModuleList`` or ``nn.Sequential``) shows the module's own code a prefix of its blocks, or a
-pass-through in place of some of them; outside a step it is as it was.
+the container (``nn.ModuleList`` or ``nn.Sequential``) shows the module's own code a prefix of its blocks, and some of
+them hand their input on; outside a step all is as it was.
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-
-@dataclass(frozen=True)
-class Candidate:
-    """A container whose children are all of one class."""
-
-    path: str
-    container: nn.Module
-    block: str
-    length: int
-    composite: bool
-
-    def __str__(self) -> str:
-        return f"{self.path!r} ({self.length} x {self.block})"
-
-
-def signature(block: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of a block's parameters and buffers: two blocks with the same can be copied onto one another."""
-    return [(name, tuple(tensor.shape)) for name, tensor in _named_tensors(block)]
-
-
-def _named_tensors(block: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*block.named_parameters(remove_duplicate=False), *block.named_buffers(remove_duplicate=False)]
-
-
-def _of_one_width(blocks: list[nn.Module]) -> bool:
-    """Whether tensors of the same name have the same shape in all blocks: stages of several widths are no stack."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    return all(shapes.setdefault(name, shape) == shape for block in blocks for name, shape in signature(block))
+from lightning_eff._core._stack.finding import Candidate as Candidate
+from lightning_eff._core._stack.finding import candidates as candidates
+from lightning_eff._core._stack.finding import find_stack as find_stack
+from lightning_eff._core._stack.finding import refuse_compiled_around as refuse_compiled_around
+from lightning_eff._core._stack.finding import signature as signature
+from lightning_eff._core._stack.made import Made, hooked_since, hooks_so_far
+from lightning_eff._core._stack.showing import InPlaceOf as InPlaceOf
+from lightning_eff._core._stack.showing import Passing, Sequence, put_on, take_off
+from lightning_eff._core.patches import Patches
 
 
 @torch.no_grad()
@@ -63,76 +43,6 @@ def copy_block(source: nn.Module, target: nn.Module) -> list[tuple[nn.Parameter,
     for old, new in pairs:
         new.copy_(old)
     return pairs
-
-
-def candidates(module: nn.Module) -> list[Candidate]:
-    """Every stack of blocks in ``module``, outermost only; those of composite blocks first, then the longest."""
-    found: list[Candidate] = []
-    for path, container in module.named_modules():
-        if not isinstance(container, nn.ModuleList | nn.Sequential) or not path:
-            continue
-        if any(path.startswith(f"{outer.path}.") for outer in found if outer.composite):
-            continue
-        blocks = [child for child in container._modules.values() if child is not None]
-        classes = {type(getattr(block, "_orig_mod", block)) for block in blocks}
-        if len(blocks) < 2 or len(classes) > 1 or not any(True for _ in blocks[0].parameters()):
-            continue
-        (cls,) = classes
-        if not _of_one_width(blocks) or (
-            issubclass(cls, nn.Sequential | nn.ModuleList)
-            and any(signature(block) != signature(blocks[0]) for block in blocks)
-        ):
-            continue  # stages of different make, not repeated blocks
-        composite = any(True for _ in blocks[0].children())
-        found.append(Candidate(path, container, cls.__name__, len(blocks), composite))
-    return sorted(found, key=lambda c: (not c.composite, -c.length))
-
-
-def find_stack(module: nn.Module, layers: str | None, *, who: str) -> Candidate:
-    """The stack at the dotted path ``layers``, or the longest one in ``module``.
-
-    Args:
-        module: the LightningModule, or any module.
-        layers: dotted path of an ``nn.ModuleList`` or ``nn.Sequential``; None looks for the longest.
-        who: the technique's name, for the message.
-
-    Raises:
-        ValueError: if there is none, if the longest is not the only one of its length, or if the path names none; the
-            message lists the candidates.
-    """
-    found = candidates(module)
-    listed = ", ".join(str(c) for c in found) or "none"
-    if layers is not None:
-        named = dict(module.named_modules())
-        container = named.get(layers)
-        if not isinstance(container, nn.ModuleList | nn.Sequential) or not layers:
-            what = "names no submodule" if container is None else f"is a {type(container).__name__}"
-            raise ValueError(
-                f"{who}(layers={layers!r}): that path {what} of {type(module).__name__}; expected the dotted path of an"
-                f" nn.ModuleList or nn.Sequential of blocks. Candidates: {listed}."
-            )
-        blocks = [child for child in container._modules.values() if child is not None]
-        classes = sorted({type(getattr(block, "_orig_mod", block)).__name__ for block in blocks})
-        if len(classes) != 1:
-            raise ValueError(
-                f"{who}(layers={layers!r}): that container holds {classes or 'nothing'}; expected blocks of one class."
-                f" Candidates: {listed}."
-            )
-        return Candidate(layers, container, classes[0], len(blocks), any(True for _ in blocks[0].children()))
-    if not found:
-        raise ValueError(
-            f"{who}: found no stack of repeated blocks in {type(module).__name__}; expected an nn.ModuleList or"
-            " nn.Sequential of at least two blocks of one class. Give its dotted path as layers=, or take the technique"
-            " out."
-        )
-    best = [c for c in found if (c.composite, c.length) == (found[0].composite, found[0].length)]
-    if len(best) > 1:
-        equal = ", ".join(map(str, best))
-        raise ValueError(
-            f"{who}: {len(best)} stacks of blocks in {type(module).__name__} are equally long: {equal}. Say which one by"
-            f" layers=, e.g. layers={best[0].path!r}. All candidates: {listed}."
-        )
-    return found[0]
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
@@ -158,47 +68,6 @@ def split_output(output: Any) -> tuple[Tensor, tuple[Any, ...] | None]:
     )
 
 
-class InPlaceOf(nn.Module):
-    """Stands in a container for a block: owns no parameters, and attributes that it has not are the block's."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.__dict__["_block"] = block  # not registered
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_block"], name)
-
-
-class PassThrough(InPlaceOf):
-    """In the place of a block that a step drops: hands the hidden state on and does no work."""
-
-    def __init__(self, stack: "BlockStack", block: nn.Module) -> None:
-        super().__init__(block)
-        self.__dict__["_stack"] = stack
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The block's hidden state, in the form in which blocks of this stack return theirs."""
-        return self.__dict__["_stack"].pass_on(hidden_of(args, kwargs))
-
-
-class _Prefix:
-    """Mixed into a container's class while it shows a prefix: code that counts to the full depth gets pass-throughs."""
-
-    def __getitem__(self, index: Any) -> Any:
-        stack: BlockStack | None = self.__dict__.get("_prefix_of")
-        if stack is not None and isinstance(index, int) and stack.active <= index < len(stack):
-            return PassThrough(stack, stack.blocks[index])
-        return super().__getitem__(index)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-@functools.cache
-def _prefix_class(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(cls.__name__, (_Prefix, cls), {})
-
-
 class BlockStack:
     """A found stack, and which part of it the next step runs.
 
@@ -211,23 +80,41 @@ class BlockStack:
             None until a block has been seen to run. The first block of such a stack cannot be dropped.
     """
 
-    def __init__(self, found: Candidate) -> None:
+    def __init__(self, found: Candidate, root: nn.Module | None = None) -> None:
+        """Args: root: the module around it, whose own caches of its blocks are looked after; None for nobody's."""
         self.path = found.path
         self.container = found.container
-        self._modules = {k: m for k, m in found.container._modules.items() if m is not None}
-        self.blocks: list[nn.Module] = list(self._modules.values())
-        self.active = len(self.blocks)
+        self.blocks: list[nn.Module] = [m for m in found.container._modules.values() if m is not None]
         self.keep: list[float] = []
         self.dropped: frozenset[int] = frozenset()
         self.carries: bool | None = None
+        self._root = root
+        self._active = len(self.blocks)
+        self._made: Made | None = None
         self._arity: int | None = None
         self._opaque: TypeError | None = None
         self._carried: tuple[Any, ...] | None = None
         self._training = False
         self._shown = False
         self._scales = False
+        self._watched = False
+        self._calls = 0
+        self._away: frozenset[int] = frozenset()
+        self._trouble: ValueError | None = None
         self._handles: list[RemovableHandle] = []
+        self._patches = Patches()
+        self._guards: list[RemovableHandle] = []
         self._frozen: list[tuple[nn.Parameter, bool]] = []
+
+    @property
+    def active(self) -> int:
+        return self._active
+
+    @active.setter
+    def active(self, count: int) -> None:
+        if count != self._active:
+            self._forget()
+        self._active = count
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -239,38 +126,87 @@ class BlockStack:
 
     @contextmanager
     def view(self, *, training: bool) -> Iterator[None]:
-        """Show the active blocks, in training without the dropped ones, until the context ends."""
-        if self._shown or (self.active == len(self.blocks) and not (training and (self.dropped or self.keep))):
+        """Show the active blocks, and in training pass over the dropped ones, until the context ends."""
+        partly = self._active < len(self.blocks)
+        if self._shown or not (partly or (training and (self.dropped or self.keep))):
             yield
             return
-        namespace, cls = self.container.__dict__, type(self.container)
-        original = namespace["_modules"]
-        shown = dict(list(self._modules.items())[: self.active])
-        if training:
-            keys = list(shown)
-            for index in self.dropped:
-                shown[keys[index]] = PassThrough(self, self.blocks[index])
-        namespace["_modules"] = shown
-        if self.active < len(self.blocks):
-            namespace["_prefix_of"] = self
-            object.__setattr__(self.container, "__class__", _prefix_class(cls))
-        self._shown, self._training = True, training
+        away = self._waiting()
+        passing = [*away, *(self.blocks[index] for index in sorted(self.dropped) if training)]
+        self._away = frozenset(map(id, away))
+        self._shown, self._training, hooks = True, training, hooks_so_far()
+        if partly and self._root is not None:
+            self._made = self._made or Made(self._root, self.blocks, self._active)
+            self._made.begin()
+        for block in passing:
+            put_on(block, Passing, self)
+        if partly:
+            put_on(self.container, Sequence, self)
         try:
             yield
         finally:
-            namespace["_modules"] = original
-            if namespace.pop("_prefix_of", None) is not None:
-                object.__setattr__(self.container, "__class__", cls)
+            for module in (*passing, *((self.container,) if partly else ())):
+                take_off(module)
             self._shown = self._training = False
             self._carried = None
+            if self._made is not None:
+                self._made.end()
+            if partly and hooks_so_far() != hooks:
+                self._trouble = self._hooks_of_some(hooks)
 
-    def pass_on(self, hidden: Tensor) -> Any:
-        """What a block that is passed over returns: ``hidden``, and the rest as the last block that ran returned it."""
+    def _waiting(self) -> list[nn.Module]:
+        """The blocks that do not run, each once; one that also stands among those that run does run."""
+        run = {id(block) for block in self.blocks[: self._active]}
+        return list({id(block): block for block in self.blocks[self._active :] if id(block) not in run}.values())
+
+    def running(self) -> list[nn.Module]:
+        """The blocks that the network has now; within a step, those that this very step runs."""
+        passed = self.dropped if self._shown and self._training else ()
+        return [block for index, block in enumerate(self.blocks[: self._active]) if index not in passed]
+
+    def walk(self) -> Iterator[nn.Module]:
+        """The blocks that run; and then the others, where whoever walks sets hooks on each block, and calls none."""
+        calls, hooks, hooked = self._calls, hooks_so_far(), False
+        for block in self.blocks[: self._active]:
+            yield block
+            hooked = hooked_since(block, hooks)
+            hooks = hooks_so_far()
+        if hooked and calls == self._calls:
+            yield from self.blocks[self._active :]
+
+    def is_away(self, block: nn.Module) -> bool:
+        return id(block) in self._away
+
+    def pass_on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A passed block's hidden state as it came, and the rest as the last block that ran returned it."""
+        hidden = hidden_of(args, kwargs)
         if self._opaque is not None:
             raise self._opaque
         if self._arity is None:
             return hidden
         return (hidden, *(self._carried if self._carried is not None else (None,) * (self._arity - 1)))
+
+    def look(self) -> None:
+        """Raise ``ValueError`` if in the last step the module made something of the blocks that cannot be made right."""
+        trouble, self._trouble = self._trouble, None
+        if trouble is not None:
+            raise trouble
+
+    def _hooks_of_some(self, since: int) -> ValueError | None:
+        """The module set hooks on blocks up to the last that it saw, and on none beyond: which did it mean?"""
+        hooked = [index for index, block in enumerate(self.blocks) if hooked_since(block, since)]
+        if not hooked or hooked[-1] != self._active - 1:
+            return None
+        return ValueError(
+            f"In a step, hooks were registered on the blocks {hooked} of {self}, of which {self._active} run now;"
+            " expected them on all blocks, or before the fit, since those that run later would go without. Register"
+            " them in __init__, setup or on_fit_start, or in a loop over the blocks (for block in blocks)."
+        )
+
+    def _forget(self) -> None:
+        if self._made is not None:
+            self._made.forget()
+            self._made = None
 
     def state_dict(self) -> dict[str, Any]:
         """What has been learnt of the blocks' output; how many are active is for the technique that says so to save."""
@@ -286,12 +222,47 @@ class BlockStack:
             scales: kept branches are scaled by 1/p, so an output that cannot be scaled is an error.
         """
         self._scales |= scales
-        if not self._handles:
+        if not self._watched:
+            self._watched = True
             for index, block in enumerate(self.blocks):
-                self._handles.append(block.register_forward_hook(self._hook(index), with_kwargs=True))
+                if block._compiled_call_impl is None:
+                    self._handles.append(block.register_forward_hook(self._hook(index), with_kwargs=True))
+                else:  # the compiler would take a hook into its graph, and make another for each state of this object
+                    compiled = functools.partial(_heard, self._hook(index), block, block._compiled_call_impl)
+                    self._patches.set(block, "_compiled_call_impl", compiled)
+        self._guard()
+
+    def _guard(self) -> None:
+        """Let parts of blocks that do not run refuse calls in a step; one that a running block shares may be called."""
+        for handle in self._guards:
+            handle.remove()
+        used = {id(m) for block in self.blocks[: self._active] for m in block.modules()}
+        self._guards = [
+            part.register_forward_pre_hook(self._refuse_part(f"{index}.{name}", part))
+            for index, block in enumerate(self.blocks)
+            if index >= self._active
+            for name, part in block.named_modules()
+            if part is not block and id(part) not in used
+        ]
+
+    def _refuse_part(self, name: str, part: nn.Module) -> Any:
+        def hook(called: nn.Module, args: tuple[Any, ...]) -> None:
+            if self._shown and called is part:  # not a copy of it
+                raise ValueError(
+                    f"{self.path}.{name} was called in a step, and its block, beyond the first {self._active} of {self},"
+                    " does not run; expected blocks to be called as a whole. The module keeps parts of its blocks in a"
+                    " list of its own: let it go through the blocks, or name another stack by layers=."
+                )
+
+        return hook
 
     def _hook(self, index: int) -> Any:
         def hook(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            if block is not self.blocks[index]:  # a copy, with the hooks of its original
+                return None
+            self._calls += 1
+            if self._training and index in self.dropped:
+                return None
             try:
                 hidden, rest = split_output(output)
             except TypeError as error:
@@ -329,14 +300,15 @@ class BlockStack:
     def freeze_inactive(self) -> None:
         """Take the parameters that only inactive blocks use out of training; what the user froze stays so."""
         self.thaw()
-        used = {id(p) for block in self.blocks[: self.active] for p in block.parameters()}
-        for block in self.blocks[self.active :]:
+        used = {id(p) for block in self.blocks[: self._active] for p in block.parameters()}
+        for block in self.blocks[self._active :]:
             for p in block.parameters():
                 if id(p) not in used:
                     used.add(id(p))
                     self._frozen.append((p, p.requires_grad))
                     p.requires_grad_(False)
                     p.grad = None
+        self._guard()
 
     def thaw(self) -> None:
         """Give frozen parameters back their own ``requires_grad``."""
@@ -346,28 +318,17 @@ class BlockStack:
 
     def release(self) -> None:
         """Leave no trace on the module."""
-        for handle in self._handles:
+        for handle in (*self._handles, *self._guards):
             handle.remove()
-        self._handles.clear()
+        self._patches.restore()
+        self._handles, self._guards, self._watched = [], [], False
+        self._forget()
         self.thaw()
         self.keep, self.dropped, self._scales = [], frozenset(), False
 
 
-def refuse_compiled_around(module: nn.Module, path: str, *, who: str, way_out: str) -> None:
-    """Raise ``ValueError`` if the stack at ``path`` lies within a compiled module: its blocks' own calls are not seen.
-
-    Args:
-        module: the root.
-        path: dotted, of the stack in it.
-        who: the technique that must see them, for the message.
-        way_out: what to do instead, for the message.
-    """
-    parts = path.split(".")
-    for depth in range(len(parts)):
-        outer = ".".join(parts[:depth])
-        found = module.get_submodule(outer)
-        if "_orig_mod" in found._modules or found._compiled_call_impl is not None:
-            raise ValueError(
-                f"{who}: the blocks at {path!r} lie within {outer or 'the LightningModule'!r}, which is compiled as a whole;"
-                f" expected blocks that are called one by one. {way_out}"
-            )
+def _heard(hook: Callable[..., Any], block: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A call of a compiled block, with a hook that stays outside of it."""
+    output = call(*args, **kwargs)
+    changed = hook(block, args, kwargs, output)
+    return output if changed is None else changed

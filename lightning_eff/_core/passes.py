@@ -4,7 +4,7 @@ import copy
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -100,16 +100,41 @@ def call_of(session: Session, block: nn.Module, batch: Any, batch_idx: int) -> t
         session._evaluation(chain.original)(batch, *((batch_idx,) if with_index else ()))
     finally:
         handle.remove()
-    chain.cost.forward_passes += 1
-    chain.cost.seconds += time.perf_counter() - start
-    with suppress(ValueError):
-        chain.cost.forward_samples += num_samples(batch)
+    _count(session, batch, start)
     if not calls:
         raise ValueError(
             f"training_step never called a {type(block).__name__} that it was expected to call on each batch. Name"
             " another stack by layers=."
         )
     return calls[0]
+
+
+def loss_of(session: Session, batch: Any, batch_idx: int, *, whole: bool) -> float | None:
+    """The loss of the module's own ``training_step`` on ``batch``, in one forward pass; None if it returns none.
+
+    Used inside :func:`unseen`. The step's links take no part. The cost is counted.
+
+    Args:
+        session: the run.
+        batch: on the device.
+        batch_idx: its index.
+        whole: run all blocks, as the plain module does; otherwise those that evaluation runs.
+    """
+    original, start = session.chain.original, time.perf_counter()
+    step = original if whole else session._evaluation(original)
+    output = step(batch, *((batch_idx,) if takes_index(original) else ()))
+    _count(session, batch, start)
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    return None if loss is None else float(loss)
+
+
+def _count(session: Session, batch: Any, start: float) -> None:
+    """Count a forward pass on ``batch`` that began at ``start``."""
+    cost = session.chain.cost
+    cost.forward_passes += 1
+    cost.seconds += time.perf_counter() - start
+    with suppress(ValueError):  # batches of no tensors have no samples to count
+        cost.forward_samples += num_samples(batch)
 
 
 def _apart(value: Any) -> Any:

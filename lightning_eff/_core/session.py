@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_eff._core import rng
-from lightning_eff._core.blocks import BlockStack, PassThrough, find_stack
+from lightning_eff._core.blocks import BlockStack, find_stack
 from lightning_eff._core.checks import check_run
 from lightning_eff._core.loaders import ResumableLoader
 from lightning_eff._core.patches import Patches
@@ -93,7 +93,7 @@ class Session:
 
     def close(self) -> None:
         """Put back everything that was changed. Calling it again does nothing."""
-        self.end_step()
+        self._scope.close()
         for technique in self.techniques:
             if technique._session is self:
                 technique.detach(self)
@@ -136,6 +136,8 @@ class Session:
                 for technique in self.techniques:
                     if not technique.neutral:
                         technique.on_optimizers(self)
+                for stack in self._stacks.values():
+                    stack.thaw()  # until training starts, so that summaries of the model count what will be trained
 
         def load_checkpoint(*args: Any, **kwargs: Any) -> dict[str, Any]:
             checkpoint = load(*args, **kwargs)
@@ -185,7 +187,9 @@ class Session:
             with ExitStack() as scope:
                 for stack in self._stacks.values():
                     scope.enter_context(stack.view(training=False))
-                return original(*args, **kwargs)
+                output = original(*args, **kwargs)
+            self._look()
+            return output
 
         evaluation_step.__wrapped__ = inspect.unwrap(original)  # pyright: ignore[reportAttributeAccessIssue]
         return evaluation_step
@@ -228,7 +232,7 @@ class Session:
         """The stack of blocks at ``layers`` (or the longest): one object for all techniques that act on it."""
         found = find_stack(self.module, layers, who=who)
         if found.path not in self._stacks:
-            self._stacks[found.path] = BlockStack(found)
+            self._stacks[found.path] = BlockStack(found, self.module)
             rank_zero_info(f"{who}: blocks found at {found}")
         return self._stacks[found.path]
 
@@ -240,8 +244,7 @@ class Session:
         """
         found: list[tuple[str, int, int]] = []
         for path, stack in sorted(self._stacks.items()):
-            there = [block for block in stack.container._modules.values() if block is not None][: stack.active]
-            run = [block for block in there if not isinstance(block, PassThrough)]
+            run = stack.running()
             found.append((path, len(run), sum(any(p.requires_grad for p in block.parameters()) for block in run)))
         return tuple(found)
 
@@ -293,7 +296,9 @@ class Session:
     # -- the course of the run, driven by the first technique's hooks
 
     def start(self) -> None:
-        """On resume, take up the saved random state, and the validation that the checkpoint came before."""
+        """Freeze what does not run yet; on resume, take up the random state, and the validation that comes next."""
+        for stack in self._stacks.values():
+            stack.freeze_inactive()
         if self._rng is None:
             return
         rng.restore(self._rng)
@@ -328,6 +333,11 @@ class Session:
     def end_step(self) -> None:
         """The step is over, or its backward pass is: show the whole module again."""
         self._scope.close()
+        self._look()
+
+    def _look(self) -> None:
+        for stack in self._stacks.values():
+            stack.look()
 
     def end_batch(self, batch_idx: int) -> None:
         self.end_step()

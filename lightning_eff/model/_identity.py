@@ -1,6 +1,6 @@
 """A block made the identity: which of its parameters must be zero for it to hand its input on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -71,6 +71,56 @@ def zeros_for_identity(block: nn.Module, identity: Callable[[], bool], *, keep: 
             handle.remove()
         for tensors in owned.values():
             _restore(tensors)
+
+
+def needed_elsewhere(root: nn.Module, block: nn.Module) -> frozenset[int]:
+    """Ids of the parameters in ``root`` that modules use which can be reached without ``block``."""
+    seen: set[int] = {id(block)}
+    used: set[int] = set()
+    todo = [root]
+    while todo:
+        m = todo.pop()
+        if id(m) not in seen:
+            seen.add(id(m))
+            used |= {id(p) for p in m.parameters(recurse=False)}
+            todo += list(m.children())
+    return frozenset(used)
+
+
+@torch.no_grad()
+def make_identities(
+    blocks: Iterable[nn.Module],
+    names: list[str],
+    *,
+    is_identity: Callable[[nn.Module], bool],
+    find: Callable[[nn.Module], list[str]],
+) -> tuple[list[str], frozenset[int]]:
+    """Let each of ``blocks`` hand its input on.
+
+    Args:
+        blocks: the blocks.
+        names: the parameters of a block that were found to do it when they are 0.
+        is_identity: whether a block is the identity now.
+        find: which parameters it takes, for a block that those do not make the identity: weights that were 0 when they
+            were found may not be so now.
+
+    Returns:
+        The names that were last found, and the ids of the parameters that are 0 for it.
+    """
+    fresh: set[int] = set()
+    for block in blocks:
+        parameters = dict(block.named_parameters())
+        values = {name: parameters[name].detach().clone() for name in names}
+        for name in names:
+            parameters[name].zero_()
+        if not is_identity(block):
+            for name, value in values.items():
+                parameters[name].copy_(value)
+            names = find(block)
+            for name in names:
+                parameters[name].zero_()
+        fresh |= {id(parameters[name]) for name in names}
+    return names, frozenset(fresh)
 
 
 def _zero(tensors: dict[str, tuple[nn.Parameter, Tensor]]) -> None:

@@ -3,12 +3,14 @@
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_eff._core.blocks import BlockStack
+from lightning_eff._core.blocks import BlockStack, refuse_compiled_around
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, Technique
+from lightning_eff.model._untrained import note
 
 
 class Shallower(Technique):
@@ -52,6 +54,7 @@ class Shallower(Technique):
     @override
     def on_model(self, session: Session) -> None:
         stack = session.stack(self.layers, who="Shallower")
+        refuse_compiled_around(session.module, stack.path, who="Shallower")
         if self._learnt is not None and self._learnt["length"] == len(stack):
             stack.load_state_dict(self._learnt)
         stack.active = self._count(stack)
@@ -87,6 +90,8 @@ class Shallower(Technique):
     def detach(self, session: Session) -> None:
         if self._stack is not None:
             self._learnt, self._stack = self._stack.state_dict(), None
+            if self._active < self._length:
+                rank_zero_info(f"{note('Shallower', self._active, self._length, self._where)}.")
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Generator, Tensor
 from typing_extensions import override
 
-from lightning_eff._core.blocks import BlockStack
+from lightning_eff._core.blocks import BlockStack, refuse_compiled_around
 from lightning_eff._core.search_space import SearchSpace, Survey, Uniform, needs_blocks
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, Technique
@@ -153,6 +153,7 @@ class ProgressiveLayerDropping(Technique):
         if not session.fitting:
             return
         stack = self._stack = session.stack(self.layers, who="ProgressiveLayerDropping")
+        refuse_compiled_around(session.module, stack.path, who="ProgressiveLayerDropping")
         if len({id(block) for block in stack.blocks}) < len(stack):
             raise ValueError(
                 f"ProgressiveLayerDropping: {stack} holds the same block several times; expected different ones,"

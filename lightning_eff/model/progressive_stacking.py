@@ -1,32 +1,28 @@
 """Progressive stacking: train a prefix of the blocks, and let it grow by copies of itself (Gong et al. 2019)."""
 
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_eff._core.blocks import BlockStack, copy_block, hidden_of, signature
+from lightning_eff._core.blocks import BlockStack, copy_block, hidden_of, refuse_compiled_around, signature
 from lightning_eff._core.optimizers import copy_state, keeps_state
-from lightning_eff._core.passes import call_of, unseen
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform, needs_blocks
+from lightning_eff._core.passes import call_of, loss_of, unseen
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform, needs_blocks
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, Technique
-from lightning_eff.model._identity import Call, is_identity, zeros_for_identity
+from lightning_eff.model._identity import Call, is_identity, make_identities, needed_elsewhere, zeros_for_identity
+from lightning_eff.model._stages import checked_stages, doubling, target_count
+from lightning_eff.model._untrained import note, warn_at_the_end, warn_in_a_checkpoint
 
 
 def source_of(block: int, *, count: int) -> int:
     """The block ``j mod L`` that a new block ``j >= L`` copies, where ``L = count`` blocks run so far."""
     return block % count
-
-
-def target_count(stages: Sequence[tuple[float, int]], u: float) -> int:
-    """How many blocks run at ``u`` in [0, 1]: the count of the last stage whose fraction is not beyond it."""
-    return next(count for fraction, count in reversed(stages) if u >= fraction - 1e-9)
 
 
 def _small_models(technique: "ProgressiveStacking") -> dict[str, Callback]:
@@ -39,24 +35,20 @@ def _small_models(technique: "ProgressiveStacking") -> dict[str, Callback]:
     }
 
 
-def _doubling(cls: Any, values: Mapping[str, Any], profile: RunProfile) -> Any:
-    """Stages that double from the share ``first`` of all blocks on, the last of them at ``until`` of the budget."""
-    counts = [max(round(values["first"] * profile.num_blocks), 1)]
-    while counts[-1] < profile.num_blocks:
-        counts.append(min(2 * counts[-1], profile.num_blocks))
-    stages = [(values["until"] * i / max(len(counts) - 1, 1), count) for i, count in enumerate(counts)]
-    return cls(stages=stages, init=values["init"], copy_optimizer_state=values["copy_optimizer_state"])
-
-
 class ProgressiveStacking(Technique):
     """Train the first few blocks of a deep network, and add copies of them as training goes on.
 
     From each fraction ``u`` of the budget on, ``count`` blocks run. When ``L`` blocks grow to more, each new block
     ``j`` starts as a copy of block ``j mod L``. The module is built at its full depth and keeps it: blocks that do not
     run yet cost no compute, no activation memory, no gradient and no optimizer state, every checkpoint has the plain
-    module's names, and validation, test and prediction under this callback run the blocks that training has reached. A
-    run that ends before its last stage leaves blocks that were never trained: evaluate it with this callback in the
-    Trainer.
+    module's names, and validation, test and prediction under this callback run the blocks that training has reached.
+
+    A run that ends before all blocks run (an early stop, a last stage below the depth), and a checkpoint of before then,
+    hold blocks that were never trained: loaded without this callback, the module is another one than was evaluated. It is
+    warned of, and the checkpoint says it. ``finish="identity"`` mends it: on the first batch the waiting blocks are made
+    to hand their input on, as above, so that at any moment, in every checkpoint and however the run ends, the plain
+    module computes what was trained. Training is the same bit for bit, since a block is a copy of another when it
+    begins to run. It costs three forward passes on the first batch.
 
     ``init="stack"`` copies whole blocks, which changes the network's function at the switch, and usually lifts the loss
     for a while. ``init="identity"`` also zeroes what must be zero of the copy (of a pre-norm block, its output
@@ -76,11 +68,13 @@ class ProgressiveStacking(Technique):
             out whether the optimizer keeps state by parameter (it wraps another, or needs a closure), what is there is
             copied.
         init: "stack" copies the blocks, "identity" makes the copies preserve the function.
+        finish: what becomes of blocks that training never reaches: None leaves them at their first weights,
+            "identity" lets the plain module be right without them.
 
     Raises:
-        ValueError: if the stages do not start at 0, shrink, or are malformed, or ``init`` is neither; at setup, if the
-            module has fewer blocks, blocks of different make, or an optimizer without state to copy; on the first
-            batch, if the blocks cannot be the identity.
+        ValueError: if the stages do not start at 0, shrink, or are malformed, or ``init`` or ``finish`` is none of
+            its values; at setup, if the module has fewer blocks, blocks of different make or within a compiled module,
+            or an optimizer without state to copy; on the first batch, if the blocks cannot be the identity.
 
     Sources:
         Gong et al. 2019, "Efficient Training of BERT by Progressively Stacking"; Du et al. 2024, arXiv:2405.15319.
@@ -101,7 +95,7 @@ class ProgressiveStacking(Technique):
             "copy_optimizer_state": Choice((True, False)),
         },
         needs_blocks,
-        _doubling,
+        doubling,
     )
     control: ClassVar[Control] = Control(
         "the small model throughout, at every number of blocks of the stages but the last", _small_models
@@ -116,16 +110,23 @@ class ProgressiveStacking(Technique):
         layers: str | None = None,
         copy_optimizer_state: bool = True,
         init: str = "stack",
+        finish: str | None = None,
     ) -> None:
         if init not in ("stack", "identity"):
             raise ValueError(
                 f"ProgressiveStacking(init={init!r}): expected 'stack', which copies blocks, or 'identity', whose"
                 " copies preserve the function."
             )
-        self.stages = _checked(stages)
+        if finish not in (None, "identity"):
+            raise ValueError(
+                f"ProgressiveStacking(finish={finish!r}): expected None, which leaves blocks that training never reaches"
+                " as they are, or 'identity', which lets them hand their input on, so that the plain module is right."
+            )
+        self.stages = checked_stages(stages)
         self.layers = layers
         self.copy_optimizer_state = copy_optimizer_state
         self.init = init
+        self.finish = finish
         self._reset()
 
     def _reset(self) -> None:
@@ -134,18 +135,21 @@ class ProgressiveStacking(Technique):
         self._active: int | None = None
         self._switches: list[tuple[int, int]] = []
         self._zeros: list[str] | None = None
+        self._identities = False  # whether the blocks that do not run hand their input on
+        self._ran = self._told = False
         self._where = ""
 
     # -- set-up
 
     @override
     def check(self, session: Session) -> None:
-        if self.init == "identity" and not session.module.automatic_optimization:
+        asked = "init='identity'" if self.init == "identity" else "finish='identity'" if self.finish else None
+        if asked and not session.module.automatic_optimization:
             raise ValueError(
-                f"ProgressiveStacking(init='identity'): {type(session.module).__name__} has"
+                f"ProgressiveStacking({asked}): {type(session.module).__name__} has"
                 " automatic_optimization=False; expected True, because training_step is run once more, forward only, to"
                 " see what a block is called with, and under manual optimization it would also step. Use init='stack'"
-                " or automatic optimization."
+                " and finish=None, or automatic optimization."
             )
 
     @override
@@ -166,6 +170,7 @@ class ProgressiveStacking(Technique):
                     f" {len(stack)}; expected at most that many, because the module is built at its final depth and"
                     f" trained a prefix at a time. Build it with {self.stages[-1][1]} blocks or lower the counts."
                 )
+        refuse_compiled_around(session.module, stack.path, who="ProgressiveStacking")
         last = self.stages[-1][1]
         for index, block in enumerate(stack.blocks[:last]):
             if signature(block) != signature(stack.blocks[0]):
@@ -186,6 +191,11 @@ class ProgressiveStacking(Technique):
         stack.active, self._where = self._active, f"{len(stack)} blocks of {stack.path!r}"
         stack.watch(scales=False)
         stack.freeze_inactive()
+        if stack.active < len(stack):
+            rank_zero_info(
+                f"ProgressiveStacking: {stack.active} of {len(stack)} blocks run at first. The others take no gradients"
+                " until they do; summaries of the model count them as trainable, which is what they are to be."
+            )
 
     def _show_active(self, session: Session) -> None:
         """Evaluate what training has reached, here or in the checkpoint; a callback that saw neither shows it all."""
@@ -194,6 +204,7 @@ class ProgressiveStacking(Technique):
         stack = session.stack(self.layers, who="ProgressiveStacking")
         if len(stack) != self._learnt["length"]:  # another module than the trained one
             return
+        refuse_compiled_around(session.module, stack.path, who="ProgressiveStacking")
         stack.load_state_dict(self._learnt)
         stack.active = self._active
         stack.watch(scales=False)
@@ -241,6 +252,9 @@ class ProgressiveStacking(Technique):
         if batch_idx % session.trainer.accumulate_grad_batches:
             return
         stack, target = self._grown(), target_count(self.stages, session.progress.u)
+        self._ran = True
+        if self.finish == "identity" and not self._identities and stack.active < len(stack):
+            self._let_the_others_pass(session, batch, batch_idx)
         if self.init == "identity" and self._zeros is None and stack.active < self.stages[-1][1]:
             self._zeros = self._try_identity(session, batch, batch_idx)
         if target <= stack.active:
@@ -261,7 +275,8 @@ class ProgressiveStacking(Technique):
             # block j := block (j mod L)
             for pair in copy_block(stack.blocks[source_of(j, count=stack.active)], stack.blocks[j])
         ]
-        fresh = self._zero(session, count, batch, batch_idx) if self.init == "identity" else frozenset()
+        new = stack.blocks[stack.active : count]
+        fresh = self._zero(session, new, batch, batch_idx) if self.init == "identity" else frozenset()
         for source, target in pairs:
             for optimizer in session.optimizers:
                 optimizer.state.pop(target, None)
@@ -270,28 +285,44 @@ class ProgressiveStacking(Technique):
         self._switches.append((session.trainer.global_step, count))
         self._active = stack.active = count
 
-    @torch.no_grad()
-    def _zero(self, session: Session, count: int, batch: Any, batch_idx: int) -> frozenset[int]:
-        """Make the new blocks the identity; the ids of the parameters that are 0 for it."""
+    def _zero(self, session: Session, blocks: list[nn.Module], batch: Any, batch_idx: int) -> frozenset[int]:
+        """Make ``blocks`` the identity; the ids of the parameters that are 0 for it."""
         stack = self._grown()
-        fresh: set[int] = set()
         with unseen(session):
             call = call_of(session, stack.blocks[stack.active - 1], batch, batch_idx)
             finite = bool(hidden_of(*call).isfinite().all())  # what has diverged tells nothing
-            for block in stack.blocks[stack.active : count]:
-                parameters = dict(block.named_parameters())
-                values = {name: parameters[name].detach().clone() for name in self._zeros or ()}
-                for name in values:
-                    parameters[name].zero_()
-                # weights that were 0 when the run began may not be so now
-                if any(session.gather(finite and not is_identity(block, call))):
-                    for name, value in values.items():
-                        parameters[name].copy_(value)
-                    self._zeros = self._find_zeros(session, block, call)
-                    for name in self._zeros:
-                        parameters[name].zero_()
-                fresh |= {id(parameters[name]) for name in self._zeros or ()}
-        return frozenset(fresh)
+            self._zeros, fresh = make_identities(
+                blocks,
+                self._zeros or [],
+                is_identity=lambda block: not any(session.gather(finite and not is_identity(block, call))),
+                find=lambda block: self._find_zeros(session, block, call),
+            )
+        return fresh
+
+    def _let_the_others_pass(self, session: Session, batch: Any, batch_idx: int) -> None:
+        """Make the blocks that do not run the identity, and see that the plain module is then the one that is trained."""
+        stack = self._grown()
+        waiting = stack.blocks[stack.active :]
+        before = [(p, p.detach().clone()) for block in waiting for p in block.parameters()]
+        self._zero(session, waiting, batch, batch_idx)
+        losses: list[float | None] = []
+        for whole in (False, True):
+            with unseen(session):
+                losses.append(loss_of(session, batch, batch_idx, whole=whole))
+        trained, plain = losses
+        apart = trained is not None and plain is not None and abs(plain - trained) > 1e-5 * max(1.0, abs(trained))
+        if any(session.gather(apart)):
+            with torch.no_grad():
+                for p, value in before:
+                    p.copy_(value)
+            raise ValueError(
+                f"ProgressiveStacking(finish='identity'): the loss of the first batch is {trained} with the"
+                f" {stack.active} blocks of {stack} that run, and {plain} with all, though the others hand their input on;"
+                " expected the same. The step takes more from a block than its hidden state, such as the loss of a"
+                " mixture's router. Use finish=None, and evaluate with this callback in the Trainer."
+            )
+        self._identities = True
+        session.blocks_changed(self)
 
     def _try_identity(self, session: Session, batch: Any, batch_idx: int) -> list[str]:
         """What must be 0 of a block for it to be the identity, found on the first that does not run yet."""
@@ -301,16 +332,15 @@ class ProgressiveStacking(Technique):
             return self._find_zeros(session, stack.blocks[stack.active], call)
 
     def _find_zeros(self, session: Session, block: nn.Module, call: Call) -> list[str]:
-        inside = {id(m) for m in block.modules()}
-        others = (m for m in session.module.modules() if id(m) not in inside)
-        used = frozenset(id(p) for m in others for p in m.parameters(recurse=False))
+        used = needed_elsewhere(session.module, block)
         found = zeros_for_identity(block, lambda: is_identity(block, call), keep=used)
         found = session.trainer.strategy.broadcast(found)
         if found is None:
+            asked, way_out = ("init", "init='stack'") if self.init == "identity" else ("finish", "finish=None")
             raise ValueError(
-                f"ProgressiveStacking(init='identity'): a block of {self._grown()} does not hand its input on even with"
+                f"ProgressiveStacking({asked}='identity'): a block of {self._grown()} does not hand its input on even with"
                 " all its own weights zero; expected pre-norm residual blocks, h + f(norm(h)). Post-norm blocks, such"
-                " as BERT's, normalise the sum itself. Use init='stack'."
+                f" as BERT's, normalise the sum itself. Use {way_out}."
             )
         return found
 
@@ -320,8 +350,24 @@ class ProgressiveStacking(Technique):
 
     # -- state and report
 
+    def _short(self) -> str | None:
+        """What is to be said of a module that holds blocks which were never trained; None of any other."""
+        stack = self._learnt if self._stack is None else self._stack.state_dict()
+        if stack is None or self._active is None or self._active >= stack["length"] or self._identities:
+            return None
+        return note("ProgressiveStacking", self._active, stack["length"], self._where)
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        if not self._told and (short := self._short()):
+            self._told = True
+            warn_in_a_checkpoint(short, self.state_key)
+
     @override
     def detach(self, session: Session) -> None:
+        if session.fitting and self._ran and (short := self._short()):
+            warn_at_the_end(short)
         if self._stack is not None:
             self._learnt, self._stack = self._stack.state_dict(), None
 
@@ -330,12 +376,14 @@ class ProgressiveStacking(Technique):
         stack = self._learnt if self._stack is None else self._stack.state_dict()
         if stack is None:
             return {}
-        switches = [list(switch) for switch in self._switches]
-        return {"active": self._active, "switches": switches, "zeros": self._zeros, "stack": stack}
+        state, short = {"active": self._active, "zeros": self._zeros, "identities": self._identities}, self._short()
+        state |= {"switches": [list(switch) for switch in self._switches], "stack": stack}
+        return state if short is None else {**state, "note": short}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._active, self._learnt, self._zeros = state_dict["active"], state_dict["stack"], state_dict["zeros"]
+        self._identities = state_dict.get("identities", False)
         self._switches = [(step, count) for step, count in state_dict["switches"]]
 
     @override
@@ -349,34 +397,3 @@ class ProgressiveStacking(Technique):
     def summary(self) -> str:
         grown = "".join(f" -> {count} (step {step:,})" for step, count in self._switches)
         return f"{self.stages[0][1]}{grown} of {self._where}"
-
-
-def _checked(stages: Any) -> list[tuple[float, int]]:
-    """``stages`` as a list of pairs, or a ``ValueError`` that says what is wrong with them."""
-
-    def fail(why: str) -> ValueError:
-        return ValueError(
-            f"ProgressiveStacking(stages={stages!r}): {why}; expected pairs (fraction of the budget in [0, 1), number"
-            " of blocks >= 1), both growing, the first fraction 0, e.g. [(0.0, 3), (0.25, 6), (0.5, 12)]."
-        )
-
-    if isinstance(stages, str) or not isinstance(stages, Sequence) or not stages:
-        raise fail(f"got {type(stages).__name__}" if stages else "there is no stage")
-    pairs: list[tuple[float, int]] = []
-    for stage in stages:
-        if not isinstance(stage, Sequence) or isinstance(stage, str) or len(stage) != 2:
-            raise fail(f"{stage!r} is no pair")
-        fraction, count = stage
-        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0.0 <= fraction < 1.0:
-            raise fail(f"the fraction {fraction!r} is not in [0, 1)")
-        if isinstance(count, bool) or not isinstance(count, int | float) or count != int(count) or count < 1:
-            raise fail(f"{count!r} is no number of blocks")
-        pairs.append((float(fraction), int(count)))
-    if pairs[0][0] != 0.0:
-        raise fail(f"the first stage starts at {pairs[0][0]}, and nothing says how many blocks run before")
-    for (before, fewer), (after, more) in pairwise(pairs):
-        if after <= before:
-            raise fail(f"the fraction {after} does not come after {before}")
-        if more <= fewer:
-            raise fail(f"{fewer} blocks shrink to {more}" if more < fewer else f"{more} blocks do not grow")
-    return pairs

@@ -1,5 +1,7 @@
 """Finding the stack of blocks in any module, showing part of it, and leaving it as it was."""
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -8,7 +10,6 @@ from torch import Tensor, nn
 
 from lightning_eff._core.blocks import (
     BlockStack,
-    PassThrough,
     candidates,
     copy_block,
     find_stack,
@@ -181,7 +182,8 @@ def test_a_prefix_is_run_however_the_code_walks_the_blocks(code: str, container:
         assert isinstance(net.blocks, container)
     assert [block.calls - before for block, before in zip(blocks, calls, strict=True)] == [1, 1, 0, 0]
     assert type(net.blocks) is container
-    assert "_prefix_of" not in net.blocks.__dict__
+    assert not any("_shown_by" in m.__dict__ for m in net.modules())
+    assert all(type(block) is Residual for block in blocks)
     assert len(net.blocks) == 4 and len(list(net.parameters())) == 8
 
 
@@ -198,10 +200,10 @@ def test_the_view_ends_with_an_exception() -> None:
     net = Holds(blocks=repeat(4))
     original, names = net.blocks._modules, list(net.state_dict())
     stack = stack_of(net)
-    stack.active, stack.dropped = 3, frozenset({1})
+    stack.active, stack.dropped, x = 3, frozenset({1}), torch.randn(2, 4)
     with pytest.raises(RuntimeError, match="planted"), stack.view(training=True):
         assert len(net.blocks) == 3
-        assert isinstance(net.blocks[1], PassThrough)
+        assert net.blocks[1](x) is x
         raise RuntimeError("planted")
     assert net.blocks._modules is original
     assert type(net.blocks) is nn.ModuleList
@@ -222,21 +224,34 @@ def test_evaluation_does_not_drop() -> None:
     expected = net.blocks[1](net.blocks[0](x))
     stack.active = 2
     with stack.view(training=False):
-        assert not any(isinstance(block, PassThrough) for block in net.blocks)
         assert torch.equal(run(net, x, "iterate"), expected)
     stack.release()
 
 
-def test_a_pass_through_hands_on_and_delegates() -> None:
+@pytest.mark.parametrize("away", [False, True])
+def test_a_passed_block_hands_on_and_is_itself_in_all_else(away: bool) -> None:
     block = Residual()
-    net = Holds(blocks=nn.ModuleList([block, Residual()]))
-    passed = PassThrough(stack_of(net), block)
-    x = torch.randn(2, 4)
-    assert passed(x) is x
-    assert passed.kind == "residual" and passed.linear is block.linear
-    assert list(passed.parameters()) == [] and block.calls == 0
-    with pytest.raises(AttributeError, match="no attribute 'missing'"):
-        _ = passed.missing
+    net = Holds(blocks=nn.ModuleList([Residual(), block]))
+    stack, x, heard = stack_of(net), torch.randn(2, 4), []
+    block.register_forward_hook(lambda *_: heard.append("hook"))
+    block.forward = lambda x: x + 1  # type: ignore[method-assign]  # as libraries patch instances
+    if away:
+        stack.active = 1
+    else:
+        stack.dropped = frozenset({1})
+    with stack.view(training=True):
+        assert block(x) is x and block.forward(x) is x
+        assert isinstance(block, Residual) and block.kind == "residual" and len(list(block.parameters())) == 2
+        copied = copy.deepcopy(net)
+        pickled = pickle.loads(pickle.dumps(net.blocks[0]))
+        with pytest.raises(AttributeError, match="no attribute 'missing'"):
+            _ = block.missing
+    assert heard == ([] if away else ["hook"]) and block.calls == 0
+    assert torch.equal(block(x), x + 1)
+    assert type(pickled) is Residual
+    for m in (copied.blocks, copied.blocks[1]):  # made in the step, and of the plain module
+        assert type(m) in (nn.ModuleList, Residual) and "_shown_by" not in m.__dict__
+    assert len(copied.blocks) == 2
 
 
 def test_what_is_not_scaled_may_return_anything_and_what_is_may_not() -> None:

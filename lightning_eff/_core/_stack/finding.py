@@ -1,0 +1,135 @@
+"""Stacks of repeated blocks in any module: which there are, and which one is meant."""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A container whose children are all of one class."""
+
+    path: str
+    container: nn.Module
+    block: str
+    length: int
+    composite: bool
+
+    def __str__(self) -> str:
+        return f"{self.path!r} ({self.length} x {self.block})"
+
+
+def signature(block: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of a block's parameters and buffers: two blocks with the same can be copied onto one another."""
+    return [(name, tuple(tensor.shape)) for name, tensor in _named_tensors(block)]
+
+
+def _named_tensors(block: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*block.named_parameters(remove_duplicate=False), *block.named_buffers(remove_duplicate=False)]
+
+
+def _of_one_width(blocks: list[nn.Module]) -> bool:
+    """Whether tensors of the same name have the same shape in all blocks: stages of several widths are no stack."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    return all(shapes.setdefault(name, shape) == shape for block in blocks for name, shape in signature(block))
+
+
+def candidates(module: nn.Module) -> list[Candidate]:
+    """Every stack of blocks in ``module``, outermost only; those of composite blocks first, then the longest."""
+    found: list[Candidate] = []
+    for path, container in module.named_modules():
+        if not isinstance(container, nn.ModuleList | nn.Sequential) or not path:
+            continue
+        if any(path.startswith(f"{outer.path}.") for outer in found if outer.composite):
+            continue
+        blocks = [child for child in container._modules.values() if child is not None]
+        classes = {type(getattr(block, "_orig_mod", block)) for block in blocks}
+        if len(blocks) < 2 or len(classes) > 1 or not any(True for _ in blocks[0].parameters()):
+            continue
+        (cls,) = classes
+        if not _of_one_width(blocks) or (
+            issubclass(cls, nn.Sequential | nn.ModuleList)
+            and any(signature(block) != signature(blocks[0]) for block in blocks)
+        ):
+            continue  # stages of different make, not repeated blocks
+        composite = any(True for _ in blocks[0].children())
+        found.append(Candidate(path, container, cls.__name__, len(blocks), composite))
+    return sorted(found, key=lambda c: (not c.composite, -c.length))
+
+
+def find_stack(module: nn.Module, layers: str | None, *, who: str) -> Candidate:
+    """The stack at the dotted path ``layers``, or the longest one in ``module``.
+
+    Args:
+        module: the LightningModule, or any module.
+        layers: dotted path of an ``nn.ModuleList`` or ``nn.Sequential``; None looks for the longest.
+        who: the technique's name, for the message.
+
+    Raises:
+        ValueError: if there is none, if the longest is not the only one of its length, or if the path names none; the
+            message lists the candidates.
+    """
+    found = candidates(module)
+    listed = ", ".join(str(c) for c in found) or "none"
+    if layers is not None:
+        named = dict(module.named_modules())
+        container = named.get(layers)
+        if not isinstance(container, nn.ModuleList | nn.Sequential) or not layers:
+            what = "names no submodule" if container is None else f"is a {type(container).__name__}"
+            raise ValueError(
+                f"{who}(layers={layers!r}): that path {what} of {type(module).__name__}; expected the dotted path of an"
+                f" nn.ModuleList or nn.Sequential of blocks. Candidates: {listed}."
+            )
+        blocks = [child for child in container._modules.values() if child is not None]
+        classes = sorted({type(getattr(block, "_orig_mod", block)).__name__ for block in blocks})
+        if len(classes) != 1:
+            raise ValueError(
+                f"{who}(layers={layers!r}): that container holds {classes or 'nothing'}; expected blocks of one class."
+                f" Candidates: {listed}."
+            )
+        return Candidate(layers, container, classes[0], len(blocks), any(True for _ in blocks[0].children()))
+    if not found:
+        raise ValueError(
+            f"{who}: found no stack of repeated blocks in {type(module).__name__}; expected an nn.ModuleList or"
+            " nn.Sequential of at least two blocks of one class. Give its dotted path as layers=, or take the technique"
+            " out."
+        )
+    best = [c for c in found if (c.composite, c.length) == (found[0].composite, found[0].length)]
+    if len(best) > 1:
+        equal = ", ".join(map(str, best))
+        raise ValueError(
+            f"{who}: {len(best)} stacks of blocks in {type(module).__name__} are equally long: {equal}. Say which one by"
+            f" layers=, e.g. layers={best[0].path!r}. All candidates: {listed}."
+        )
+    return found[0]
+
+
+def refuse_compiled_around(
+    module: nn.Module,
+    path: str,
+    *,
+    who: str,
+    way_out: str = "Compile the blocks one by one (block.compile()), or take the technique out.",
+) -> None:
+    """Raise ``ValueError`` if the stack at ``path`` lies within a compiled module: its blocks' own calls are not seen.
+
+    Args:
+        module: the root.
+        path: dotted, of the stack in it.
+        who: the technique that must see them, for the message.
+        way_out: what to do instead, for the message.
+    """
+    parts = path.split(".")
+    for depth in range(len(parts)):
+        outer = ".".join(parts[:depth])
+        found = module.get_submodule(outer)
+        if (
+            "_orig_mod" in found._modules
+            or found._compiled_call_impl is not None
+            or hasattr(found.forward, "_torchdynamo_orig_callable")
+            or getattr(found, "_compiler_ctx", None) is not None  # as Lightning keeps a compiled LightningModule
+        ):
+            raise ValueError(
+                f"{who}: the blocks at {path!r} lie within {outer or 'the LightningModule'!r}, which is compiled as a whole;"
+                f" expected blocks that are called one by one. {way_out}"
+            )
