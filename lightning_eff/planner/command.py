@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_eff.planner._launch.arguments import Request, read
+from lightning_eff.planner._launch.arguments import Request, no_fp8, read
 
 
 def main(argv: Sequence[str]) -> None:
@@ -27,39 +27,95 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _run(request: Request) -> None:
+    from lightning_eff.planner._launch.abilities import PLANNED, abilities
+    from lightning_eff.planner._launch.configuration import Section, as_yaml, configuration
+    from lightning_eff.planner.costs import Costs
     from lightning_eff.planner.profiling import precision_of, profile_module
     from lightning_eff.planner.recipe import read_recipe
     from lightning_eff.planner.report import report
     from lightning_eff.planner.search import search
     from lightning_eff.planner.timeline import draw
 
-    options, accelerator, assumptions = request.options, request.accelerator, request.assumptions
+    options, assumptions = request.options, request.assumptions
+    accelerator = replace(request.accelerator, node_size=request.devices)
     progress = _Progress(silent=options.quiet)
     progress.tell("building the module", always=True)
     recipe = read_recipe(options.config, real=options.profile == "real")
-    precision = precision_of(options.precision or recipe.precision, fp8=options.fp8 or recipe.fp8)
+    multiplies = options.fp8 or recipe.fp8
+    precision = precision_of(options.precision or recipe.precision, fp8=multiplies)
+    if multiplies and accelerator.fp8_matmul_flops is None:
+        raise ValueError(no_fp8(accelerator))
+    able = abilities(
+        recipe.module,
+        callbacks=[cls for cls in recipe.callbacks if cls.__name__ not in PLANNED],
+        plugins=recipe.trainer["plugins"],
+        precision=precision.name,
+        optimizer=recipe.optimizer,
+        sync_batchnorm=bool(recipe.trainer.get("sync_batchnorm")),
+        fp8=multiplies,
+        batch=None if recipe.batch_key else recipe.batch_size,
+        without=options.without,
+        exact=options.exact,
+    )
     progress.tell("profiling a training step", always=True)
     profile = profile_module(
         recipe.module,
         recipe.batch,
-        precision=precision,
+        precision=replace(precision, fp8=precision.fp8 and recipe.fp8),
         fake_mode=recipe.fake_mode,
         state_bytes=recipe.state_bytes,
         layers=options.layers,
         notes=recipe.notes,
     )
+    notes = list(profile.notes)
     batch = options.global_batch
     if batch is None:
         batch = recipe.batch_size * recipe.accumulate * options.gpus
-        note = f"global batch of {batch:,}: the recipe's {recipe.batch_size} x {recipe.accumulate} accumulated x --gpus"
-        profile = replace(profile, notes=(*profile.notes, note))
-    plan = search(profile, accelerator, options.gpus, batch, assumptions, progress.tell)
+        notes.append(
+            f"global batch of {batch:,}: the recipe's {recipe.batch_size} x {recipe.accumulate} accumulated x --gpus"
+        )
+    if options.assume_pairs:
+        profile = replace(profile, paired=True)
+    elif profile.blocks and not profile.paired:
+        notes.append(
+            "the module carries no plan for tensor parallelism: activations are taken as whole on every rank; if the strategy"
+            " tells of pairs in attention and MLP at setup, plan again with --assume-pairs"
+        )
+    notes += [
+        f"left as it is: {name}, since {why}" for name, why in able.refused.items() if name not in options.without
+    ]
+    replaced = [cls.__name__ for cls in recipe.callbacks if cls.__name__ in PLANNED]
+    notes += [f"the recipe's {name} makes way for what the plan chooses" for name in replaced]
+    profile = replace(profile, notes=tuple(notes))
+    only = dict(request.only)
+    if options.fp8 and not recipe.fp8:
+        only["fp8"] = True
+    plan = search(profile, accelerator, options.gpus, batch, assumptions, progress.tell, able=able, only=only)
     progress.close()
-    record = json.dumps(plan.record(), indent=1)
+    written: str | None = None
+    if plan.best:
+        at = plan.best[0].layout
+        section = Section(
+            callbacks=recipe.trainer["callbacks"],
+            plugins=recipe.trainer["plugins"],
+            precision=None if recipe.fp8 else precision.name,
+            batch_key=recipe.batch_key,
+            batch_size=recipe.batch_size,
+            layers=profile.stack,
+            configs=options.config,
+        )
+        split = Costs(profile, accelerator, assumptions).split(at.num_stages)
+        found = configuration(at, split, request.devices, section)
+        nodes = options.gpus // request.devices
+        written = as_yaml(found, section, options.out or "plan.yaml", request.devices, nodes)
+        if options.out:
+            Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+            Path(options.out).write_text(written)
+    record = json.dumps({**plan.record(), "config": written}, indent=1)
     if options.json == "-":
         print(record)
     else:
-        print(report(plan))
+        print(report(plan, written))
         if options.json:
             Path(options.json).parent.mkdir(parents=True, exist_ok=True)
             Path(options.json).write_text(record + "\n")

@@ -5,17 +5,22 @@ Assumptions, all of which :class:`Assumptions` can change:
 - Matmuls run at a fixed share of the best rate measured on the accelerator, whatever their size; everything else runs at
   the memory's bandwidth. One after the other.
 - Tensor parallelism exchanges the hidden state twice a block in each pass (after attention, after the MLP), and nothing
-  computes meanwhile.
+  computes meanwhile. Where a module carries no plan for that, each linear layer's results come together on all ranks, and
+  what lies between them is computed on each; so do the head's.
+- FP8 multiplies the blocks' linear layers that gain by it; its casts move memory, unless kernels are fused.
+- Compressing activations reads what is saved and writes the codes, and back. Running a block again costs its forward pass.
+- An optimizer on the host steps at the host memory's bandwidth, after gradients and before weights go over the link.
 - A rank of the pipeline computes while its results are sent; the receiver waits for them.
 - Without a pipeline, data-parallel exchange hides behind the last micro-batch's backward pass and gathering behind the
   first's forward pass, up to one block's share; in a pipeline both come before and after it, as torch's runtime has them.
   With resharding, a block's exchange hides behind another block's computation.
+- HSDP gathers and scatters within a group, and sums the pieces over the groups afterwards.
 - A data-parallel group within a node uses the node's links; across nodes every member has its own network card.
 """
 
 from dataclasses import astuple, dataclass
 from functools import cached_property
-from math import log2
+from math import log2, sqrt
 
 from lightning_eff.planner._launch.arguments import no_fp8
 from lightning_eff.planner._launch.assumptions import Assumptions
@@ -59,16 +64,14 @@ class Costs:
     def __init__(self, profile: ModuleProfile, accelerator: Accelerator, assumptions: Assumptions) -> None:
         self.profile, self.accelerator, self.assumptions = profile, accelerator, assumptions
         self._half = accelerator.matmul_flops * assumptions.efficiency * (0.5 if profile.precision.tf32 else 1.0)
-        self._linear = self._half
-        if profile.precision.fp8:
-            if accelerator.fp8_matmul_flops is None:
-                raise ValueError(no_fp8(accelerator))
-            self._linear = accelerator.fp8_matmul_flops * assumptions.efficiency
+        if profile.precision.fp8 and accelerator.fp8_matmul_flops is None:
+            raise ValueError(no_fp8(accelerator))
+        self._fp8 = (accelerator.fp8_matmul_flops or 0.0) * assumptions.efficiency
         self._memory = accelerator.memory_bandwidth * assumptions.memory_efficiency
         self.node = accelerator.node_bandwidth * assumptions.node_efficiency
         self.network = accelerator.network_bandwidth * assumptions.network_efficiency
-        self._parts: dict[tuple[int, int, int, str], PartCost] = {}
-        self._stages: dict[tuple[int, int, str, int], list[PartCost]] = {}
+        self._parts: dict[object, PartCost] = {}
+        self._stages: dict[object, list[PartCost]] = {}
         self._splits: dict[int, list[range]] = {}
         self._parameters: dict[tuple[int, int], int] = {}
         self._outside: dict[object, tuple[list[float], float]] = {}
@@ -115,67 +118,134 @@ class Costs:
 
     # -- seconds
 
-    def part(self, kind: int, tp: int, samples: int, remat: str, *, block: bool) -> PartCost:
+    def part(
+        self, kind: int, tp: int, samples: int, remat: str, *, block: bool, fp8: bool = False, bits: int = 32
+    ) -> PartCost:
         """A micro-batch of ``samples`` in one part."""
-        key = (kind, tp, samples, remat if block else "none")
+        remat = remat if block else "none"
+        fp8 = self.profile.precision.fp8 or (fp8 and block)
+        key = (kind, tp, samples, remat, block, fp8, bits)
         found = self._parts.get(key)
         if found is None:
-            found = self._parts[key] = self._work_out(self.kinds[1][kind], tp, samples, remat, block)
+            found = self._parts[key] = self._work_out(self.kinds[1][kind], tp, samples, remat, block, fp8, bits)
         return found
 
-    def _work_out(self, part: Part, tp: int, samples: int, remat: str, block: bool) -> PartCost:
+    def _work_out(self, part: Part, tp: int, samples: int, remat: str, block: bool, fp8: bool, bits: int) -> PartCost:
         forward, backward = part.forward.at(samples), part.backward.at(samples)
-        if tp == 1:
-            exchange = 0.0
-        else:
-            one = self.all_reduce(
-                self.profile.hidden_bytes * samples, tp, self.node, self.assumptions.node_latency_seconds
-            )
-            exchange = one * (2 if block else 1)
-        moved = self._traffic(part, samples, tp, backward=False)
-        batched = forward.batched_flops / tp / self._half
-        ahead = forward.linear_flops / tp / self._linear + forward.attention_flops / tp / self._half + batched + moved
-        weight = backward.linear_flops / 2 / tp / self._linear
-        behind = weight + (backward.batched_flops + backward.attention_flops) / tp / self._half
-        behind += self._traffic(part, samples, tp, backward=True)
-        again = {"none": 0.0, "selective": moved + batched, "full": ahead + exchange}[remat if block else "none"]
+        apart = self.apart(tp, block=block)
+        there, back = self._exchange(part, samples, tp, block=block)
+        moved = self._traffic(part, samples, tp, backward=False, block=block)
+        linear = 1 / self._half
+        casts = 0.0
+        if fp8:
+            share = self.profile.fp8_share if self.assumptions.pack and block else 1.0
+            share = 0.0 if self.assumptions.pack and not block else share
+            linear = share / self._fp8 + (1 - share) / self._half
+            if self.assumptions.pack and not self.assumptions.fused:
+                # operands are read for their largest value and again, and written in one byte: about half of all that goes
+                # into matmuls and comes out of them
+                casts = share * 1.25 * samples * part.forward.slope.fused_bytes / 2 / apart / self._memory
+        batched = forward.batched_flops / apart / self._half
+        ahead = (
+            forward.linear_flops / tp * linear + forward.attention_flops / apart / self._half + batched + moved + casts
+        )
+        weight = backward.linear_flops / 2 / tp * linear
+        behind = weight + (backward.batched_flops + backward.attention_flops) / apart / self._half
+        behind += self._traffic(part, samples, tp, backward=True, block=block) + 2 * casts
+        if bits < 32 and block:
+            saved = samples * part.forward.slope.saved_bytes
+            coded = saved * (1 + self.coded(bits)) / self._memory
+            ahead, behind = ahead + coded, behind + coded
+        most = moved if self.assumptions.pack else moved + batched  # the pack keeps what batched matmuls return, too
+        again = {"none": 0.0, "selective": most}.get(remat, ahead + there)
         return PartCost(
-            ahead + exchange,
-            behind + exchange + again,
+            ahead + there,
+            behind + back + again,
             weight,
             again,
-            exchange * (3 if block and remat == "full" else 2),
+            there + back + (there if block and remat not in ("none", "selective") else 0.0),
         )
 
-    def _traffic(self, part: Part, samples: int, tp: int, *, backward: bool) -> float:
+    def coded(self, bits: int) -> float:
+        """What ActivationCompression keeps of a byte: codes, and 64 bits for each group of 256."""
+        return (bits + 0.25) / (8 * self.profile.precision.compute_bytes)
+
+    def apart(self, tp: int, *, block: bool) -> int:
+        """Over how many ranks what a part computes between its matmuls is spread."""
+        if not self.assumptions.pack:
+            return tp
+        return tp if block and self.profile.paired else 1
+
+    def _exchange(self, part: Part, samples: int, tp: int, *, block: bool) -> tuple[float, float]:
+        """Seconds of tensor-parallel exchange in a forward and a backward pass."""
+        if tp == 1:
+            return 0.0, 0.0
+
+        def reduced(size: float) -> float:
+            return self.all_reduce(size, tp, self.node, self.assumptions.node_latency_seconds)
+
+        hidden = reduced(self.profile.hidden_bytes * samples)
+        if not self.assumptions.pack or (block and self.profile.paired):
+            return (2 * hidden, 2 * hidden) if block else (hidden, hidden)
+        results = samples * part.forward.slope.kept_bytes
+        if not results:
+            return hidden, hidden  # an embedding
+        return reduced(results) / 2, reduced(results)
+
+    def _traffic(self, part: Part, samples: int, tp: int, *, backward: bool, block: bool) -> float:
         line = part.backward if backward else part.forward
         if self.assumptions.fused:
             total, wide = samples * line.slope.fused_bytes, samples * line.slope.wide_fused_bytes
         else:
             work = line.at(samples)
             total, wide = work.traffic_bytes, work.wide_traffic_bytes
-        return ((total - wide) / tp + wide / self.wide(tp)) / self._memory
+        return ((total - wide) / self.apart(tp, block=block) + wide / self.wide(tp)) / self._memory
 
     def wide(self, tp: int) -> int:
         """Over how many ranks tensors of the hidden state's shape are spread."""
-        return tp if self.assumptions.sequence_parallel else 1
+        return tp if self.assumptions.sequence_parallel and not self.assumptions.pack else 1
 
     def stages(self, layout: Layout) -> list[PartCost]:
         """The sums over each stage's parts."""
-        key = (layout.tp, layout.micro_batch, layout.remat, layout.num_stages)
+        key = work_key(layout)
         found = self._stages.get(key)
         if found is None:
             order, n = self.kinds[0], len(self.profile.blocks)
+            kept = self.kept_blocks(layout)
             found = []
             for stage in range(layout.num_stages):
                 costs = [
-                    self.part(order[i], layout.tp, layout.micro_batch, layout.remat, block=i < n)
+                    self.part(
+                        order[i],
+                        layout.tp,
+                        layout.micro_batch,
+                        "none" if i in kept else layout.remat,
+                        block=i < n,
+                        fp8=layout.fp8,
+                        bits=layout.bits,
+                    )
                     for i in self.indices(stage, layout.num_stages)
                 ]
                 sums = [sum(values) for values in zip(*map(astuple, costs), strict=True)]
                 found.append(PartCost(*sums))
             self._stages[key] = found
         return found
+
+    def kept_blocks(self, layout: Layout) -> range:
+        """The blocks that are not run again, of policies that keep some."""
+        n = len(self.profile.blocks)
+        if layout.remat == "sqrt":
+            return range(n * (segments(n) - 1) // segments(n), n)
+        if layout.remat == "optimal":
+            return range(n - self.affordable(layout), n)
+        return range(0)
+
+    def affordable(self, layout: Layout) -> int:
+        """How many blocks the budget of "optimal" lets be kept, the others' inputs and one that is run again beside them."""
+        n = len(self.profile.blocks)
+        saved = max(b.forward.at(layout.micro_batch).saved_bytes for b in self.profile.blocks)
+        held = self.profile.stream * layout.micro_batch
+        return max(0, min(n, int((layout.budget * n * saved - saved - n * held) / max(saved - held, 1.0))))
 
     def times(self, layout: Layout) -> list[StageTimes]:
         """Of the operations to simulate; with resharding, exchange that is longer than the computation shows."""
@@ -184,6 +254,10 @@ class Costs:
             ahead, behind = cost.forward, cost.backward_input
             if layout.shard == "zero3":
                 gather, reduce = self.data_seconds(layout, stage)
+                if (
+                    layout.pp > 1
+                ):  # gradients are reduced once a step, and weights stay from a backward pass to the next one
+                    reduce = 0.0
                 parts = max(1, len(self.split(layout.num_stages)[stage]))
                 ahead = max(ahead, gather) + gather / parts
                 both = cost.backward_weight + behind
@@ -193,7 +267,8 @@ class Costs:
 
     def send_seconds(self, layout: Layout) -> float:
         """Of a hidden state from stage to stage."""
-        size = self.profile.hidden_bytes * layout.micro_batch / self.wide(layout.tp)
+        one = self.profile.stream if self.assumptions.pack else self.profile.hidden_bytes
+        size = one * layout.micro_batch / self.wide(layout.tp)
         if layout.dp * layout.tp * layout.pp <= self.accelerator.node_size:
             return size / self.node + self.assumptions.node_latency_seconds
         return size / self.network + self.assumptions.network_latency_seconds
@@ -204,17 +279,26 @@ class Costs:
         return 2 * (members - 1) / members * size / bandwidth + 2 * log2(members) * latency
 
     def data_seconds(self, layout: Layout, stage: int) -> tuple[float, float]:
-        """Gathering a stage's weights and scattering the sums of its gradients, over the data-parallel group."""
+        """Gathering a stage's weights and scattering the sums of its gradients, over the ranks that share them."""
         p = self.parameters(stage, layout.num_stages) / layout.tp
         precision = self.profile.precision
-        return self._gather(p * precision.compute_bytes, layout), self._gather(p * precision.grad_bytes, layout)
+        gathered = precision.weight_bytes if self.assumptions.pack else precision.compute_bytes
+        members = layout.dp if layout.shard == "none" else layout.group
+        scatter = self._gather(p * precision.grad_bytes, layout, members)
+        groups = layout.dp // members
+        if groups > 1:  # the pieces are summed over the groups, whose ranks are on other nodes if any are
+            scatter += 2 * self._gather(p / members * precision.grad_bytes, layout, groups, stride=members)
+        return self._gather(p * gathered, layout, members), scatter
 
-    def _gather(self, size: float, layout: Layout) -> float:
-        """All-gather or reduce-scatter of ``size`` bytes in all: in the node and between nodes at the same time."""
-        if layout.dp == 1:
+    def _gather(self, size: float, layout: Layout, members: int, stride: int = 1) -> float:
+        """All-gather or reduce-scatter of ``size`` bytes in all: in the node and between nodes at the same time.
+
+        The members are data ranks ``stride`` apart.
+        """
+        if members == 1:
             return 0.0
-        local = min(layout.dp, max(1, self.accelerator.node_size // layout.tp))
-        nodes = layout.dp / local
+        local = min(members, max(1, self.accelerator.node_size // (layout.tp * stride)))
+        nodes = members / local
         a = self.assumptions
         within = (local - 1) / local * size / self.node + log2(local) * a.node_latency_seconds
         between = (nodes - 1) / nodes * size / local / self.network + log2(max(nodes, 1)) * a.network_latency_seconds
@@ -223,8 +307,17 @@ class Costs:
     def outside(self, layout: Layout) -> tuple[list[float], float]:
         """Seconds before the pipeline's first operation, for each rank those after its last: exchange and the update."""
         v_shaped = layout.schedule in ("ZBVZeroBubble", "DualPipeV")
-        key = (layout.tp, layout.pp, layout.num_stages, layout.dp, layout.shard, v_shaped)
-        key = (*key, (layout.micro_batch, layout.remat) if layout.pp == 1 else None)
+        key = (
+            layout.tp,
+            layout.pp,
+            layout.num_stages,
+            layout.dp,
+            layout.shard,
+            layout.shards,
+            v_shaped,
+            layout.offload,
+        )
+        key = (*key, work_key(layout) if layout.pp == 1 else None)
         found = self._outside.get(key)
         if found is None:
             found = self._outside[key] = self._around(layout)
@@ -236,10 +329,10 @@ class Costs:
         for rank in range(layout.pp):
             mine = self.rank_stages(layout, rank)
             gather = reduce = 0.0
-            if layout.shard != "zero3":
+            if layout.shard != "zero3" or (layout.pp > 1 and self.assumptions.pack):
                 pairs = [self.data_seconds(layout, stage) for stage in mine]
                 gather = sum(g for g, _ in pairs) if layout.shard == "zero2" else 0.0
-                reduce = sum(r for _, r in pairs) * (1 if layout.shard == "zero2" else 2)
+                reduce = sum(r for _, r in pairs) * (2 if layout.shard == "none" else 1)
                 if layout.pp == 1:
                     blocks = max(1, len(self.profile.blocks))
                     behind = last[0].backward_input + last[0].backward_weight
@@ -248,9 +341,13 @@ class Costs:
             if rank == 0:
                 head = gather
             owned = sum(self.parameters(stage, layout.num_stages) for stage in mine) / layout.tp
-            owned /= layout.dp if layout.shard != "none" else 1
+            owned /= layout.group
             p = self.profile.precision
-            update = owned * (2 * p.weight_bytes + p.grad_bytes + 2 * self.profile.state_bytes) / self._memory
+            moved = owned * (2 * p.weight_bytes + p.grad_bytes + 2 * self.profile.state_bytes)
+            update = moved / self._memory
+            if layout.offload:
+                sent = owned * max(p.weight_bytes, p.grad_bytes)
+                update = moved / self.assumptions.host_memory + 2 * sent / self.assumptions.host_link
             tails[rank] = reduce + update
         return tails, head
 
@@ -260,3 +357,13 @@ class Costs:
         if layout.schedule in ("ZBVZeroBubble", "DualPipeV"):
             return [rank, 2 * layout.pp - 1 - rank]
         return list(range(rank, layout.num_stages, layout.pp))
+
+
+def work_key(layout: Layout) -> tuple[object, ...]:
+    """What the work of a micro-batch depends on."""
+    return (layout.tp, layout.micro_batch, layout.remat, layout.budget, layout.num_stages, layout.fp8, layout.bits)
+
+
+def segments(n: int) -> int:
+    """Into how many segments Rematerialization(policy="sqrt") cuts ``n`` blocks."""
+    return max(1, round(sqrt(n)))

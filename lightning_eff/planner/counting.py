@@ -35,9 +35,11 @@ class Work:
         wide_fused_bytes: the part of ``fused_bytes`` that is of that shape.
         kept_bytes: results of linear layers and of fused attention.
         wide_kept_bytes: the part of them of the hidden state's shape.
+        batched_kept_bytes: results of matmuls between activations.
         saved_bytes: kept by autograd from the forward pass to the backward pass, parameters excepted.
         wide_saved_bytes: the part of them of the hidden state's shape.
         largest_bytes: the largest tensor written.
+        largest_activation_bytes: the largest one that has no parameter's shape.
     """
 
     linear_flops: float = 0.0
@@ -49,9 +51,11 @@ class Work:
     wide_fused_bytes: float = 0.0
     kept_bytes: float = 0.0
     wide_kept_bytes: float = 0.0
+    batched_kept_bytes: float = 0.0
     saved_bytes: float = 0.0
     wide_saved_bytes: float = 0.0
     largest_bytes: float = 0.0
+    largest_activation_bytes: float = 0.0
 
     def combined(self, other: Self, operation: Callable[[float, float], float]) -> Self:
         """Field by field."""
@@ -140,6 +144,7 @@ class Counter(TorchDispatchMode):
         self.regions.update({i: Region() for i in range(len(blocks))})
         self.hidden: Tensor | None = None
         self._parameters = {storage_key(p) for p in module.parameters()}
+        self._shapes = {tuple(sorted(p.shape)) for p in module.parameters()}  # of weights and their gradients
         self._blocks, self._hidden_of, self._output_of = blocks, hidden_of, output_of
         self._at: int | str = "before" if blocks else "after"
         self._backward = False
@@ -218,6 +223,8 @@ class Counter(TorchDispatchMode):
         if not self._backward:
             region.parameters |= {key for t in read if (key := storage_key(t)) in self._parameters}
         work.largest_bytes = max([work.largest_bytes, *(_bytes(t) for t in written)])
+        others = [_bytes(t) for t in written if tuple(sorted(t.shape)) not in self._shapes]
+        work.largest_activation_bytes = max([work.largest_activation_bytes, *others])
         name = str(packet)
         attention = "scaled_dot_product" in name or "flash_attention" in name or "efficient_attention" in name
         if packet in _LINEAR or packet in _BATCHED or attention:
@@ -253,7 +260,9 @@ class Counter(TorchDispatchMode):
         for t in activations:
             work.fused_bytes += _bytes(t)
             work.wide_fused_bytes += _bytes(t) if self._flat_wide(t) else 0
-        if packet not in _BATCHED:
+        if packet in _BATCHED:
+            work.batched_kept_bytes += sum(_bytes(t) for t in written)
+        else:
             for t in written:
                 work.kept_bytes += _bytes(t)
                 work.wide_kept_bytes += _bytes(t) if self._flat_wide(t) else 0

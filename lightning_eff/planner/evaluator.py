@@ -3,8 +3,9 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lightning_eff.planner._launch.assumptions import Assumptions
 from lightning_eff.planner.accelerators import Accelerator
-from lightning_eff.planner.costs import Assumptions, Costs
+from lightning_eff.planner.costs import Costs, work_key
 from lightning_eff.planner.layouts import Layout
 from lightning_eff.planner.memory import Memory, MemoryModel
 from lightning_eff.planner.profiling import ModuleProfile
@@ -19,6 +20,7 @@ class Candidate:
     Attributes:
         layout: which.
         memory: on its fullest rank.
+        ranks: the memory of each rank of the pipeline.
         seconds: of a step.
         parts: the step's seconds on the rank that computes the longest, by what they go into.
         mfu: model FLOPs (nothing computed again) over what the accelerators' datasheets promise in BF16.
@@ -27,6 +29,7 @@ class Candidate:
 
     layout: Layout
     memory: Memory
+    ranks: tuple[Memory, ...]
     seconds: float
     parts: dict[str, float]
     mfu: float
@@ -41,6 +44,7 @@ class Candidate:
             "mfu": self.mfu,
             "bubble": self.bubble,
             "memory_bytes": {**asdict(self.memory), "total": self.memory.total},
+            "memory_bytes_by_pipeline_rank": [{**asdict(rank), "total": rank.total} for rank in self.ranks],
         }
 
 
@@ -66,8 +70,8 @@ class Evaluator:
         A rank cannot begin before the first micro-batch has come down to it, does all its operations, and after its last
         backward pass a gradient has to go up to the first stage. Weight passes of their own may come after that.
         """
-        key = (layout.tp, layout.micro_batch, layout.remat, layout.num_stages, layout.schedule, layout.shard == "zero3")
-        key = (*key, layout.dp if layout.shard == "zero3" else 0, layout.num_microbatches)
+        key = (*work_key(layout), layout.schedule, layout.shard == "zero3", layout.num_microbatches)
+        key = (*key, (layout.dp, layout.shards) if layout.shard == "zero3" else 0)
         found = self._bounds.get(key)
         if found is None:
             times, send, m = self.costs.times(layout), self.costs.send_seconds(layout), layout.num_microbatches
@@ -108,7 +112,9 @@ class Evaluator:
         exchange = m * sum(stages[s].exchange for s in mine)
         again = m * sum(stages[s].recompute for s in mine)
         work = m * sum(stages[s].forward + stages[s].backward_input + stages[s].backward_weight for s in mine)
-        inner = exchange / 3 if layout.remat == "full" else 0.0  # that is computed again and exchanged again
+        # what is exchanged as it is computed again counts as exchange
+        inner = exchange / 3 if layout.remat in ("full", "sqrt", "optimal") and again else 0.0
+        inner = min(inner, again)
         parts = {
             "compute": work - exchange - again + inner,
             "computed again": again - inner,
@@ -119,6 +125,7 @@ class Evaluator:
         candidate = Candidate(
             layout,
             self.memory.of(layout),
+            tuple(self.memory.by_rank(layout)),
             seconds,
             parts,
             flops / (seconds * layout.gpus * accelerator.peak_flops),

@@ -33,9 +33,20 @@ def _settings(layout: Layout) -> dict[str, str]:
         "tensor parallel": f"tp = {layout.tp}",
         "pipeline": f"pp = {layout.pp}",
         "schedule": layout.schedule if layout.pp > 1 else "no pipeline",
-        "sharding": "whole copies (DDP)" if layout.shard == "none" else layout.shard,
+        "sharding": _sharding(layout),
         "remat": f"remat {layout.remat}",
+        "techniques": "FP8" if layout.fp8 else "no FP8",
+        "compression": f"{layout.bits} bits saved" if layout.bits < 32 else "activations uncompressed",
+        "offload": "optimizer on the host" if layout.offload else "optimizer on the device",
     }
+
+
+def _sharding(layout: Layout) -> str:
+    if layout.shard == "none":
+        return "whole copies (DDP)"
+    if layout.shards:
+        return "sharded in groups (HSDP)"
+    return "sharded, gathered once a step" if layout.shard == "zero2" else "sharded"
 
 
 @dataclass

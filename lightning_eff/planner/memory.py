@@ -1,35 +1,43 @@
-"""The memory that a layout takes on its fullest rank: weights, gradients, optimizer state, activations in flight, logits."""
+"""The memory that a layout takes on each rank: weights, gradients, optimizer state, activations in flight, what is at work."""
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
-from lightning_eff.planner.costs import Costs
+from lightning_eff.planner.costs import Costs, segments, work_key
 from lightning_eff.planner.layouts import Layout
 from lightning_eff.planner.schedules import SCHEDULES
 from lightning_eff.planner.simulation import peak_in_flight
 
+_SMALL = 2**20  # HybridParallelStrategy's min_num_params
+
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the fullest rank.
+    """Bytes on one rank.
 
     Attributes:
-        weights: at rest, and gathered where sharded.
-        gradients: accumulated, and not yet scattered where sharded.
+        weights: at rest.
+        gathered: weights gathered where they are divided, and copies of them in another type that are made once.
+        gradients: as the optimizer sees them; in a pipeline the last step's beside them.
+        unreduced: gradients not yet scattered, where parameters are divided.
         optimizer: its state.
-        activations: of the micro-batches in flight.
-        working: of the block that is computed again, and of the logits' gradient.
+        activations: of the micro-batches in flight, with the copies of weights that autocast makes for each.
+        buffers: a pipeline's, to receive into.
+        working: of the block that is computed again, of the largest gradients, and of the optimizer's step.
     """
 
     weights: float
+    gathered: float
     gradients: float
+    unreduced: float
     optimizer: float
     activations: float
+    buffers: float
     working: float
 
     @property
     def total(self) -> float:
         """Of all of them."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.working
+        return float(sum(astuple(self)))
 
 
 class MemoryModel:
@@ -41,27 +49,83 @@ class MemoryModel:
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
-        self._held: dict[object, list[tuple[float, float]]] = {}
-        self._kept: dict[object, list[tuple[float, float, float]]] = {}
-        self._largest: dict[tuple[int, int, int], float] = {}
-        self._saved: dict[tuple[int, int, int, str], float] = {}
+        self._held: dict[object, list[tuple[float, float, float]]] = {}
+        self._kept: dict[object, list[tuple[float, float, float, float, float]]] = {}
+        self._saved: dict[object, float] = {}
 
     def of(self, layout: Layout) -> Memory:
         """The memory of the rank that needs the most."""
-        held, states = self._activations(layout), self._states(layout)
-        fullest = max(range(layout.pp), key=lambda rank: sum(held[rank]) + sum(states[rank]))
-        return Memory(*states[fullest], *held[fullest])
+        return max(self.by_rank(layout), key=lambda memory: memory.total)
 
-    def _states(self, layout: Layout) -> list[tuple[float, float, float]]:
-        """For each rank, bytes of weights, gradients and optimizer state."""
-        v_shaped = layout.schedule in ("ZBVZeroBubble", "DualPipeV")
-        key = (layout.tp, layout.pp, layout.num_stages, layout.dp, layout.shard, v_shaped, layout.num_microbatches > 1)
-        found = self._kept.get(key)
-        if found is None:
-            found = self._kept[key] = [self._states_of(layout, rank) for rank in range(layout.pp)]
+    def by_rank(self, layout: Layout) -> list[Memory]:
+        """The memory of each rank of the pipeline; the data- and tensor-parallel ranks of a stage need the same."""
+        found: list[Memory] = []
+        for held, states in zip(self._activations(layout), self._states(layout), strict=True):
+            activations, buffers, working = held
+            weights, gathered, gradients, unreduced, optimizer = states
+            if self.costs.assumptions.pack:
+                if (
+                    layout.pp == 1
+                ):  # gradients come as activations go: the head's and the last block's are gone before them
+                    unreduced = max(0.0, unreduced - self._gone_first(layout))
+                # the optimizer's step, and the sums over whole copies, come when activations are gone
+                during = activations + working + gathered + unreduced
+                working += max(0.0, weights - during)
+            found.append(Memory(weights, gathered, gradients, unreduced, optimizer, activations, buffers, working))
         return found
 
-    def _states_of(self, layout: Layout, rank: int) -> tuple[float, float, float]:
+    def _states(self, layout: Layout) -> list[tuple[float, float, float, float, float]]:
+        """For each rank, bytes of weights, of what is gathered, gradients, those not reduced, and optimizer state."""
+        v_shaped = layout.schedule in ("ZBVZeroBubble", "DualPipeV")
+        key = (layout.tp, layout.pp, layout.num_stages, layout.dp, layout.shard, layout.shards, v_shaped)
+        key = (*key, layout.num_microbatches > 1, layout.offload, layout.schedule == "none")
+        found = self._kept.get(key)
+        if found is None:
+            states = self._states_here if self.costs.assumptions.pack else self._states_elsewhere
+            found = self._kept[key] = [states(layout, rank) for rank in range(layout.pp)]
+        return found
+
+    def _gone_first(self, layout: Layout) -> float:
+        """Bytes of activations that the backward pass has let go of before it is through the last block."""
+        order, n = self.costs.kinds[0], len(self.costs.profile.blocks)
+        last = [self._part(order[n - 1], layout, layout.remat, block=True)] if n else []
+        return self._part(order[n + 1], layout, "none", block=False) + sum(last)
+
+    def _parts(self, layout: Layout, rank: int) -> tuple[list[int], int]:
+        """Parameters of each block of a rank, and of all that is outside of the blocks there; a tensor-parallel share."""
+        costs, n = self.costs, len(self.costs.profile.blocks)
+        order, kinds = costs.kinds
+        stages = costs.rank_stages(layout, rank)
+        at = [i for s in stages for i in costs.indices(s, layout.num_stages) if i < n]
+        blocks = [kinds[order[i]].parameters // layout.tp for i in at]
+        every = sum(costs.parameters(stage, layout.num_stages) for stage in stages) // layout.tp
+        if layout.stages_per_rank > 1 and {0, layout.num_stages - 1} <= set(stages):
+            every -= costs.profile.shared_parameters // layout.tp  # both ends are here
+        return blocks, every - sum(blocks)
+
+    def _states_here(self, layout: Layout, rank: int) -> tuple[float, float, float, float, float]:
+        precision = self.costs.profile.precision
+        blocks, outside = self._parts(layout, rank)
+        w, g = precision.weight_bytes, precision.grad_bytes
+        again = 2 if layout.pp > 1 else 1
+        states = 0.0 if layout.offload else self.costs.profile.state_bytes
+        p = sum(blocks) + outside
+        if layout.shard == "none":
+            return p * w, 0.0, again * p * g, 0.0, p * states
+        k = layout.group
+        if layout.pp == 1:
+            small = [b for b in blocks if b * layout.tp < _SMALL]
+            with_rest = outside + sum(small)  # gathered from the forward pass to the end of the backward pass
+            two = 2 * max([0, *(b for b in blocks if b * layout.tp >= _SMALL)])  # at work, and fetched ahead
+            # a group's flat buffer stays until the next one's has come, and after the root's none comes
+            return p / k * w, (2 * with_rest + two) * w, p / k * g, two * g, p / k * states
+        # under a pipeline what was gathered for a backward pass stays, and gradients are summed over micro-batches first;
+        # with two stages here what is in no block is not divided
+        divided, rest = (p, 0) if layout.stages_per_rank == 1 else (sum(blocks), outside)
+        own = divided / k + rest
+        return own * w, divided * w, again * own * g, divided * g, own * states
+
+    def _states_elsewhere(self, layout: Layout, rank: int) -> tuple[float, float, float, float, float]:
         costs, profile = self.costs, self.costs.profile
         stages = costs.rank_stages(layout, rank)
         p = sum(costs.parameters(stage, layout.num_stages) for stage in stages) / layout.tp
@@ -71,74 +135,100 @@ class MemoryModel:
         precision = profile.precision
         copies = precision.compute_bytes if precision.weight_bytes != precision.compute_bytes else 0
         if layout.shard == "none":
-            return p * (precision.weight_bytes + copies), p * precision.grad_bytes, p * profile.state_bytes
-        own = p / layout.dp
-        weights, gradients = own * precision.weight_bytes, own * precision.grad_bytes
-        if layout.shard == "zero2":
-            weights += p * precision.compute_bytes
-            gradients += (p if layout.num_microbatches > 1 else min(p, two)) * precision.grad_bytes
-        else:
-            weights += min(p, two) * precision.compute_bytes
-            gradients += min(p, two) * precision.grad_bytes
-        return weights, gradients, own * profile.state_bytes
+            return p * precision.weight_bytes, p * copies, p * precision.grad_bytes, 0.0, p * profile.state_bytes
+        own = p / layout.group
+        once = layout.shard == "zero2"
+        gathered = p if once else min(p, two)
+        unreduced = p if once and layout.num_microbatches > 1 else min(p, two)
+        return (
+            own * precision.weight_bytes,
+            gathered * precision.compute_bytes,
+            own * precision.grad_bytes,
+            unreduced * precision.grad_bytes,
+            own * profile.state_bytes,
+        )
 
-    def _activations(self, layout: Layout) -> list[tuple[float, float]]:
-        """For each rank, bytes of activations in flight and of what is at work."""
+    def _activations(self, layout: Layout) -> list[tuple[float, float, float]]:
+        """For each rank, bytes of activations in flight, of buffers, and of what is at work."""
         name, p, v, m = layout.simulated_schedule, layout.pp, layout.stages_per_rank, layout.num_microbatches
-        key = (name, p, v, m, layout.tp, layout.micro_batch, layout.remat)
+        key = (name, p, v, m, *work_key(layout))
         found = self._held.get(key)
         if found is None:
             found = self._held[key] = self._work_out(layout, moments_of(name, p, v, m))
         return found
 
-    def _work_out(self, layout: Layout, moments: tuple[tuple[tuple[int, ...], ...], ...]) -> list[tuple[float, float]]:
+    def _work_out(
+        self, layout: Layout, moments: tuple[tuple[tuple[int, ...], ...], ...]
+    ) -> list[tuple[float, float, float]]:
         costs, n = self.costs, len(self.costs.profile.blocks)
-        hidden = costs.profile.hidden_bytes * layout.micro_batch / costs.wide(layout.tp)
-        order = costs.kinds[0]
-        ranks: list[tuple[float, float]] = []
+        pack = costs.assumptions.pack
+        one = costs.profile.stream if pack else costs.profile.hidden_bytes / costs.wide(layout.tp)
+        hidden = one * layout.micro_batch
+        order, kept = costs.kinds[0], costs.kept_blocks(layout)
+        ranks: list[tuple[float, float, float]] = []
         for rank in range(layout.pp):
             stages = costs.rank_stages(layout, rank)
             sizes: list[float] = []
-            working = 0.0
+            working = buffers = casts = 0.0
             for stage in stages:
                 size = hidden if layout.pp > 1 else 0.0  # the stage's output, until its gradient has come
+                first, last = stage == 0, stage == layout.num_stages - 1
+                if pack and layout.pp > 1:
+                    # torch makes them for all micro-batches at once, and those that are received keep their gradients too;
+                    # what is received is what the first block keeps
+                    buffers += layout.num_microbatches * hidden * (2 * (not first) + (not last))
+                    size -= 0.0 if first else hidden
                 for i in costs.indices(stage, layout.num_stages):
-                    size += self._part(order[i], layout, block=i < n)
-                    whole = self._part(order[i], layout, block=False)
-                    largest = self._gradient(order[i], layout)
-                    again = whole if i < n and layout.remat != "none" else 0.0
+                    remat = "none" if i in kept else layout.remat
+                    size += self._part(order[i], layout, remat, block=i < n)
+                    whole = self._part(order[i], layout, "none", block=i < n)
+                    largest = self._gradient(order[i], layout, block=i < n)
+                    again = whole if i < n and remat != "none" else 0.0
                     working = max(working, again + largest)
+                    casts += self._fixed(order[i], layout) if i < n and remat != "none" else 0.0
                 sizes.append(size)
+            if layout.remat == "sqrt" and kept:
+                inside = max(1, len(kept))
+                working += (inside - 1) * max(self._part(order[i], layout, "none", block=True) for i in range(n))
+                sizes = [size - hidden * (n - len(kept) - (segments(n) - 1)) for size in sizes]
             peak = max(sum(c * s for c, s in zip(counts, sizes, strict=True)) for counts in moments[rank])
-            ranks.append((peak, working))
+            # as a forward pass ends, autocast still has the copies of all weights; a backward pass has them block by block
+            ranks.append((peak, buffers, max(working, casts)))
         return ranks
 
-    def _gradient(self, kind: int, layout: Layout) -> float:
-        """The largest tensor of a part's backward pass."""
-        key = (kind, layout.tp, layout.micro_batch)
-        if key not in self._largest:
-            work = self.costs.kinds[1][kind].backward.at(layout.micro_batch)
-            self._largest[key] = work.largest_bytes / layout.tp
-        return self._largest[key]
+    def _fixed(self, kind: int, layout: Layout) -> float:
+        """Copies of weights in another type, which autocast makes for each micro-batch."""
+        if not self.costs.assumptions.pack:
+            return 0.0
+        share = 1.0 - (self.costs.profile.fp8_share if layout.fp8 else 0.0)
+        return share * self.costs.kinds[1][kind].forward.fixed.saved_bytes / layout.tp
 
-    def _part(self, kind: int, layout: Layout, *, block: bool) -> float:
-        """What one part keeps of one micro-batch; ``block=False`` keeps everything, whatever ``remat`` says."""
-        remat = layout.remat if block else "none"
-        key = (kind, layout.tp, layout.micro_batch, remat)
+    def _gradient(self, kind: int, layout: Layout, *, block: bool) -> float:
+        """The largest tensors of a part's backward pass: the one that is read and the one that is written."""
+        work = self.costs.kinds[1][kind].backward.at(layout.micro_batch)
+        largest = 2 * work.largest_activation_bytes if self.costs.assumptions.pack else work.largest_bytes
+        return largest / self.costs.apart(layout.tp, block=block)
+
+    def _part(self, kind: int, layout: Layout, remat: str, *, block: bool) -> float:
+        """What one part keeps of one micro-batch."""
+        remat = remat if block else "none"
+        key = (kind, layout.tp, layout.micro_batch, remat, block, layout.bits, layout.fp8)
         found = self._saved.get(key)
         if found is None:
-            costs = self.costs
-            line = costs.kinds[1][kind].forward
+            costs, pack = self.costs, self.costs.assumptions.pack
+            line = costs.kinds[1][kind].forward.slope
             spread, samples = costs.wide(layout.tp), layout.micro_batch
-            hidden = costs.profile.hidden_bytes * samples / spread
-            # what does not grow with the samples are copies of weights in another type: they count as weights
-            if remat == "full":
+            hidden = (costs.profile.stream if pack else costs.profile.hidden_bytes / spread) * samples
+            if remat not in ("none", "selective"):
                 found = hidden
             else:
-                total = line.slope.saved_bytes if remat == "none" else line.slope.kept_bytes
-                wide = line.slope.wide_saved_bytes if remat == "none" else line.slope.wide_kept_bytes
-                found = samples * ((total - wide) / layout.tp + wide / spread)
-                found += hidden if remat == "selective" else 0.0
+                total = line.saved_bytes if remat == "none" else line.kept_bytes
+                total += line.batched_kept_bytes if remat == "selective" and pack else 0.0
+                wide = line.wide_saved_bytes if remat == "none" else line.wide_kept_bytes
+                found = samples * ((total - wide) / costs.apart(layout.tp, block=block) + wide / spread)
+                found *= costs.coded(layout.bits) if block and layout.bits < 32 else 1.0
+                # elsewhere copies of weights in another type are made once, and count as weights
+                found += hidden if remat == "selective" else self._fixed(kind, layout)
             self._saved[key] = found
         return found
 

@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_map
 
 from lightning_eff._core.batches import num_samples, num_tokens
 from lightning_eff._core.blocks import BlockStack, candidates, find_stack, hidden_of, split_output
+from lightning_eff.planner._launch.abilities import carries_pairs, fp8_share, widths
 from lightning_eff.planner._launch.arguments import check_precision
 from lightning_eff.planner.counting import Counter, Work, storage_key
 
 _SIZES = (2, 4)  # of one sample, normalisation over the batch has no variance
-_HEADS = ("num_heads", "num_attention_heads", "n_head", "n_heads", "num_key_value_heads", "num_kv_heads", "nhead")
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,10 @@ class ModuleProfile:
         precision: what it was profiled in.
         state_bytes: of the optimizer, for each parameter.
         notes: what was assumed, for people.
+        stream_bytes: as ``hidden_bytes``, in the type in which blocks hand it on (FP32 in mixed precision); 0 is the same.
+        paired: tensor parallelism divides a block's attention and MLP, with one exchange after each; else every linear
+            layer by itself, whose results come together on all ranks.
+        fp8_share: of the FLOPs of the blocks' linear layers, in those that FP8 makes faster.
     """
 
     name: str
@@ -119,6 +123,14 @@ class ModuleProfile:
     precision: Precision
     state_bytes: float
     notes: tuple[str, ...] = ()
+    stream_bytes: float = 0.0
+    paired: bool = True
+    fp8_share: float = 1.0
+
+    @property
+    def stream(self) -> float:
+        """Bytes of one sample's hidden state as it goes from block to block."""
+        return self.stream_bytes or self.hidden_bytes
 
     @property
     def parameters(self) -> int:
@@ -141,6 +153,9 @@ class ModuleProfile:
             "shared_parameters": self.shared_parameters,
             "model_flops_per_sample": self.model_flops(1.0),
             "hidden_bytes_per_sample": self.hidden_bytes,
+            "stream_bytes_per_sample": self.stream,
+            "tensor_parallel_pairs": self.paired,
+            "fp8_share": self.fp8_share,
             "tokens_per_sample": self.tokens,
             "precision": asdict(self.precision),
             "optimizer_state_bytes_per_parameter": self.state_bytes,
@@ -229,10 +244,13 @@ def profile_module(
         shared_parameters=sum(sizes[key] for key in shared),
         hidden_bytes=0.0 if hidden is None else hidden.numel() * precision.compute_bytes / _SIZES[1],
         tokens=tokens,
-        widths=_widths(blocks, module),
+        widths=widths(blocks, module),
         precision=precision,
         state_bytes=state_bytes,
         notes=notes,
+        stream_bytes=0.0 if hidden is None else hidden.numel() * hidden.element_size() / _SIZES[1],
+        paired=carries_pairs(module, blocks),
+        fp8_share=fp8_share(blocks),
     )
 
 
@@ -363,16 +381,3 @@ def _step(module: LightningModule) -> Callable[[Any], Any]:
                 module.__dict__.update({} if value is None else {name: value})
 
     return run
-
-
-def _widths(blocks: list[nn.Module], module: nn.Module) -> tuple[int, ...]:
-    """Head counts of the blocks and of the model's config, and both sides of the blocks' matrices."""
-    found: set[int] = set()
-    holders = [m for block in blocks[:1] for m in block.modules()]
-    holders += [config for m in module.modules() if blocks and (config := getattr(m, "config", None)) is not None]
-    for holder in holders:
-        values = (getattr(holder, name, None) for name in _HEADS)
-        found |= {value for value in values if isinstance(value, int) and not isinstance(value, bool) and value > 0}
-    for block in blocks[:1]:
-        found |= {n for p in block.parameters() if p.ndim == 2 and min(p.shape) > 1 for n in p.shape}
-    return tuple(sorted(found))

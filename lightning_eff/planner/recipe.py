@@ -1,16 +1,18 @@
 """The module, a batch and the settings that a LightningCLI config names, without a trainer and without its memory."""
 
 import copy
+import importlib
 import inspect
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
@@ -34,6 +36,10 @@ class Recipe:
         fp8: a plugin of the trainer's section multiplies in FP8.
         fake_mode: under which the module was built.
         state_bytes: of the optimizer, for each parameter.
+        optimizer: as ``configure_optimizers`` gives it; None where it could not be built.
+        trainer: the trainer's section, as plain values.
+        callbacks: the classes of its callbacks.
+        batch_key: where the config has the batch size; None where it could not be told.
         notes: what was assumed, for people.
     """
 
@@ -45,6 +51,10 @@ class Recipe:
     fp8: bool
     fake_mode: FakeTensorMode | None
     state_bytes: float
+    optimizer: Any
+    trainer: dict[str, Any]
+    callbacks: tuple[type, ...]
+    batch_key: tuple[str, ...] | None
     notes: tuple[str, ...]
 
 
@@ -66,6 +76,8 @@ def read_recipe(configs: Sequence[str], *, real: bool) -> Recipe:
     try:
         from jsonargparse import Namespace
         from lightning.pytorch.cli import LightningCLI
+
+        import lightning_eff.bench.monitor  # noqa: F401 - configs may name it by class name alone
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f'{error.name} is not installed; LightningCLI needs it. Run: pip install "jsonargparse[signatures]"'
@@ -88,6 +100,7 @@ def read_recipe(configs: Sequence[str], *, real: bool) -> Recipe:
             parser = self._parser(self.subcommand)
             chosen = self.config[str(self.subcommand)]
             self.trainer_section = copy.deepcopy(chosen.get("trainer"))
+            self.plain: dict[str, Any] = yaml.safe_load(parser.dump(chosen, skip_none=False, skip_check=True))
             built = Namespace()
             sections = {key: value for key, value in vars(chosen).items() if key not in ("trainer", "data")}
             with mode or nullcontext():
@@ -113,11 +126,15 @@ def read_recipe(configs: Sequence[str], *, real: bool) -> Recipe:
                 f"plan: the module of {', '.join(configs)} could not be built on shapes alone:"
                 f" {type(error).__name__}: {error}; build it really by --profile real, on a machine where it fits."
             ) from error
-    return _recipe(cli.model, cli.datamodule, cli.trainer_section, mode)
+    return _recipe(cli.model, cli.datamodule, cli.trainer_section, cli.plain, mode)
 
 
 def _recipe(
-    module: LightningModule, data: LightningDataModule | None, trainer: Any, mode: FakeTensorMode | None
+    module: LightningModule,
+    data: LightningDataModule | None,
+    trainer: Any,
+    plain: dict[str, Any],
+    mode: FakeTensorMode | None,
 ) -> Recipe:
     notes: list[str] = []
     section = {} if trainer is None else dict(trainer)
@@ -137,13 +154,26 @@ def _recipe(
         module.setup("fit")
         module.configure_model()
     batch = _first_batch(module, data)
-    state_bytes = _state_bytes(module, mode, notes)
-    plugins = section.get("plugins") or []
-    named = [str(getattr(p, "class_path", p)) for p in (plugins if isinstance(plugins, list) else [plugins])]
+    optimizer, state_bytes = _optimizer(module, mode, notes)
+    written = dict(plain.get("trainer") or {})
+    for key in ("plugins", "callbacks"):
+        value = written.get(key) or []
+        written[key] = value if isinstance(value, list) else [value]
+    named = [str(p["class_path"]) if isinstance(p, dict) else str(p) for p in written["plugins"]]
+    size = num_samples(batch)
+    key = batch_key(plain, size)
+    if key is None:
+        notes.append(
+            f"the config has no batch_size of {size}, so the loader's batches stay: found no other to plan with"
+        )
     return Recipe(
         module=module,
         batch=batch,
-        batch_size=num_samples(batch),
+        batch_size=size,
+        optimizer=optimizer,
+        trainer=written,
+        callbacks=tuple(import_object(str(c["class_path"])) for c in written["callbacks"]),
+        batch_key=key,
         accumulate=int(section.get("accumulate_grad_batches") or 1),
         precision=section.get("precision"),
         fp8=any("FP8" in name or "TransformerEngine" in name for name in named),
@@ -151,6 +181,12 @@ def _recipe(
         state_bytes=state_bytes,
         notes=tuple(notes),
     )
+
+
+def import_object(path: str) -> Any:
+    """The class at a dotted path."""
+    home, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(home), name)
 
 
 def _first_batch(module: LightningModule, data: LightningDataModule | None) -> Any:
@@ -172,8 +208,29 @@ def _first_batch(module: LightningModule, data: LightningDataModule | None) -> A
     return batch
 
 
-def _state_bytes(module: LightningModule, mode: FakeTensorMode | None, notes: list[str]) -> float:
-    """Bytes of optimizer state for each parameter: a step of the same optimizer on a small matrix is looked at."""
+def batch_key(config: Mapping[str, Any], size: int) -> tuple[str, ...] | None:
+    """Where a config says that a batch has ``size`` samples: the one ``batch_size`` of that value, in data or model.
+
+    A second one of that value, or none, and it cannot be told which the loader reads.
+    """
+
+    def walk(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                if key in ("batch_size", "train_batch_size") and inner == size and not isinstance(inner, bool):
+                    yield (*path, key)
+                yield from walk(inner, (*path, str(key)))
+
+    for section in ("data", "model"):
+        found = list(walk(config.get(section), (section,)))
+        if found:
+            return found[0] if len(found) == 1 else None
+    return None
+
+
+def _optimizer(module: LightningModule, mode: FakeTensorMode | None, notes: list[str]) -> tuple[Any, float]:
+    """The optimizer, and its bytes of state for each parameter: a step of a like one on a small matrix is looked at."""
+    configured: Any = None
     try:
         with undisturbed(), mode or nullcontext():
             configured = module.configure_optimizers()
@@ -191,10 +248,9 @@ def _state_bytes(module: LightningModule, mode: FakeTensorMode | None, notes: li
         optimizer = same([weight], **settings)
         optimizer.step()
         state = optimizer.state[weight].values()
-        return (
-            sum(t.numel() * t.element_size() for t in state if isinstance(t, torch.Tensor) and t.ndim) / weight.numel()
-        )
+        held = sum(t.numel() * t.element_size() for t in state if isinstance(t, torch.Tensor) and t.ndim)
+        return configured, held / weight.numel()
     except Exception as error:
         first = str(error).splitlines()[0] if str(error) else ""
         notes.append(f"optimizer state assumed as AdamW's 8 bytes a parameter ({type(error).__name__}: {first})")
-        return 8.0
+        return configured if isinstance(configured, torch.optim.Optimizer) else None, 8.0

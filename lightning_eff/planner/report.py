@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from lightning_eff.planner.evaluator import Candidate
+from lightning_eff.planner.layouts import Layout
 from lightning_eff.planner.search import Plan
 
 
@@ -19,8 +20,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -
     return lines
 
 
-def report(plan: Plan) -> str:
-    """The whole of it, for a terminal of about 120 columns."""
+def report(plan: Plan, config: str | None = None) -> str:
+    """The whole of it, for a terminal of about 120 columns, with the best layout as a config."""
     p, a = plan.profile, plan.accelerator
     unit = p.tokens or 1
     what = f"{p.tokens:,} tokens a sample" if p.tokens else "samples"
@@ -41,7 +42,8 @@ def report(plan: Plan) -> str:
         ]
         lines += _parts(plan.best[0])
         lines += _launches(plan)
-        lines += ["", "As a strategy: " + strategy(plan.best[0])]
+        if config is not None:
+            lines += ["", "The first one as a config (--out FILE writes it):", "", *config.rstrip().splitlines()]
     else:
         lines += [
             f"No layout fits: the smallest of {plan.enumerated:,} needs {plan.smallest / 1e9:,.4g} GB, and"
@@ -68,21 +70,6 @@ def report(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def strategy(candidate: Candidate) -> str:
-    """The layout as the strategy's arguments."""
-    layout = candidate.layout
-    pipeline = ""
-    if layout.pp > 1:
-        pipeline = f', schedule="{layout.schedule}", num_microbatches={layout.num_microbatches}'
-    accumulate = layout.num_microbatches if layout.pp == 1 else 1
-    return (
-        f"HybridParallelStrategy(data_parallel_size={layout.dp}, shard={layout.shard != 'none'},"
-        f" tensor_parallel_size={layout.tp}, pipeline_parallel_size={layout.pp}{pipeline}), batches of"
-        f" {layout.micro_batch * layout.num_microbatches // accumulate:,} samples a replica"
-        + (f", accumulate_grad_batches={accumulate}" if accumulate > 1 else "")
-    )
-
-
 def _ceiling(plan: Plan) -> str:
     a, precision = plan.accelerator, plan.profile.precision
     reached = (a.fp8_matmul_flops or 0.0) if precision.fp8 else a.matmul_flops * (0.5 if precision.tf32 else 1.0)
@@ -98,7 +85,7 @@ def _best(best: Sequence[Candidate], unit: int, name: str) -> list[str]:
         "sharding",
         "schedule",
         "micro-batch",
-        "remat",
+        "techniques",
         "GB",
         "s a step",
         name,
@@ -116,10 +103,10 @@ def _best(best: Sequence[Candidate], unit: int, name: str) -> list[str]:
                 f"{at.dp}",
                 f"{at.tp}",
                 f"{at.pp}",
-                at.shard,
+                sharding(at),
                 schedule,
                 f"{at.num_microbatches} of {at.micro_batch}",
-                at.remat,
+                techniques(at),
                 f"{c.memory.total / 1e9:.3g}",
                 f"{c.seconds:.4g}",
                 f"{samples * unit / c.seconds:,.0f}",
@@ -130,9 +117,27 @@ def _best(best: Sequence[Candidate], unit: int, name: str) -> list[str]:
     return table(header, rows)
 
 
+def sharding(layout: Layout) -> str:
+    """How parameters lie on the data ranks, in a word or two."""
+    if layout.shard == "none":
+        return "whole"
+    return f"groups of {layout.shards}" if layout.shards else f"all {layout.dp}"
+
+
+def techniques(layout: Layout) -> str:
+    """What saves memory or time beside the layout, in a few words."""
+    words = [] if layout.remat == "none" else [f"remat {layout.remat}"]
+    if layout.remat == "optimal":
+        words[-1] += f" {layout.budget:g}"
+    words += [f"{layout.bits} bits saved"] if layout.bits < 32 else []
+    words += ["optimizer on host"] if layout.offload else []
+    words += ["FP8"] if layout.fp8 else []
+    return ", ".join(words) or "-"
+
+
 def _parts(best: Candidate) -> list[str]:
     memory = best.memory
-    sizes = ("weights", "gradients", "optimizer", "activations", "working")
+    sizes = [f.name for f in fields(memory) if getattr(memory, f.name)]
     parts = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in best.parts.items())
     held = ", ".join(f"{name} {getattr(memory, name) / 1e9:.3g} GB" for name in sizes)
     return [f"The first one's time on its busiest rank: {parts};", f"its memory on the fullest rank: {held}."]

@@ -2,12 +2,13 @@
 
 import heapq
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lightning_eff.planner._launch.abilities import Abilities
+from lightning_eff.planner._launch.assumptions import Assumptions
 from lightning_eff.planner.accelerators import Accelerator
-from lightning_eff.planner.costs import Assumptions
 from lightning_eff.planner.evaluator import Candidate, Evaluator
 from lightning_eff.planner.families import Family, Tally
 from lightning_eff.planner.layouts import Layout, enumerate_layouts
@@ -76,6 +77,9 @@ def search(
     global_batch: int,
     assumptions: Assumptions | None = None,
     progress: Callable[[str], None] | None = None,
+    *,
+    able: Abilities | None = None,
+    only: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Find the fastest layouts.
 
@@ -86,6 +90,8 @@ def search(
         global_batch: samples of a step, at least 1.
         assumptions: the defaults if None.
         progress: is told now and then how far the search is.
+        able: what the recipe allows; everything if None.
+        only: values of a layout's fields that it has to have.
 
     Raises:
         ValueError: for numbers that are not positive.
@@ -99,7 +105,12 @@ def search(
     tally = Tally()
     queue: list[tuple[float, int, Layout]] = []
     tell = progress or (lambda text: None)
-    for layout in enumerate_layouts(profile, gpus, accelerator.node_size, global_batch, refused):
+    has_fp8 = accelerator.fp8_matmul_flops is not None
+    every = enumerate_layouts(profile, gpus, accelerator.node_size, global_batch, refused, able, fp8=has_fp8)
+    for layout in every:
+        if any(getattr(layout, name) != value for name, value in (only or {}).items()):
+            refused["left out by --only"] += 1
+            continue
         size = evaluator.memory.of(layout).total
         fits = size <= evaluator.limit
         bound = evaluator.bound(layout) if fits else None

@@ -24,7 +24,7 @@ def gpt(width: int, layers: int, heads: int) -> ModuleProfile:
 @cache
 def megatron(width: int, layers: int, heads: int) -> Evaluator:
     """Fused kernels and no sequence parallelism, as Megatron-LM had it in 2021."""
-    assumptions = Assumptions(fused=True, sequence_parallel=False)
+    assumptions = Assumptions(fused=True, pack=False, sequence_parallel=False)
     return Evaluator(gpt(width, layers, heads), find_accelerator("a100-80"), assumptions)
 
 
@@ -53,7 +53,7 @@ def teraflops(run: Run) -> float:
 def titan(run: Titan) -> tuple[float, Candidate]:
     """Tokens/s a GPU, and all that is predicted."""
     profile = deep(Llama, run.layers, 8192, precision_of("bf16-mixed", fp8=run.fp8), run.width, run.inner, run.heads)
-    found = Evaluator(profile, find_accelerator("h100-96"), Assumptions(fused=True)).run(run.layout)[0]
+    found = Evaluator(profile, find_accelerator("h100-96"), Assumptions(fused=True, pack=False)).run(run.layout)[0]
     samples = run.layout.dp * run.layout.micro_batch * run.layout.num_microbatches
     return samples * 8192 / run.layout.gpus / found.seconds, found
 
@@ -126,21 +126,41 @@ Written by `python -m tests.planner.page`; a test holds the figures to what the 
 lightning-eff plan --config recipe.yaml --gpus 512 --gpu h200
 ```
 
-prints the ten fastest layouts, where the first one's time and memory go, why the others lose and what was assumed, and
-draws the first one's step (`--timeline`). `--json` has all of it. No accelerator is needed, and the module takes no memory.
+prints the ten fastest layouts, the first of them as a config, where its time and memory go, why the others lose and what was
+assumed, and draws the first one's step (`--timeline`). `--out plan.yaml` writes the config: strategy, techniques and precision
+with every argument, processes, accumulation and the loader's batch. It stands beside the recipe's, whose own callbacks it
+keeps, and is run as it is:
+
+```
+lightning-eff fit --config recipe.yaml --config plan.yaml
+```
+
+`--json` has all of it. No accelerator is needed, and the module takes no memory. Slips in the arguments are told before
+torch or the module is imported.
 
 1. **Profile.** The recipe's module is built and its `training_step` run on fake tensors (shapes without data), at two batch
    sizes: FLOPs, bytes moved and bytes kept of each block, and of what is before and after the blocks. A step that looks at
    values needs `--profile real`.
-2. **Layouts.** Data parallel (DDP; FSDP2 that gathers once a step, `zero2`, or for each micro-batch, `zero3`) x tensor
-   parallel within a node x pipeline, under every schedule of `torch.distributed.pipelining`, every number of micro-batches
-   that divides the global batch, and three kinds of remat: `none`; `selective`, which keeps results of linear layers and
-   fused attention and computes the rest again (`torch.utils.checkpoint.create_selective_checkpoint_contexts`); `full`,
-   which keeps each block's input.
-3. **Memory** of each: weights, gradients, optimizer state, the activations in flight on the fullest rank, the logits.
+2. **Layouts.** Only what the pack runs. `HybridParallelStrategy`: data parallel (whole copies; FSDP2 over all data ranks, or
+   over groups of them, `shard=` a number) x tensor parallel within a node x pipeline, under every schedule of
+   `torch.distributed.pipelining`, stages of given blocks, and every number of micro-batches that divides the global batch.
+   `Rematerialization` by every policy, `"optimal"` with budgets from 0.3 to 0.9; `ActivationCompression` in 8 and 4 bits and
+   `OptimizerOffload` with whole copies on single devices or under DDP, which they need; `FP8Precision` where the accelerator
+   has FP8 and layers gain by it. What techniques, strategies and plugins refuse of one another, and of the recipe's own
+   callbacks, plugins, precision and optimizer, is not searched. `--without`, `--only` and `--exact` narrow it.
+3. **Memory** of each rank: weights, what is gathered of them, gradients, optimizer state, the activations in flight, a
+   pipeline's buffers, and what is at work.
 4. **Time.** Every layout that fits has a lower bound: what its ranks compute, and the way of the first and the last
    micro-batch through the pipeline. In the order of their bounds layouts are simulated, operation by operation, until ten
    are faster than every bound that is left. So the ten are the ten fastest of all by this model.
+
+What is not searched, and why: `sequence_parallel=True`, which divides what norms compute and nothing that lies between; the
+ZeRO stages of `DeepSpeedEffStrategy`, which refuses the techniques; rematerialisation under schedules that split the
+backward pass, `"sqrt"` in a pipeline and `"optimal"` where parameters are divided. A pipeline's cut and the plan for tensor
+parallelism are checked on a real batch at setup; what that finds in a module cannot be known before. Where a module carries
+no plan for tensor parallelism (as Hugging Face's do), its activations are taken as whole on every rank: if setup tells of
+pairs in attention and MLP, plan again with `--assume-pairs`. A batch size that the config does not have under that name
+stays as it is, and only layouts of that batch are searched.
 
 ## What it rests on
 
@@ -155,7 +175,13 @@ not fitted to any run below. Further:
   modelled.
 - Sends between stages hide behind computing. Data-parallel exchange hides behind computing without a pipeline, up to one
   block's share; in a pipeline it comes after the last backward pass, as torch has it.
-- All blocks are tensor-parallel in attention and MLP, with two exchanges of the hidden state in each pass.
+- Blocks are tensor-parallel in attention and MLP, with two exchanges of the hidden state in each pass; hidden states, logits
+  and the loss are whole on every rank. Without a plan for that, each linear layer's results come together on all ranks.
+- Weights are gathered in their own type, as this strategy's FSDP2 does; autocast's 16-bit copies are made in each micro-batch
+  and kept with its activations; torch makes a pipeline's receive buffers for all micro-batches at once, and those of inputs
+  keep gradients; in a pipeline the last step's gradients stay through the next one's passes. `pack=False` takes all of that
+  as Megatron-LM and torchtitan have it: the comparison below does.
+- Compression, casts to FP8 and offloading cost the bytes that they move.
 - FP32 matmuls run as TF32, at half the BF16 rate. A causal attention counts in full, as torch's own FLOP counter has it.
 - Kernel launches are free. **Small modules, whose kernels take microseconds, are far slower than predicted.**
 - Eager mode unless `--fused`, which takes everything between two matmuls as one kernel, as compilers nearly do.
@@ -163,7 +189,7 @@ not fitted to any run below. Further:
 ## How far it is off
 
 Schedules do the same operations in the same order as torch's own schedule objects, and their bubbles are those of the
-papers' formulas (tests/planner/test_schedules.py). Against published runs, with `--fused`:
+papers' formulas (tests/planner/test_schedules.py). Against published runs, with `--fused` and `pack=False`:
 
 {megatron}
 

@@ -90,35 +90,99 @@ def layout(**kwargs: object) -> Layout:
 
 
 def test_states_are_counted_by_hand() -> None:
-    """bf16-mixed with AdamW: 4 weights + 2 cast + 4 gradients + 8 state bytes a parameter, and what sharding leaves of them."""
+    """bf16-mixed with AdamW: 4 weights + 4 gradients + 8 state bytes a parameter, and what sharding leaves of them."""
     evaluator = Evaluator(profile(), find_accelerator("h200"), Assumptions())
+    n, memory = profile().parameters, evaluator.memory
+    plain = memory.of(layout())
+    assert (plain.weights, plain.gathered, plain.gradients, plain.optimizer) == (4 * n, 0, 4 * n, 8 * n)
+    # what is in no block comes together for the whole step, and two blocks beside it, in FP32 as they lie
+    rest, block = profile().before.parameters + profile().after.parameters, profile().blocks[0].parameters
+    whole = 2 * rest + 2 * block
+    sharded = memory.of(layout(dp=4, shard="zero3"))
+    assert (sharded.weights, sharded.gradients, sharded.optimizer) == (n, n, 2 * n)
+    gone = profile().after.forward.at(1).saved_bytes + profile().blocks[0].forward.at(1).saved_bytes
+    assert (sharded.gathered, sharded.unreduced) == (4 * whole, max(0, 4 * 2 * block - gone))
+    groups = memory.of(layout(dp=8, shard="zero3", shards=2))
+    assert (groups.weights, groups.gathered, groups.optimizer) == (2 * n, 4 * whole, 4 * n), (
+        "pieces of two, four copies"
+    )
+    assert memory.of(layout(offload=True)).optimizer == 0
+    tensor = memory.of(layout(tp=4))
+    assert (tensor.weights, tensor.gradients, tensor.optimizer) == (n, n, 2 * n)
+    # a pipeline's stage: the last step's gradients stay through the pass, and what was gathered stays gathered
+    stage = memory.by_rank(layout(dp=2, pp=2, shard="zero3", schedule="1F1B", num_microbatches=4))[1]
+    mine = evaluator.costs.parameters(1, 2)
+    assert (stage.weights, stage.gradients, stage.optimizer) == (2 * mine, 4 * mine, 4 * mine)
+    assert (stage.gathered, stage.unreduced) == (4 * mine, 4 * mine)
+
+
+def test_states_elsewhere_are_counted_by_hand() -> None:
+    """As Megatron-LM and torchtitan have them: a 16-bit copy made once, and gathered in 16 bits."""
+    evaluator = Evaluator(profile(), find_accelerator("h200"), Assumptions(pack=False))
     n = profile().parameters
     plain = evaluator.memory.of(layout())
-    assert (plain.weights, plain.gradients, plain.optimizer) == (6 * n, 4 * n, 8 * n)
+    assert (plain.weights + plain.gathered, plain.gradients, plain.optimizer) == (6 * n, 4 * n, 8 * n)
     once = evaluator.memory.of(layout(dp=4, shard="zero2", num_microbatches=2))
-    assert (once.weights, once.gradients, once.optimizer) == (n * (1 + 2), n * (1 + 4), 2 * n)
+    assert (once.weights + once.gathered, once.gradients + once.unreduced) == (n * (1 + 2), n * (1 + 4))
     largest = profile().before.parameters
     resharded = evaluator.memory.of(layout(dp=4, shard="zero3"))
-    assert (resharded.weights, resharded.gradients) == (n + 2 * 2 * largest, n + 4 * 2 * largest)
-    halves = evaluator.memory.of(layout(tp=4))
-    assert (halves.weights, halves.optimizer) == (6 * n / 4, 2 * n)
+    assert resharded.weights + resharded.gathered == n + 2 * 2 * largest
+    assert resharded.gradients + resharded.unreduced == n + 4 * 2 * largest
 
 
 def test_activations_are_counted_by_hand() -> None:
-    """1F1B: the first of 4 ranks holds 4 micro-batches of its blocks, and 4 of its results."""
+    """1F1B: the first of 4 ranks holds 4 micro-batches of its blocks, and 4 of its results, in FP32 as blocks hand them on."""
     evaluator = Evaluator(profile(), find_accelerator("h200"), Assumptions())
     costs, p = evaluator.costs, profile()
     at = layout(pp=4, schedule="1F1B", micro_batch=3, num_microbatches=8)
-    block = p.blocks[0].forward.slope.saved_bytes * 3
-    first = p.before.forward.slope.saved_bytes * 3
+    block = p.blocks[0].forward.slope.saved_bytes * 3 + p.blocks[0].forward.fixed.saved_bytes
+    casts = p.blocks[0].forward.fixed.saved_bytes
+    assert casts == 2 * sum(s for s in (3 * 1024**2, 1024**2, 8 * 1024**2)), "16-bit copies of a block's matrices"
+    assert p.stream == 2 * p.hidden_bytes == 512 * 1024 * 4
+    first = p.before.forward.at(3).saved_bytes
     held = evaluator.memory._activations(at)
-    assert held[0][0] == pytest.approx(4 * (len(costs.split(4)[0]) * block + first + 3 * p.hidden_bytes))
+    assert held[0][0] == pytest.approx(4 * (len(costs.split(4)[0]) * block + first + 3 * p.stream))
+    assert [rank[1] for rank in held] == [8 * 3 * p.stream * k for k in (1, 3, 3, 2)], (
+        "sent back, received, and its gradient"
+    )
     full = evaluator.memory._activations(replace(at, remat="full"))
-    assert full[1][0] == pytest.approx(3 * (len(costs.split(4)[1]) + 1) * 3 * p.hidden_bytes)
-    assert full[1][1] >= block, "one block's activations come back while it is run again"
+    assert full[1][0] == pytest.approx(3 * len(costs.split(4)[1]) * 3 * p.stream), (
+        "the first one's input is in a buffer"
+    )
+    assert full[1][2] >= block, "one block's activations come back while it is run again"
     logits = 512 * 51200
-    last = evaluator.memory._activations(at)[3][1]
-    assert last >= 3 * logits * 4, "the gradient of the logits, in 32 bits"
+    assert held[3][2] >= 3 * logits * 4, "the gradient of the logits, in 32 bits"
+
+
+def test_tensor_parallelism_is_not_credited_with_what_stays_whole() -> None:
+    """Hidden states, logits and the loss are on every rank; without pairs in the blocks everything is."""
+    paired = replace(profile(), paired=True)
+    memory = Evaluator(paired, find_accelerator("h200"), Assumptions()).memory
+    alone = Evaluator(replace(paired, paired=False), find_accelerator("h200"), Assumptions()).memory
+    line, casts = paired.blocks[0].forward.slope, paired.blocks[0].forward.fixed.saved_bytes
+    one, four = layout(), layout(tp=4)
+    outside = sum(part.forward.at(1).saved_bytes for part in (paired.before, paired.after))
+    block = (line.saved_bytes - line.wide_saved_bytes) / 4 + line.wide_saved_bytes + casts / 4
+    fixed = sum(part.forward.fixed.saved_bytes for part in (paired.before, paired.after))
+    assert memory.of(four).activations == pytest.approx(8 * block + outside - fixed * 3 / 4)
+    whole = memory.of(one).activations - (8 * casts + fixed) * 3 / 4
+    assert alone.of(four).activations == pytest.approx(whole), "only the copies of weights are a quarter"
+    assert memory.of(four).working >= 2 * 512 * 51200 * 4, "the logits' gradient and what it is of are whole"
+
+
+def test_what_techniques_save_is_counted() -> None:
+    memory = Evaluator(profile(), find_accelerator("h200"), Assumptions()).memory
+    size = {
+        remat: memory.of(layout(micro_batch=8, remat=remat)).activations
+        for remat in ("none", "sqrt", "full", "selective")
+    }
+    assert size["full"] < size["sqrt"] < size["none"] and size["full"] < size["selective"] < size["none"]
+    budgets = [memory.of(layout(micro_batch=8, remat="optimal", budget=b)).activations for b in (0.3, 0.5, 0.7, 0.9)]
+    assert budgets == sorted(budgets) and size["full"] <= budgets[0] and budgets[-1] < size["none"]
+    codes = [memory.of(layout(micro_batch=8, bits=bits)).activations for bits in (32, 8, 4)]
+    assert codes == sorted(codes, reverse=True)
+    grown = profile().blocks[0].forward.slope.saved_bytes * 8 * 8  # eight blocks of eight samples
+    assert codes[0] - codes[1] == pytest.approx(grown * (1 - 8.25 / 16), rel=0.01)
 
 
 def test_peaks_do_not_need_all_micro_batches() -> None:

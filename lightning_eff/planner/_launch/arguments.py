@@ -3,7 +3,7 @@
 import argparse
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +14,33 @@ from lightning_eff.planner.accelerators import ACCELERATORS, Accelerator, find_a
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
 SYNONYMS = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+
+WITHOUT = (
+    "Rematerialization",
+    "ActivationCompression",
+    "OptimizerOffload",
+    "fp8",
+    "shard",
+    "tensor",
+    "pipeline",
+)
+#: What ``--only`` takes, and how it reads a value.
+ONLY: dict[str, Callable[[str], Any]] = {
+    "dp": int,
+    "tp": int,
+    "pp": int,
+    "shard": str,
+    "shards": int,
+    "schedule": str,
+    "stages_per_rank": int,
+    "micro_batch": int,
+    "num_microbatches": int,
+    "remat": str,
+    "budget": float,
+    "fp8": lambda text: {"true": True, "false": False}[text.lower()],
+    "bits": int,
+    "offload": lambda text: {"true": True, "false": False}[text.lower()],
+}
 
 _DESCRIPTION = """\
 Which layout (data, sharded, tensor, pipeline; micro-batches, schedule, what is computed again) trains a recipe's module
@@ -33,11 +60,15 @@ class Request:
         options: as they were given.
         accelerator: of the table.
         assumptions: with what was set of them.
+        only: values that a layout has to have.
+        devices: accelerators in a node, all of which are used alike.
     """
 
     options: argparse.Namespace
     accelerator: Accelerator
     assumptions: Assumptions
+    only: dict[str, Any]
+    devices: int
 
 
 def parser() -> argparse.ArgumentParser:
@@ -78,7 +109,36 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="take everything between two matmuls as one kernel, as torch.compile makes it; eager mode otherwise",
     )
-    add("--no-sequence-parallel", action="store_true", help="tensor parallelism leaves norms and residuals whole")
+    add(
+        "--without",
+        action="append",
+        default=[],
+        choices=WITHOUT,
+        help="leave it out of the search; several times",
+    )
+    add(
+        "--exact",
+        action="store_true",
+        help="leave out what changes gradients: FP8 and ActivationCompression",
+    )
+    add(
+        "--only",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help=f"search only layouts with it; several times. Names: {', '.join(ONLY)}",
+    )
+    add(
+        "--assume-pairs",
+        action="store_true",
+        help="tensor parallelism divides attention and MLP of the blocks in pairs, as the strategy tells at setup if it does;"
+        " without, that is relied upon where the module carries a plan of its own (Hugging Face)",
+    )
+    add(
+        "--out",
+        metavar="YAML",
+        help="write the best layout there, as a config for lightning-eff fit --config recipe.yaml --config YAML",
+    )
     add(
         "--profile",
         choices=("fake", "real"),
@@ -121,7 +181,6 @@ def read(argv: Sequence[str]) -> Request:
     try:
         assumptions = Assumptions(
             fused=options.fused,
-            sequence_parallel=not options.no_sequence_parallel,
             **{"efficiency": options.efficiency, **_assumed(options.assume)},
         )
     except ValueError as error:
@@ -129,7 +188,8 @@ def read(argv: Sequence[str]) -> Request:
     options.precision = precision
     for path in options.config:
         _check_config(path)
-    for option, path in (("--json", options.json), ("--timeline", options.timeline)):
+    outputs = (("--json", options.json), ("--timeline", options.timeline), ("--out", options.out))
+    for option, path in outputs:
         if path is not None and path not in ("-", "none"):
             _check_output(option, path)
     if find_spec("jsonargparse") is None:
@@ -138,7 +198,8 @@ def read(argv: Sequence[str]) -> Request:
         )
     if options.timeline != "none" and find_spec("matplotlib") is None:
         raise ModuleNotFoundError(NO_MATPLOTLIB)
-    return Request(options, accelerator, assumptions)
+    devices = max(d for d in range(1, min(accelerator.node_size, options.gpus) + 1) if options.gpus % d == 0)
+    return Request(options, accelerator, assumptions, _only(options.only), devices)
 
 
 NO_MATPLOTLIB = (
@@ -191,6 +252,19 @@ def _assumed(texts: Sequence[str]) -> dict[str, float]:
         if name not in _numbers():
             expected = f"expected NAME=NUMBER with one of {', '.join(_numbers())}."
             raise ValueError(f"--assume {text}: {expected}{did_you_mean(name, _numbers()) if name else ''}")
+    return found
+
+
+def _only(texts: Sequence[str]) -> dict[str, Any]:
+    """``NAME=VALUE``, several times."""
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        try:
+            found[name] = ONLY[name](value)
+        except (KeyError, ValueError):
+            expected = f"expected NAME=VALUE with one of {', '.join(ONLY)}, and a value of its kind."
+            raise ValueError(f"--only {text}: {expected}{did_you_mean(name, list(ONLY))}") from None
     return found
 
 

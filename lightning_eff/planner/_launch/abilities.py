@@ -1,0 +1,144 @@
+"""What the pack can do with a recipe's module: which layouts and techniques its strategies and plugins would not refuse."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+
+from lightning_eff._core.optimizers import is_per_parameter
+from lightning_eff._core.technique import Technique
+from lightning_eff.precision.fp8 import too_small
+from lightning_eff.strategies._tensor.given import carried_plan
+from lightning_eff.strategies._tensor.styles import PACKED, features, is_linear
+
+_HEADS = ("num_heads", "num_attention_heads", "n_head", "n_heads", "num_key_value_heads", "num_kv_heads", "nhead")
+#: Techniques that a plan chooses by itself: those of the recipe make way for them.
+PLANNED = ("ActivationCompression", "OptimizerOffload", "Rematerialization")
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What may be proposed; a reason (a string) stands for what may not. Everything may by default.
+
+    Attributes:
+        refused: reasons by what they rule out: "hybrid" (any strategy but DDP or a single device), "divided" (parameters
+            in pieces), "tensor", "pipeline", "fp8", and the names of techniques.
+        must_fp8: the recipe multiplies in FP8 already.
+        batch: samples of a loader's batch, where the plan cannot set them; None where it can.
+    """
+
+    refused: dict[str, str] = field(default_factory=dict[str, str])
+    must_fp8: bool = False
+    batch: int | None = None
+
+    def why_not(self, *names: str) -> str | None:
+        """The first reason against one of ``names``."""
+        return next((self.refused[name] for name in names if name in self.refused), None)
+
+
+def abilities(
+    module: LightningModule,
+    *,
+    callbacks: Sequence[type],
+    plugins: Sequence[dict[str, Any]],
+    precision: str,
+    optimizer: Any,
+    sync_batchnorm: bool,
+    fp8: bool,
+    batch: int | None,
+    without: Sequence[str],
+    exact: bool,
+) -> Abilities:
+    """Look at all that the strategies and techniques look at, as far as it can be known before a run.
+
+    Args:
+        module: of the recipe.
+        callbacks: the classes of the recipe's callbacks, but those of :data:`PLANNED`.
+        plugins: of the trainer's section, with ``class_path`` and ``init_args``.
+        precision: the Trainer's name of it.
+        optimizer: what ``configure_optimizers`` gives; None where it could not be built.
+        sync_batchnorm: of the trainer's section.
+        fp8: a plugin multiplies in FP8.
+        batch: see :class:`Abilities`.
+        without: what the user wants left out: names of techniques, "shard", "tensor", "pipeline" or "fp8".
+        exact: leave out what changes gradients.
+    """
+    found: dict[str, str] = dict.fromkeys(without, "left out by --without")
+    for cls in callbacks:
+        if issubclass(cls, StochasticWeightAveraging | WeightAveraging | ModelPruning):
+            found.setdefault("divided", f"{cls.__name__} needs the parameters whole")
+        if issubclass(cls, Technique) and not cls.any_strategy:
+            found.setdefault("hybrid", f"{cls.__name__} needs a single device or DDP")
+        for name in PLANNED:
+            if issubclass(cls, Technique) and name in cls.conflicts:
+                found.setdefault(name, f"{cls.__name__} refuses it")
+        if cls.__name__ == "ActivationOffload":
+            found.setdefault("ActivationCompression", "ActivationOffload refuses it")
+    if precision == "16-mixed":
+        found.setdefault("divided", "a gradient scaler looks at each process by itself")
+        found.setdefault("OptimizerOffload", "a gradient scaler would unscale on the device")
+    names = [str(plugin.get("class_path", "")).rpartition(".")[2] for plugin in plugins]
+    for name, plugin in zip(names, plugins, strict=True):
+        if name == "ACTPrecision":
+            found.setdefault("ActivationCompression", "ACTPrecision compresses already")
+        if name == "StochasticRoundingBF16":
+            found.setdefault("OptimizerOffload", "StochasticRoundingBF16 makes the steps by itself")
+        if name.endswith("Precision") or name == "StochasticRoundingBF16":
+            found.setdefault("fp8", f"the recipe has {name}")
+        if (plugin.get("init_args") or {}).get("amax") == "delayed":
+            found.setdefault("pipeline", "FP8 with a delayed amax cannot see a pipeline's backward passes")
+    if sync_batchnorm:
+        found.setdefault("tensor", "sync_batchnorm sends over all processes")
+        found.setdefault("pipeline", "sync_batchnorm sends over all processes")
+    if is_overridden("backward", module, LightningModule):
+        found.setdefault("pipeline", f"{type(module).__name__} overrides backward")
+    if optimizer is not None and type(optimizer).__name__ == "LBFGS":
+        found.setdefault("divided", "LBFGS looks at all parameters together")
+    if optimizer is None or not is_per_parameter(optimizer):
+        found.setdefault("OptimizerOffload", "it is for torch.optim's own optimizers")
+    if precision not in ("bf16-mixed", "bf16-true"):
+        found.setdefault("fp8", "FP8 is proposed beside bf16-mixed and bf16-true alone")
+    if exact:
+        found.setdefault("fp8", "it changes gradients (--exact)")
+        found.setdefault("ActivationCompression", "it changes gradients (--exact)")
+    if fp8:
+        found.pop("fp8", None)
+    return Abilities(found, must_fp8=fp8, batch=batch)
+
+
+def widths(blocks: list[nn.Module], module: nn.Module) -> tuple[int, ...]:
+    """Head counts of the blocks and of the model's config, and both sides of the blocks' matrices."""
+    found: set[int] = set()
+    holders = [m for block in blocks[:1] for m in block.modules()]
+    holders += [config for m in module.modules() if blocks and (config := getattr(m, "config", None)) is not None]
+    for holder in holders:
+        values = (getattr(holder, name, None) for name in _HEADS)
+        found |= {value for value in values if isinstance(value, int) and not isinstance(value, bool) and value > 0}
+    for block in blocks[:1]:
+        found |= {n for p in block.parameters() if p.ndim == 2 and min(p.shape) > 1 for n in p.shape}
+    return tuple(sorted(found))
+
+
+def carries_pairs(module: nn.Module, blocks: list[nn.Module]) -> bool:
+    """Whether a Hugging Face plan within ``module`` divides a block's linear layers, each pair by columns and by rows.
+
+    A plan that the strategy would find by itself is found by numbers, in the processes that train; it is not relied upon.
+    """
+    if not blocks:
+        return False
+    entries, refused = carried_plan(module, 2)
+    first = next(path for path, m in module.named_modules() if m is blocks[0])
+    styles = [entry.style.name for entry in entries if entry.path.startswith(f"{first}.")]
+    columns = any(name in ("colwise", PACKED) for name in styles)
+    return columns and styles.count("rowwise") >= 2 and not any(path.startswith(f"{first}.") for path in refused)
+
+
+def fp8_share(blocks: list[nn.Module]) -> float:
+    """The share of the first block's linear FLOPs in layers that FP8Precision takes, by its default ``skip``."""
+    sizes = [features(m) for block in blocks[:1] for m in block.modules() if is_linear(m)]
+    every = sum(k * n for k, n in sizes)
+    return sum(k * n for k, n in sizes if not too_small(k, n, "tensorwise")) / every if every else 0.0
