@@ -17,6 +17,7 @@ from lightning_eff._core import rng
 from lightning_eff._core.blocks import BlockStack, find_stack
 from lightning_eff._core.checks import check_run
 from lightning_eff._core.loaders import ResumableLoader
+from lightning_eff._core.metrics import CurrentMetrics
 from lightning_eff._core.patches import Patches
 from lightning_eff._core.progress import Progress, mend_loops
 from lightning_eff._core.steps import Step, StepChain
@@ -63,6 +64,7 @@ class Session:
         self._validate_first = False
         self._in_batch_end = False
         self._logged = False
+        self._metrics: CurrentMetrics | None = None
 
     # -- opening and closing
 
@@ -88,12 +90,15 @@ class Session:
                 session._attach()
             session._patch()
         except BaseException:
-            session.close()
+            session.close(failed=True)
             raise
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Put back everything that was changed. Calling it again does nothing."""
         self._scope.close()
+        if self._metrics is not None:
+            self._metrics.remove(keep=self._logged and not failed)
+            self._metrics = None
         for technique in self.techniques:
             if technique._session is self:
                 technique.detach(self)
@@ -154,6 +159,7 @@ class Session:
             self.patches.set(module, name, self._evaluation(getattr(module, name)))
         if not self.fitting:
             return
+        self._metrics = CurrentMetrics(self.trainer, self._reported)
         self.patches.set(strategy, "process_dataloader", self._wrap_loader(strategy.process_dataloader))
         self.patches.set(module, "training_step", self._training(module.training_step))
         self.patches.set(module, "configure_optimizers", self._configuring(module.configure_optimizers))
@@ -344,25 +350,37 @@ class Session:
         for technique in self.techniques:
             if not technique.neutral:
                 technique.on_batch_end(self, batch_idx)
+        self._outdate()
         self._log()
         self._in_batch_end = True
 
     def validation_begins(self) -> None:
         self._in_batch_end = False
+        self._outdate()
+
+    def _outdate(self) -> None:
+        if self._metrics is not None:
+            self._metrics.outdate()
 
     def _log(self) -> None:
         trainer = self.trainer
         if self._logged and not (trainer._logger_connector.should_update_logs or trainer.is_last_batch):
             return
         self._logged = True
-        metrics = {
+        metrics = self._reported()
+        if metrics:
+            self.module.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
+
+    def _reported(self) -> dict[str, float]:
+        """What the techniques report, once there has been a batch."""
+        if not self._logged:
+            return {}
+        return {
             f"eff/{technique.name()}/{quantity}": float(value)
             for technique in self.techniques
             if not technique.neutral
             for quantity, value in technique.report().items()
         }
-        if metrics:
-            self.module.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
 
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Put what a bit-exact resume needs, beside the techniques' own states, into a checkpoint."""

@@ -9,10 +9,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff._core.metrics import CurrentMetrics
 from lightning_eff.bench.machine import EnergyMeter, Peak, measured_peak, peak_flops, peak_memory, reset_peak_memory
 from lightning_eff.bench.watching import counting
 from lightning_eff.bench.watching.phases import PHASES
-from lightning_eff.bench.watching.watch import Watch
+from lightning_eff.bench.watching.watch import Totals, Watch
 
 _DTYPES = {"16": torch.float16, "bf16": torch.bfloat16, "32": torch.float32, "64": torch.float64}
 _BUSY = "torch's ExecutionTraceObserver is in use, or its record cannot be read"
@@ -92,6 +93,7 @@ class EfficiencyMonitor(Callback):
         self.max_counts = max_counts
         self.activations = activations
         self.watch: Watch | None = None
+        self._current: CurrentMetrics | None = None
         self._summary: dict[str, Any] | None = None
         self._forget()
 
@@ -118,6 +120,7 @@ class EfficiencyMonitor(Callback):
         self._energy.start()
         self.watch = Watch(trainer, pl_module, max_counts=self.max_counts, activations=self.activations)
         self.watch.install()
+        self._current = CurrentMetrics(trainer, self._metrics)
 
     def _find_peak(self, precision: str, device: torch.device) -> Peak | None:
         dtype = _DTYPES.get(precision.partition("-")[0])
@@ -142,12 +145,15 @@ class EfficiencyMonitor(Callback):
         if watch is None:
             return
         watch.batch(batch)
+        if self._current is not None:
+            self._current.outdate()
         if self._energy is not None and time.perf_counter() - self._energy_read > 1.0:
             self._energy.read()
             self._energy_read = time.perf_counter()
         if self._due(trainer):
             self._measure(trainer, pl_module)
             metrics = self._metrics()
+            self._logged = _so_far(watch.totals)
             if trainer.logger is not None:
                 pl_module.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
 
@@ -181,16 +187,19 @@ class EfficiencyMonitor(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._close(trainer)
+        self._close(trainer, failed=True)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._close(trainer)
 
-    def _close(self, trainer: Trainer) -> None:
+    def _close(self, trainer: Trainer, *, failed: bool = False) -> None:
         """Take everything out of the run again; what it told stays."""
         if self.watch is None:
             return
+        if self._current is not None:
+            self._current.remove(keep=not failed)
+            self._current = None
         self.watch.remove()
         if self._energy is not None:
             self._energy.stop()
@@ -198,7 +207,7 @@ class EfficiencyMonitor(Callback):
         self.watch = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "watch": None, "_energy": None}
+        return {**self.__dict__, "watch": None, "_energy": None, "_current": None}
 
     # -- what it tells
 
@@ -261,21 +270,12 @@ class EfficiencyMonitor(Callback):
         }
 
     def _metrics(self) -> dict[str, float]:
-        """For the logger: rates since the last time, all else since fit started."""
+        """For loggers and callbacks: rates since loggers were told last, all else since fit started."""
         assert self.watch is not None
         now = self.summary()
-        totals = self.watch.totals
         world = self.watch.trainer.world_size
-        at = (
-            totals.rated_samples,
-            totals.rated_tokens,
-            totals.rated_seconds,
-            totals.model,
-            totals.more,
-            totals.known_seconds,
-        )
+        at = _so_far(self.watch.totals)
         samples, tokens, seconds, model, more, known = (a - b for a, b in zip(at, self._logged, strict=True))
-        self._logged = at
         flops = _rate(model, known)
         found: dict[str, float | None] = {
             "samples_per_second": _rate(samples * world, seconds),
@@ -295,6 +295,18 @@ class EfficiencyMonitor(Callback):
         rows = _rows(self.summary())
         width = max(len(name) for name, _ in rows)
         return "\n".join(["", "What this run cost", *(f"  {name:<{width}}  {value}" for name, value in rows), ""])
+
+
+def _so_far(totals: Totals) -> tuple[int, int, float, int, int, float]:
+    """What rates are made of."""
+    return (
+        totals.rated_samples,
+        totals.rated_tokens,
+        totals.rated_seconds,
+        totals.model,
+        totals.more,
+        totals.known_seconds,
+    )
 
 
 def _rate(amount: float, seconds: float) -> float | None:

@@ -1,0 +1,79 @@
+"""What callbacks read in ``trainer.callback_metrics``: our quantities as they are, and not as they were logged last."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+from torch import Tensor
+from typing_extensions import override
+
+Source = Callable[[], dict[str, float]]
+_OURS = ("_current", "_original")
+
+
+class CurrentMetrics:
+    """Lets ``trainer.callback_metrics`` hold a source's quantities whenever it is read, until :meth:`remove`.
+
+    Logging in each step would cost in each step. A source is asked only where somebody reads, and once between two calls
+    of :meth:`outdate`; what goes to loggers, and when, does not change.
+
+    Args:
+        trainer: whose metrics.
+        source: gives quantities by name.
+    """
+
+    def __init__(self, trainer: Trainer, source: Source) -> None:
+        self._trainer, self._source = trainer, source
+        self._values: dict[str, Tensor] | None = None
+        owner: Any = trainer
+        connector = owner._logger_connector
+        if not isinstance(connector, _Connector):
+            beside = object.__new__(_Connector)
+            beside.__dict__ = connector.__dict__  # the same state, whichever of the two is asked
+            beside._current, beside._original = [], connector
+            owner._logger_connector = connector = beside
+        connector._current.append(self)
+
+    def outdate(self) -> None:
+        """The source's quantities may be others by now."""
+        self._values = None
+
+    def values(self) -> dict[str, Tensor]:
+        """What the source says, as Lightning holds what is logged."""
+        if self._values is None:
+            device = self._trainer.strategy.root_device
+            found = self._source().items()
+            self._values = {name: torch.tensor(value, dtype=torch.float32, device=device) for name, value in found}
+        return self._values
+
+    def remove(self, *, keep: bool) -> None:
+        """The trainer's own metrics again; ``keep`` leaves among them what the source says now."""
+        owner: Any = self._trainer
+        connector = owner._logger_connector
+        if not isinstance(connector, _Connector) or self not in connector._current:
+            return
+        if keep:
+            self.outdate()
+            connector._callback_metrics.update(self.values())
+        connector._current.remove(self)
+        if not connector._current:
+            owner._logger_connector = connector._original
+            for name in _OURS:
+                del connector.__dict__[name]
+
+
+class _Connector(_LoggerConnector):
+    """Lightning's own, with our quantities among what callbacks read."""
+
+    _current: list[CurrentMetrics]
+    _original: _LoggerConnector
+
+    @property
+    @override
+    def callback_metrics(self) -> dict[str, Tensor]:
+        found = super().callback_metrics
+        for metrics in self._current:
+            found.update(metrics.values())
+        return found
