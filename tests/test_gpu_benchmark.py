@@ -227,7 +227,7 @@ SMALL = units(tiny=True)
 def test_small_and_large_are_the_same_units() -> None:
     large = units()
     names = [of.name for of in SMALL]
-    parts = {"low precision gpt2 compiled"}  # which of the arms compile in which unit is a matter of time
+    parts = {f"low precision gpt2 {how}" for how in ("eager", "compiled")}  # which arm is in which is a matter of time
     assert {n for n in names if n[:-2] not in parts} == {of.name for of in large if of.name[:-2] not in parts}
     modules = {of.name: of.module for of in large}
     assert all(modules[of.name] == of.module for of in SMALL)
@@ -237,6 +237,19 @@ def test_small_and_large_are_the_same_units() -> None:
     assert list(dict.fromkeys(kinds)) == wanted, "the order of their worth"
     every_arm = {arm for of in large if of.settings.get("what") == "memory" for arm in of.settings["arms"]}
     assert len(every_arm - {"compile 1.0"}) == 9
+    for how in ("eager", "compiled"):
+        of_gpt2 = {
+            arm for of in large if of.name.startswith(f"low precision gpt2 {how}") for arm in of.settings["arms"]
+        }
+        assert of_gpt2 >= {
+            "bf16",
+            "tensorwise",
+            "rowwise",
+            "blockwise",
+            "int8",
+            "stochastic rounding",
+            "torchao rowwise",
+        }
     for case in ("linear", "block"):
         for how in ("eager", "compiled"):
             (one,) = (of for of in large if of.name == f"low precision {case} {how}")
@@ -425,3 +438,63 @@ def test_the_pages_are_as_the_committed_results_have_them() -> None:
         outside = page.MARKED.sub("", text)
         assert "was at hand" not in outside and not any(gpu in outside for gpu in ("H100", "H200")), path
     assert marked == set(page.SECTIONS)
+
+
+# -- the suites
+
+
+def test_the_tests_compute_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = pytest.importorskip("tests.models")
+    asked: list[str] = []
+    monkeypatch.setattr(models.pl, "Trainer", lambda **settings: asked.append(settings["accelerator"]))
+    models.trainer()
+    monkeypatch.setenv("LIGHTNING_EFF_TEST_ACCELERATOR", "gpu")
+    models.trainer()
+    models.trainer(accelerator="cpu")
+    assert asked == ["cpu", "gpu", "cpu"]
+
+
+def suite(tmp_path: Path, text: str, **more: Any) -> Unit:
+    (tmp_path / "test_made.py").write_text(text)
+    settings = {"tests": [str(tmp_path / "test_made.py")], "keywords": "", "accelerator": "cpu", **more}
+    return Unit("made", "benchmarks.gpu.suites", settings, ("pytest",))
+
+
+MADE = """
+import os, pytest
+
+def test_a(): assert os.environ["LIGHTNING_EFF_TEST_ACCELERATOR"] == "cpu"
+
+def test_b(): raise RuntimeError("a difference of 3")
+
+@pytest.mark.skip(reason="not here")
+def test_c(): ...
+
+def test_d(): raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+def test_e(): ...
+"""
+
+
+def test_a_suite_ends_where_the_device_no_longer_answers_and_goes_on_behind(tmp_path: Path) -> None:
+    one = suite(tmp_path, MADE)
+    result = run_unit(one, tmp_path / "out", ENVIRONMENT)
+    told = {row["row"].split("::")[1]: row for row in result["rows"]}
+    assert list(told) == ["test_a", "test_b", "test_c", "test_d"], "what comes after it would fail too"
+    assert result["status"] == "error" and "illegal memory access" in result["error"]
+    assert "error" not in told["test_a"] and told["test_b"]["error"] == "RuntimeError: a difference of 3"
+    assert "not here" in told["test_c"]["skipped"]
+    result = run_unit(one, tmp_path / "out", ENVIRONMENT)
+    names = [row["row"].split("::")[1] for row in result["rows"]]
+    assert sorted(names) == ["test_a", "test_b", "test_c", "test_d", "test_e"] and result["status"] == "failed"
+
+
+def test_a_suite_on_several_workers(tmp_path: Path) -> None:
+    """A worker that the device no longer answers ends itself, and another one does what is left."""
+    pytest.importorskip("xdist")
+    one = suite(tmp_path, MADE, workers=2)
+    result = run_unit(one, tmp_path / "out", {**ENVIRONMENT, "tiny": False})
+    told = {row["row"].split("::")[1]: row for row in result["rows"]}
+    assert sorted(told) == ["test_a", "test_b", "test_c", "test_d", "test_e"] and len(result["rows"]) == 5
+    assert {name for name, row in told.items() if "error" in row} == {"test_b", "test_d"}
+    assert result["status"] == "failed"

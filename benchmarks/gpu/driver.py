@@ -53,7 +53,7 @@ def probe(*, tiny: bool, seconds: float = 90.0) -> dict[str, Any]:
     """
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.environment", *(["--tiny"] if tiny else [])]
     try:
-        done = subprocess.run(command, cwd=ROOT, env=_variables(), capture_output=True, text=True, timeout=seconds)
+        done = subprocess.run(command, cwd=ROOT, env=_variables(tiny), capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(f"torch did not answer in {seconds:g} s: is the device all right?") from error
     if done.returncode:
@@ -62,9 +62,17 @@ def probe(*, tiny: bool, seconds: float = 90.0) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _variables() -> dict[str, str]:
+def _variables(tiny: bool) -> dict[str, str]:
+    """Of the environment: the tree on the path; no GPU in sight with ``tiny``, which computes on a CPU everywhere."""
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if tiny else {}
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+        **hidden,
+    }
 
 
 def order(units: Sequence[Unit], statuses: dict[str, str]) -> list[Unit]:
@@ -107,7 +115,12 @@ def run_unit(unit: Unit, folder: Path, environment: dict[str, Any]) -> files.Res
     stopped = False
     with log.open("wb") as stream:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=_variables(), stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=ROOT,
+            env=_variables(environment["tiny"]),
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             process.wait(unit.seconds)

@@ -4,13 +4,16 @@ Each arm is a run of its own, in turns with a plain one in bf16-mixed where noth
 arm that comes first, since each run compiles anew. Steps are forward, backward and AdamW's.
 """
 
+import functools
 import statistics
 from typing import Any
+
+from torch import nn
 
 from benchmarks.gpu.low_precision import plugins
 from benchmarks.gpu.work import Row, Skip, Work
 from benchmarks.memory.arms import arms as memory_arms
-from benchmarks.memory.measure import Arm, compare, largest_batch, quiet
+from benchmarks.memory.measure import Arm, Turn, compare, largest_batch, plainly, quiet
 from benchmarks.memory.measure import run as measured_run
 from benchmarks.memory.models import Task, tasks
 
@@ -44,6 +47,7 @@ def run(work: Work) -> None:
             chosen = low_precision_arms(tiny=work.tiny, compiled=settings["compiled"])
         else:
             chosen = memory_arms(tiny=work.tiny)
+        first = functools.cache(lambda: plainly(task, settings["batch_size"], precision(work)))
         for name in settings["arms"]:
             arm = chosen[name]
             if settings["what"] == "largest":
@@ -51,17 +55,19 @@ def run(work: Work) -> None:
             elif settings["compiled"]:
                 work.row(name, lambda arm=arm: alone(task, arm, work), needs=35)
             else:
-                work.row(name, lambda arm=arm: in_turns(task, arm, work), needs=10)
+                work.row(name, lambda arm=arm: in_turns(task, arm, work, first()), needs=20)
 
 
 def precision(work: Work) -> str:
     return "32-true" if work.tiny else "bf16-mixed"
 
 
-def in_turns(task: Task, arm: Arm, work: Work) -> Row:
-    """Against plain training, A B A B."""
+def in_turns(task: Task, arm: Arm, work: Work, first: tuple[nn.Module, Turn]) -> Row:
+    """Against plain training, A B A B, after a first plain run."""
     s = work.settings
-    (row,) = compare(task, [arm], s["batch_size"], s["rounds"], s["steps"], precision(work), lambda text: None)
+    (row,) = compare(
+        task, [arm], s["batch_size"], s["rounds"], s["steps"], precision(work), lambda text: None, first=first
+    )
     return outcome(row)
 
 

@@ -91,12 +91,12 @@ def pytest_runtest_logfinish(nodeid: str, location: Any) -> None:
 
 
 def run(work: Work) -> None:
-    """Settings: ``tests``, paths or node ids; ``keywords``, pytest's -k; ``accelerator``."""
+    """Settings: ``tests``, paths or node ids; ``keywords``, pytest's -k; ``accelerator``; ``workers``, else half the cores."""
     import pytest
 
     s = work.settings
     done = [row["row"] for row in work.result["rows"]]
-    workers = min(MOST_WORKERS, (os.cpu_count() or 1) // 2)
+    workers = s.get("workers") or min(MOST_WORKERS, (os.cpu_count() or 1) // 2)
     os.environ["LIGHTNING_EFF_TEST_ACCELERATOR"] = "cpu" if work.tiny else s["accelerator"]
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""The units, in the order of their worth; about 25 minutes in all on one H100, and at most 90 seconds each."""
+"""The units, in the order of their worth; by estimate half an hour in all on one H100, and at most 90 seconds each."""
 
 from typing import Any
 
@@ -91,14 +91,9 @@ def low_precision(tiny: bool) -> list[Unit]:
             arms = ["tensorwise" if case == "linear" else "bf16"] if tiny and how == "compiled" else [*LOW, *AO]
             settings: dict[str, Any] = {"case": case, "compiled": how == "compiled", "arms": arms, **size}
             found.append(Unit(f"low precision {case} {how}", "benchmarks.gpu.low_precision", settings))
-    found.append(
-        gpt2(
-            "low precision gpt2 eager",
-            "low precision",
-            ["blockwise", "stochastic rounding"] if tiny else [*LOW, *AO],
-            tiny,
-        )
-    )
+    thirds = [LOW[:3], LOW[3:6], (*LOW[6:], *AO)]
+    for i, some in enumerate([("blockwise", "stochastic rounding")] if tiny else thirds):
+        found.append(gpt2(f"low precision gpt2 eager {i + 1}", "low precision", [*some], tiny))
     parts = [
         ["bf16", "tensorwise"],
         ["bf16", "rowwise"],
@@ -113,19 +108,15 @@ def low_precision(tiny: bool) -> list[Unit]:
 def memory(tiny: bool) -> list[Unit]:
     """Nine arms, time and bytes of a step; then the largest batch of each that runs eagerly."""
     eager = [["plain", "full", "sqrt"], ["selective", "optimal 0.5", "offload"], ["compress 4", "optimizer offload"]]
+    pairs = [["plain", "full"], ["sqrt", "selective"], ["optimal 0.5", "offload"], ["compress 4", "optimizer offload"]]
+    compiled = ["compile 1.0", "compile 0.5"]
     if tiny:
-        eager = [arms[-1:] for arms in eager]
-    found = [gpt2(f"memory {i + 1}", "memory", arms, tiny) for i, arms in enumerate(eager)]
-    found.append(
-        gpt2(
-            "memory compiled",
-            "memory",
-            ["compile 1.0"] if tiny else ["compile 1.0", "compile 0.5"],
-            tiny,
-            compiled=True,
-        )
-    )
-    return found + [gpt2(f"largest batch {i + 1}", "largest", arms, tiny) for i, arms in enumerate(eager)]
+        eager, pairs, compiled = [[arms[-1]] for arms in eager], [[arms[-1]] for arms in pairs], compiled[:1]
+    return [
+        *(gpt2(f"memory {i + 1}", "memory", arms, tiny) for i, arms in enumerate(eager)),
+        gpt2("memory compiled", "memory", compiled, tiny, compiled=True),
+        *(gpt2(f"largest batch {i + 1}", "largest", arms, tiny) for i, arms in enumerate(pairs)),
+    ]
 
 
 def gpt2(name: str, what: str, arms: list[str], tiny: bool, *, compiled: bool = False) -> Unit:
@@ -143,11 +134,11 @@ ARMS = (
 
 
 def training(name: str, recipe: str | None, seed: int, tiny: bool) -> Unit:
-    """GPT-2 as ``benchmarks/gpt2/baseline.yaml`` has it, for 40 seconds."""
+    """GPT-2 as ``benchmarks/gpt2/baseline.yaml`` has it, for 30 seconds."""
     model: dict[str, Any] = {"block_size": 512, "dropout": 0.1, "lr": 6e-4, "warmup_steps": 50}
     data: dict[str, Any] = {"block_size": 512, "batch_size": 32, "num_eval_windows": 320}
     if tiny:
         model |= {"n_embd": 16, "n_head": 2, "vocab_size": 256, "warmup_steps": 2}
         data |= {"batch_size": 2, "num_eval_windows": 2, "max_bytes": 2_000_000}
-    settings = {"recipe": recipe, "seed": seed, "seconds": 1.0 if tiny else 40.0, "rehearsal_steps": 4 if tiny else 60}
+    settings = {"recipe": recipe, "seed": seed, "seconds": 1.0 if tiny else 30.0, "rehearsal_steps": 4 if tiny else 60}
     return Unit(name, "benchmarks.gpu.training", {**settings, "model": model, "data": data}, ("transformers",))

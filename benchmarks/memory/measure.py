@@ -102,16 +102,17 @@ class Watch(Callback):
         turn: where to write.
         steps: that are timed.
         memory: measure the memory, in one step more.
+        warm_up: steps before them.
     """
 
-    def __init__(self, turn: Turn, steps: int, memory: bool) -> None:
-        self.turn, self.steps, self.memory = turn, steps, memory
+    def __init__(self, turn: Turn, steps: int, memory: bool, warm_up: int = WARM_UP) -> None:
+        self.turn, self.steps, self.memory, self.warm_up = turn, steps, memory, warm_up
         self.peak: Peak | None = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if CUDA and batch_idx == WARM_UP:
+        if CUDA and batch_idx == self.warm_up:
             torch.cuda.reset_peak_memory_stats()
-        if not self.memory or batch_idx < WARM_UP + self.steps:
+        if not self.memory or batch_idx < self.warm_up + self.steps:
             return
         pl_module.zero_grad(set_to_none=True)  # the last step's gradients would go in the midst of this one
         if CUDA:
@@ -123,7 +124,7 @@ class Watch(Callback):
             self.peak = Peak().__enter__()
 
     def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:
-        if not self.memory or trainer.fit_loop.epoch_loop.batch_idx < WARM_UP + self.steps:
+        if not self.memory or trainer.fit_loop.epoch_loop.batch_idx < self.warm_up + self.steps:
             return
         if self.peak is not None:
             self.peak.__exit__(None, None, None)
@@ -133,7 +134,7 @@ class Watch(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         now = clock()
-        if WARM_UP <= batch_idx < WARM_UP + self.steps:
+        if self.warm_up <= batch_idx < self.warm_up + self.steps:
             self.turn.seconds.append(now - self.began)
         self.began = clock()
 
@@ -155,7 +156,15 @@ def compiling(budget: float | None) -> Iterator[Callable[[nn.Module], Any]]:
 
 
 def run(
-    task: Task, model: nn.Module, arm: Arm, batch_size: int, steps: int, precision: Any, *, memory: bool = True
+    task: Task,
+    model: nn.Module,
+    arm: Arm,
+    batch_size: int,
+    steps: int,
+    precision: Any,
+    *,
+    memory: bool = True,
+    warm_up: int = WARM_UP,
 ) -> Turn:
     """Train for some steps in the arm's way.
 
@@ -167,13 +176,15 @@ def run(
         steps: that are timed.
         precision: as a Trainer takes it.
         memory: measure it too.
+        warm_up: steps before, that are not timed; at least 1.
 
     Returns:
         The measures; one with ``error`` if the run failed.
 
     The batch is made once and lies on the device: no step waits for a copy of it.
     """
-    turn, total = Turn(), WARM_UP + steps + memory
+    turn, total = Turn(), warm_up + steps + memory
+    clear()  # a run that failed for want of memory may still hold some
     chosen: dict[str, Any] = {"precision": precision} if arm.plugin is None else {"plugins": [arm.plugin()]}
     try:
         with compiling(arm.compiled) as compile_:
@@ -184,7 +195,7 @@ def run(
                 devices=1,
                 **chosen,
                 max_steps=total,
-                callbacks=[*techniques, Watch(turn, steps, memory)],
+                callbacks=[*techniques, Watch(turn, steps, memory, warm_up)],
                 logger=False,
                 enable_checkpointing=False,
                 enable_progress_bar=False,
@@ -201,10 +212,15 @@ def run(
         turn.error = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         turn.no_memory = "out of memory" in str(error)
     model.zero_grad(set_to_none=True)
+    clear()
+    return turn
+
+
+def clear() -> None:
+    """Give back what nothing refers to."""
     gc.collect()
     if CUDA:
         torch.cuda.empty_cache()
-    return turn
 
 
 def _told(technique: Any) -> dict[str, Any]:
@@ -246,18 +262,34 @@ def quartile(values: list[float]) -> float:
     return statistics.quantiles(values, n=4, method="inclusive")[0] if len(values) > 1 else values[0]
 
 
+def plainly(task: Task, batch_size: int, precision: Any) -> tuple[nn.Module, Turn]:
+    """The task's model, and what a plain step of it measured."""
+    model = task.build()
+    return model, run(task, model, Arm("plain"), batch_size, 1, precision)
+
+
 def compare(
-    task: Task, arms: list[Arm], batch_size: int, rounds: int, steps: int, precision: Any, tell: Callable[[str], None]
+    task: Task,
+    arms: list[Arm],
+    batch_size: int,
+    rounds: int,
+    steps: int,
+    precision: Any,
+    tell: Callable[[str], None],
+    *,
+    first: tuple[nn.Module, Turn] | None = None,
 ) -> list[dict[str, Any]]:
     """Each arm against the plain run just before it, in turns, ``rounds`` times: A B A B.
+
+    ``first`` is what :func:`plainly` gave, where several comparisons share it.
 
     Returns:
         A row for each arm: ``ratio`` of its steps' median seconds to those of the plain turn before it, over the rounds;
         ``quartile_ratio``, the lower quartile of all its steps to that of all plain steps, which others' use of the
         machine touches less; and what else it measured.
     """
-    model, plain_arm = task.build(), Arm("plain")
-    alone = run(task, model, plain_arm, batch_size, 1, precision)
+    plain_arm = Arm("plain")
+    model, alone = first or plainly(task, batch_size, precision)
     of_plain = {"plain_beyond_bytes": alone.beyond_bytes, "plain_peak_bytes": alone.peak_bytes}
     rows: dict[str, dict[str, Any]] = {
         arm.name: {"model": task.name, "arm": arm.name, "batch_size": batch_size} for arm in arms
@@ -340,7 +372,7 @@ def largest_batch(task: Task, arm: Arm, start: int, precision: Any, tell: Callab
     fits, fails, size = 0, 0, max(start, 1)
     best, peaks = Turn(), dict[int, int]()
     while not fails or not fits or fails - fits > max(1, fits // 16):
-        turn = run(task, model, arm, size, 2, precision)
+        turn = run(task, model, arm, size, 1, precision, warm_up=1)
         tell(f"{task.name}, {arm.name}: a batch of {size} {turn.error or 'fits'}")
         if turn.error and not turn.no_memory:
             return {"model": task.name, "arm": arm.name, "error": turn.error}

@@ -41,7 +41,7 @@ def test_the_largest_batch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
     limit = 0
 
-    def fake(task: Any, model: Any, arm: Any, batch_size: int, *args: Any) -> Turn:
+    def fake(task: Any, model: Any, arm: Any, batch_size: int, *args: Any, **kwargs: Any) -> Turn:
         tried.append(batch_size)
         return Turn(seconds=[1.0]) if batch_size <= limit else Turn(error="out of memory", no_memory=True)
 
@@ -57,7 +57,7 @@ def test_the_largest_batch_is_predicted_from_two(monkeypatch: pytest.MonkeyPatch
     tried: list[int] = []
     fixed, each, total = 2_000, 310, 81_000
 
-    def fake(task: Any, model: Any, arm: Any, batch_size: int, *args: Any) -> Turn:
+    def fake(task: Any, model: Any, arm: Any, batch_size: int, *args: Any, **kwargs: Any) -> Turn:
         tried.append(batch_size)
         peak = fixed + each * batch_size
         return Turn(seconds=[1.0], peak_bytes=peak) if peak <= total else Turn(error="out of memory", no_memory=True)
