@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, ModelSum
 from lightning.pytorch.utilities.model_summary import summarize
 from torch import Tensor, nn
 
-from lightning_eff import LatestWeightAveraging, ProgressiveStacking
+from lightning_eff import LatestWeightAveraging, ProgressiveLayerDropping, ProgressiveStacking
 from lightning_eff.model._identity import needed_elsewhere
 from lightning_eff.model._shallower import Shallower
 from tests.models import Block, HuggingFace, TinyGPT, flat, hugging_face, loader, make_batch, module, trainer
@@ -295,3 +295,31 @@ def test_blocks_within_a_compiled_module_are_refused(way: str) -> None:
         trainer(stacking(), max_steps=4).fit(net, loader("gpt2"))
     with pytest.raises(ValueError, match=r"Shallower: .* 'model', which is compiled as a whole"):
         trainer(Shallower(kept=lambda n: 2), max_steps=4).fit(net, loader("gpt2"))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler, about its own insides
+@pytest.mark.parametrize("build", [stacking, lambda: ProgressiveLayerDropping(theta_min=0.3, gamma=20.0)])
+def test_blocks_that_are_compiled_one_by_one_train_as_plain_ones(build: Any) -> None:
+    """Also where a pass before the fit has compiled them already."""
+    found, graphs = [], []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    for compiled in (False, True):
+        torch.compiler.reset()
+        pl.seed_everything(1, verbose=False)
+        net = TinyGPT(dropout=0.0)
+        if compiled:
+            for block in net.blocks or ():
+                block.compile(backend=backend)
+            net(make_batch("tiny_gpt")["input_ids"])
+        calls = [block._compiled_call_impl for block in net.blocks or ()]
+        pl.seed_everything(2, verbose=False)
+        trainer(build(), max_steps=12).fit(net, loader("tiny_gpt"))
+        assert [block._compiled_call_impl for block in net.blocks or ()] == calls
+        found.append(flat(net))
+    torch.compiler.reset()
+    assert torch.equal(*found)
+    assert 0 < len(graphs) <= 8, "one for a block, and one more for blocks that begin to take gradients"
