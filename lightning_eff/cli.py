@@ -1,6 +1,5 @@
 """``lightning-eff``: LightningCLI's fit, validate, test and predict with the techniques known by their short names."""
 
-import os
 import shutil
 import sys
 import textwrap
@@ -8,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning_eff
+from lightning_eff._errors import Arguments, UsageError, check_configs, did_you_mean, told
 
 _USAGE = """\
 usage: lightning-eff {fit,validate,test,predict} --config recipe.yaml [options of LightningCLI]
@@ -23,8 +23,9 @@ usage: lightning-eff {fit,validate,test,predict} --config recipe.yaml [options o
                                  needs none of them. More: lightning-eff plan --help
   techniques                     every technique: what it saves, how, its paper, its constraints
 
-Modules are looked up from the current folder too.
+Modules are looked up from the current folder too. Errors are told in a paragraph; --debug gives the traceback.
 """
+COMMANDS = ("fit", "validate", "test", "predict", "bench", "plan", "techniques")
 
 
 def technique_classes() -> list[Any]:
@@ -59,52 +60,56 @@ def main(args: Sequence[str] | None = None) -> None:
     """The command line; ``args`` default to the process's own.
 
     Raises:
-        SystemExit: with status 2 on unusable arguments, as LightningCLI does.
+        SystemExit: with status 2 where the arguments, the config or the run that they ask for cannot be used, and 1 for a
+            run that failed, after one paragraph on the standard error; with ``--debug`` every error is raised as it came.
     """
     argv = list(sys.argv[1:] if args is None else args)
+    debug = "--debug" in argv
+    argv = [argument for argument in argv if argument != "--debug"]
+    command = f"lightning-eff {argv[0]}" if argv and argv[0] in COMMANDS else "lightning-eff"
+    with told(command, debug=debug):
+        _run(argv, debug=debug)
+
+
+def _run(argv: list[str], *, debug: bool) -> None:
     if not argv or argv[0] in ("-h", "--help"):
         print(_USAGE, end="")
         return
-    if argv[0] == "techniques":
-        if argv[1:]:
-            print(f"lightning-eff techniques: got {argv[1:]}; expected no arguments.", file=sys.stderr)
-            raise SystemExit(2)
+    command, *rest = argv
+    if command == "techniques":
+        Arguments("lightning-eff techniques", description="Lists every technique.").parse_args(rest)
         print(techniques_table(shutil.get_terminal_size((140, 24)).columns))
-        return
-    if argv[0] == "bench":
+    elif command == "bench":
         from lightning_eff.bench.command import main as bench
 
-        bench(argv[1:])
-        return
-    if argv[0] == "plan":
+        bench(rest, debug=debug)
+    elif command == "plan":
         from lightning_eff.planner.command import main as plan
 
-        plan(argv[1:])
-        return
+        plan(rest, debug=debug)
+    elif command in COMMANDS or (command.startswith("-") and not {*argv}.isdisjoint(COMMANDS)):
+        _lightning(argv)
+    else:
+        raise UsageError(
+            f"got {command!r}; expected one of {', '.join(COMMANDS)}.{did_you_mean(command, COMMANDS)} More: lightning-eff"
+            " --help"
+        )
+
+
+def _lightning(argv: list[str]) -> None:
+    """One of LightningCLI's own commands."""
+    check_configs(argv)
     try:
-        import jsonargparse  # noqa: F401
-        from lightning.pytorch.cli import LightningArgumentParser, LightningCLI  # noqa: F401
+        from lightning_eff._config import ConfigCLI
     except ModuleNotFoundError as error:
-        raise SystemExit(
-            f"lightning-eff {argv[0]}: {error.name} is not installed; LightningCLI needs it."
-            ' Run: pip install "jsonargparse[signatures]"'
+        raise UsageError(
+            f'{error.name} is not installed; LightningCLI needs it. Run: pip install "jsonargparse[signatures]"'
         ) from error
-    from lightning.pytorch import LightningDataModule, LightningModule
 
     import lightning_eff.bench.monitor  # noqa: F401 - configs may name it by class name alone
     from lightning_eff.report import TrainingReport
 
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    LightningCLI(
-        LightningModule,
-        LightningDataModule,
-        subclass_mode_model=True,
-        subclass_mode_data=True,
-        save_config_kwargs={"overwrite": True},
-        trainer_defaults={"callbacks": [TrainingReport()]},
-        args=argv,
-    )
+    ConfigCLI(argv, save_config_kwargs={"overwrite": True}, trainer_defaults={"callbacks": [TrainingReport()]})
 
 
 if __name__ == "__main__":

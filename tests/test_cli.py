@@ -108,13 +108,6 @@ def test_help_names_the_subcommands(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(word in out for word in ("fit", "validate", "test", "predict", "techniques"))
 
 
-def test_bad_settings_in_a_config_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    recipe = config(tmp_path, [{"class_path": "SelectiveBackprop", "init_args": {"keep": 1.5}}])
-    with pytest.raises(ValueError, match=r"SelectiveBackprop\(keep=1.5\): expected a number in \(0, 1\]"):
-        cli.main(["fit", "--config", recipe])
-
-
 @pytest.mark.parametrize("example", ["gpt", "vit", "huggingface"])
 def test_efficient_recipe_differs_only_in_callbacks_plugins_strategy_and_loader(example: str) -> None:
     folder = ROOT / "examples" / example

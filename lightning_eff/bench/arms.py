@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -132,23 +131,14 @@ def _from_function(name: str, function: Callable[..., Any]) -> Built:
 
 def _from_configs(paths: Sequence[str], seed: int) -> Built:
     """What ``lightning-eff fit`` would run with these configs."""
-    from lightning.pytorch.cli import LightningCLI
+    from lightning_eff._config import ConfigCLI
 
-    class Unrun(LightningCLI):
+    class Unrun(ConfigCLI):
         def _run_subcommand(self, subcommand: str) -> None:
             pass
 
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
     configs = [argument for path in paths for argument in ("--config", path)]
-    cli = Unrun(
-        LightningModule,
-        LightningDataModule,
-        subclass_mode_model=True,
-        subclass_mode_data=True,
-        save_config_callback=None,
-        args=["fit", *configs, f"--seed_everything={seed}", "--trainer.logger=false"],
-    )
+    cli = Unrun(["fit", *configs, f"--seed_everything={seed}", "--trainer.logger=false"], save_config_callback=None)
     data = {} if cli.datamodule is None else {"datamodule": cli.datamodule}
     return Built(cli.trainer, cli.model, data)
 

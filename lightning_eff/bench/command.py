@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_eff._errors import Arguments, told
+
 _DESCRIPTION = """\
 Does a recipe pay, by how much, and how sure is that? Trains a baseline and recipes in turns over the same budget of
 training seconds, with the learning rate decayed wholly over it, on the same data order for each seed.
@@ -19,7 +21,7 @@ training seconds, with the learning rate decayed wholly over it, on the same dat
 
 def parser() -> argparse.ArgumentParser:
     """The options of a run."""
-    options = argparse.ArgumentParser(
+    options = Arguments(
         "lightning-eff bench", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = options.add_argument
@@ -64,40 +66,35 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
-def main(argv: Sequence[str]) -> None:
-    """``argv`` after ``bench``.
+def main(argv: Sequence[str], *, debug: bool = False) -> None:
+    """``argv`` after ``bench``; with ``debug`` every error is raised as it came.
 
     Raises:
-        SystemExit: with status 2 where arms cannot be compared or arguments cannot be used, 130 if interrupted.
+        SystemExit: with status 2 where arms cannot be compared or arguments cannot be used, 1 where the bench failed, 130
+            if it was interrupted.
     """
-    from lightning_eff.bench.reports.report import require_matplotlib
-
     try:
-        require_matplotlib()
-        if argv and argv[0] == "report":
-            _report(argv[1:])
-        elif argv and argv[0] == "compare":
-            _compare(argv[1:])
-        else:
-            _run(argv)
+        with told("lightning-eff bench", debug=debug):
+            if argv and argv[0] == "report":
+                _report(argv[1:])
+            elif argv and argv[0] == "compare":
+                _compare(argv[1:])
+            else:
+                _run(argv)
     except KeyboardInterrupt:
         print(
             "\nInterrupted; the same command goes on where it was. Nothing that was finished is lost.", file=sys.stderr
         )
         raise SystemExit(130) from None
-    except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
-        print(f"lightning-eff bench: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except RuntimeError as error:
-        print(f"lightning-eff bench: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
 
 
 def _run(argv: Sequence[str]) -> None:
+    options = parser().parse_args(argv)
     from lightning_eff.bench.arms import named
     from lightning_eff.bench.benchmark import Benchmark
+    from lightning_eff.bench.reports.report import require_matplotlib
 
-    options = parser().parse_args(argv)
+    require_matplotlib()
     baseline_name, baseline = named(options.baseline)
     recipes: dict[str, Any] = {}
     for text in options.recipe:
@@ -147,13 +144,14 @@ def _numbers(option: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
 
 
 def _report(argv: Sequence[str]) -> None:
-    from lightning_eff.bench.reports.report import write_html, write_pngs
+    from lightning_eff.bench.reports.report import require_matplotlib, write_html, write_pngs
     from lightning_eff.bench.reports.statistics import summarize
     from lightning_eff.bench.results import load, save
 
-    options = argparse.ArgumentParser("lightning-eff bench report", description="Draw a bench's report again.")
+    options = Arguments("lightning-eff bench report", description="Draw a bench's report again.")
     options.add_argument("folder", type=Path, metavar="DIR", help="the folder of a bench, or its results.json")
     folder = options.parse_args(argv).folder
+    require_matplotlib()
     results = load(folder)
     results["summary"] = summarize(results)
     folder = folder if folder.is_dir() else folder.parent
@@ -175,7 +173,7 @@ def _compare(argv: Sequence[str]) -> None:
     from lightning_eff.bench.reports.compare import compare
     from lightning_eff.bench.results import load
 
-    options = argparse.ArgumentParser("lightning-eff bench compare", description="Set two benches side by side.")
+    options = Arguments("lightning-eff bench compare", description="Set two benches side by side.")
     options.add_argument("first", type=Path, metavar="A")
     options.add_argument("second", type=Path, metavar="B")
     chosen = options.parse_args(argv)

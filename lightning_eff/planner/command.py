@@ -7,23 +7,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from lightning_eff._errors import told
 from lightning_eff.planner._launch.arguments import Request, no_fp8, read
 
 
-def main(argv: Sequence[str]) -> None:
-    """``argv`` after ``plan``.
+def main(argv: Sequence[str], *, debug: bool = False) -> None:
+    """``argv`` after ``plan``; with ``debug`` every error is raised as it came.
 
     Raises:
-        SystemExit: with status 2 where the arguments or the recipe cannot be used, 130 if interrupted.
+        SystemExit: with status 2 where the arguments or the recipe cannot be used, 1 where the plan failed, 130 if it was
+            interrupted.
     """
     try:
-        _run(read(argv))
+        with told("lightning-eff plan", debug=debug):
+            _run(read(argv))
     except KeyboardInterrupt:
         print("\nInterrupted.", file=sys.stderr)
         raise SystemExit(130) from None
-    except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
-        print(f"lightning-eff plan: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
 
 
 def _run(request: Request) -> None:

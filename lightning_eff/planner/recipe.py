@@ -3,8 +3,6 @@
 import copy
 import importlib
 import inspect
-import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -75,16 +73,16 @@ def read_recipe(configs: Sequence[str], *, real: bool) -> Recipe:
             raise FileNotFoundError(f"--config {path}: there is no such file; expected a config of LightningCLI.")
     try:
         from jsonargparse import Namespace
-        from lightning.pytorch.cli import LightningCLI
 
         import lightning_eff.bench.monitor  # noqa: F401 - configs may name it by class name alone
+        from lightning_eff._config import ConfigCLI
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f'{error.name} is not installed; LightningCLI needs it. Run: pip install "jsonargparse[signatures]"'
         ) from error
     mode = None if real else FakeTensorMode(allow_non_fake_inputs=True)
 
-    class Shapes(LightningCLI):
+    class Shapes(ConfigCLI):
         """Builds the module under the fake mode, the data really, and no trainer: its hardware is elsewhere."""
 
         @override
@@ -111,15 +109,12 @@ def read_recipe(configs: Sequence[str], *, real: bool) -> Recipe:
             with mode or nullcontext():
                 self._add_configure_optimizers_method_to_model(self.subcommand)
 
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
     with undisturbed():
         try:
             cli = Shapes(
-                LightningModule,
-                subclass_mode_model=True,
+                ["fit", *(argument for path in configs for argument in ("--config", path))],
+                datamodule_class=None,  # a module may bring its own loader
                 save_config_callback=None,
-                args=["fit", *(argument for path in configs for argument in ("--config", path))],
             )
         except (TypeError, RuntimeError, NotImplementedError) as error:
             raise ValueError(

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from lightning_eff._errors import Arguments
 from lightning_eff.planner._launch.assumptions import Assumptions
 from lightning_eff.planner.accelerators import ACCELERATORS, Accelerator, find_accelerator
 
@@ -73,7 +74,7 @@ class Request:
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    options = argparse.ArgumentParser(
+    options = Arguments(
         "lightning-eff plan", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = options.add_argument
@@ -164,8 +165,7 @@ def read(argv: Sequence[str]) -> Request:
     """Parse and check ``argv``, what follows ``plan``.
 
     Raises:
-        SystemExit: where the options themselves are wrong, with status 2.
-        ValueError: where a value is.
+        ValueError: where an option or a value is wrong.
         FileNotFoundError: if a config is not there.
         ModuleNotFoundError: if something that the request needs is not installed.
     """

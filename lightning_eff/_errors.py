@@ -1,0 +1,192 @@
+"""What a command says of an error: one paragraph where that tells all, and a traceback where only that does.
+
+An error that this package, Lightning or torch raised on purpose says what is wrong: its traceback shows the insides of
+libraries alone. An error in the user's own code is found by its traceback, which is therefore kept.
+"""
+
+import argparse
+import difflib
+import linecache
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from typing_extensions import override
+
+_OWN = str(Path(__file__).parent)
+_LIBRARIES = tuple({str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib", "platlib")})
+_CANNOT_START = (ValueError, TypeError, ImportError, OSError)
+
+
+class UsageError(ValueError):
+    """Arguments or a config that cannot be used; the message says what was got and what was expected."""
+
+
+class ConfigError(UsageError):
+    """What a parser found wrong, which it may have from an error in the code that the config names: its cause."""
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """`` Did you mean 'choice'?``, if one of them is near to ``word``, else an empty string."""
+    by_lower = {choice.lower(): choice for choice in choices}
+    near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    return f" Did you mean {by_lower[near[0]]!r}?" if near else ""
+
+
+def check_configs(args: Sequence[str]) -> None:
+    """Look at the files that ``--config`` names, before anything is imported for what is in them.
+
+    Raises:
+        UsageError: naming the file that is not there, is no YAML or holds no mapping.
+    """
+    import yaml
+
+    for option, following in zip(args, [*args[1:], None], strict=True):
+        name, equals, path = option.partition("=")
+        path = path if equals else following
+        if name not in ("--config", "-c") or path is None or path.lstrip().startswith("{"):
+            continue
+        file = Path(path)
+        if not file.is_file():
+            around = [p.name for p in file.parent.glob("*.y*ml")] if file.parent.is_dir() else []
+            raise UsageError(
+                f"--config {path}: there is no such file; expected a config in YAML.{did_you_mean(file.name, around)}"
+            )
+        try:
+            content = yaml.safe_load(file.read_text())
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            mark = getattr(error, "problem_mark", None)
+            at = f" at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+            problem = getattr(error, "problem", None) or str(error)
+            raise UsageError(f"--config {path}: this is no YAML{at}: {' '.join(problem.split())}.") from None
+        if not isinstance(content, dict):
+            raise UsageError(
+                f"--config {path}: got a {type(content).__name__}; expected a mapping with sections such as trainer, model"
+                " and data."
+            )
+
+
+class Arguments(argparse.ArgumentParser):
+    """The options of a command, which must be written out; :class:`UsageError` in place of a usage and an exit."""
+
+    def __init__(self, prog: str, **kwargs: Any) -> None:
+        super().__init__(prog, allow_abbrev=False, **kwargs)
+
+    @override
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            word = unknown[0].partition("=")[0]
+            hint = did_you_mean(word, self._option_string_actions) if word.startswith("-") else ""
+            self.error(f"got {' '.join(unknown)}; there is no such option.{hint}")
+        return found
+
+    @override
+    def error(self, message: str) -> NoReturn:
+        for action in self._actions:
+            _, _, got = message.partition(f"argument {'/'.join(action.option_strings)}: invalid choice: ")
+            if got and action.choices:
+                message += did_you_mean(got.partition(" (")[0].strip("'"), map(str, action.choices))
+        raise UsageError(f"{message}{'' if message.endswith(('.', '?')) else '.'} More: {self.prog} --help")
+
+
+@contextmanager
+def told(command: str, *, debug: bool = False) -> Iterator[None]:
+    """Print what an error in this block says in one paragraph, after ``command``, and exit; raise it where that won't do.
+
+    Args:
+        command: what begins the paragraph, such as "lightning-eff fit".
+        debug: raise every error as it came, with its traceback.
+
+    Raises:
+        SystemExit: with status 2 where the arguments, the config or the run that they ask for cannot be used, and 1 for
+            a run that failed.
+    """
+    try:
+        yield
+    except Exception as error:
+        root = original(error)
+        if debug:
+            raise
+        if not speaks(root):
+            if root is error:
+                raise
+            raise root from None  # as it was raised, without those who handed it on
+        words = str(error if isinstance(error, UsageError) and not _is_own(root) else root)
+        print(f"{command}: {words.strip() or type(root).__name__}", file=sys.stderr)
+        raise SystemExit(status(root)) from None
+
+
+def original(error: BaseException) -> BaseException:
+    """The error that a parser handed on in its own words: one in a constructor, or in a module that it imported."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if _is_users(cause) or (_is_own(cause) and not isinstance(cause, ConfigError)):
+            return cause
+        cause = cause.__cause__
+    return error
+
+
+def speaks(error: BaseException) -> bool:
+    """Whether an error's message says all that its traceback does."""
+    if isinstance(error, UsageError) or _is_own(error):
+        return True
+    if _is_users(error) or not _is_told(error):
+        return False
+    return isinstance(error, ImportError | OSError) or (bool(_frames(error)) and _on_purpose(error))
+
+
+def status(error: BaseException) -> int:
+    """2 for an error that comes before training begins and of what was asked for, and 1 for any other."""
+    loops = str(Path("lightning", "pytorch", "loops"))
+    began = any(loops in frame.f_code.co_filename for frame, _ in _frames(error))
+    return 2 if _is_of_a_setting(error) and not began else 1
+
+
+def _is_of_a_setting(error: BaseException) -> bool:
+    """Of a kind by which settings are refused; Lightning has one of its own."""
+    return isinstance(error, _CANNOT_START) or type(error).__name__ == "MisconfigurationException"
+
+
+def _is_told(error: BaseException) -> bool:
+    return _is_of_a_setting(error) or isinstance(error, RuntimeError)
+
+
+def _is_own(error: BaseException) -> bool:
+    """Raised by this package, on purpose, or of one of its own classes."""
+    if type(error).__module__.startswith("lightning_eff."):
+        return True
+    frames = _frames(error)
+    return bool(frames) and _is_told(error) and _in_package(frames[-1][0]) and _on_purpose(error)
+
+
+def _is_users(error: BaseException) -> bool:
+    """Raised in code of the user's, or in what it called; anything but an error of ours that came on purpose."""
+    return not _is_own(error) and any(not _in_package(f) and not _in_library(f) for f, _ in _frames(error))
+
+
+def _in_package(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_OWN) or frame.f_globals.get("__name__", "").startswith("lightning_eff.")
+
+
+def _in_library(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    if "-packages" in name or not Path(name).is_file():  # compiled code names files that are not there
+        return True
+    return str(Path(name).resolve()).startswith(_LIBRARIES)
+
+
+def _on_purpose(error: BaseException) -> bool:
+    """Raised by a ``raise`` statement."""
+    frame, line = _frames(error)[-1]
+    return linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("raise")
+
+
+def _frames(error: BaseException) -> list[tuple[FrameType, int]]:
+    """Where it was raised, the innermost frame last, each with its line."""
+    return list(traceback.walk_tb(error.__traceback__))

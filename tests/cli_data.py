@@ -1,0 +1,12 @@
+"""Data that a LightningCLI config can name."""
+
+import lightning.pytorch as pl
+
+from tests.models import loader
+
+
+class Classes(pl.LightningDataModule):
+    """What ``TinyClassifier`` trains on."""
+
+    def train_dataloader(self):
+        return loader("classifier")
