@@ -8,6 +8,7 @@ from lightning_eff import _source_tree as _source_tree  # before all that import
 
 if _typing.TYPE_CHECKING:
     from lightning_eff.bench import Benchmark, EfficiencyMonitor
+    from lightning_eff.data.exact_resume import ExactResume
     from lightning_eff.data.importance_sampling import ImportanceSampling
     from lightning_eff.data.selective_backprop import SelectiveBackprop
     from lightning_eff.data.sequence_length_warmup import SequenceLengthWarmup
@@ -39,6 +40,7 @@ __all__ = [
     "CompressedDDPStrategy",
     "DeepSpeedEffStrategy",
     "EfficiencyMonitor",
+    "ExactResume",
     "FP8Precision",
     "HybridParallelStrategy",
     "INT8Precision",
@@ -67,6 +69,7 @@ _HOMES = {
     "CompressedDDPStrategy": "lightning_eff.strategies.compressed_ddp",
     "DeepSpeedEffStrategy": "lightning_eff.strategies.deep_speed",
     "EfficiencyMonitor": "lightning_eff.bench",
+    "ExactResume": "lightning_eff.data.exact_resume",
     "FP8Precision": "lightning_eff.precision.fp8",
     "HybridParallelStrategy": "lightning_eff.strategies.hybrid_parallel",
     "INT8Precision": "lightning_eff.precision.int8",

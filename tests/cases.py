@@ -98,6 +98,7 @@ CASES: dict[str, Case] = {
         lost=(_classifier, "classifier", "is as large"),
         as_is=lambda: eff.ActivationOffload(),
     ),
+    "ExactResume": Case(active=lambda: eff.ExactResume(), neutral=lambda: eff.ExactResume(), exact=True),
     "ImportanceSampling": Case(
         active=lambda: eff.ImportanceSampling(presample=2.0, threshold=0.5),
         neutral=lambda: eff.ImportanceSampling(threshold=inf),

@@ -12,12 +12,13 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_eff.data.exact_resume import ExactResume
 from lightning_eff.optim.latest_weight_averaging import LatestWeightAveraging
 from lightning_eff.optim.sharpness_aware_minimization import SharpnessAwareMinimization
 from tests.cases import ALL
 from tests.models import Samples, flat, loader, module, trainer
 from tests.plugins import PLUGINS
-from tests.runs import MODES, NUM_STEPS, checkpoints, differences, final_state, fit, largest
+from tests.runs import MODES, NUM_STEPS, checkpoints, differences, final_state, fit, largest, resume_from_batches
 
 DDP: dict[str, Any] = {"strategy": "ddp", "devices": 2, "samples": 40}
 
@@ -51,6 +52,16 @@ def resume(name: str, root: Path) -> dict[str, Any]:
     every: list[Any] = [None, None]
     torch.distributed.all_gather_object(every, found)
     return {"differences": every, "alike": alike, "checkpoints": len(saved), "expected": NUM_STEPS}
+
+
+def windows(name: str, root: Path) -> list[Any]:
+    """Resume within accumulation windows under DDP; what differs, by rank."""
+    case = ALL[name]
+    directory = root / f"windows_{name}"
+    found = resume_from_batches(case.model, lambda: [case.active()], directory, (2, 9), **DDP)
+    every: list[Any] = [None, None]
+    torch.distributed.all_gather_object(every, found)
+    return every
 
 
 def modes(name: str, root: Path) -> dict[str, Any]:
@@ -131,7 +142,7 @@ def plugins(name: str, root: Path) -> dict[str, Any]:
     directory = root / name
 
     def build() -> list[Any]:
-        return [ALL["LatestWeightAveraging"].neutral()]
+        return [ExactResume()]
 
     def run(**kwargs: Any) -> Any:
         return fit("tiny_gpt", build, plugins=[case.build(precision)], **DDP, **kwargs)

@@ -51,6 +51,36 @@ def fit(
     return net, t
 
 
+class SaveBatches(pl.Callback):
+    """Saves a checkpoint as each of these batches of the run ends (all, if None), also within accumulation windows."""
+
+    def __init__(self, directory: Path, batches: Sequence[int] | None = None) -> None:
+        self.directory, self.batches = directory, batches
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        done = trainer.fit_loop.epoch_loop.batch_progress.total.processed
+        if self.batches is None or done in self.batches:
+            trainer.save_checkpoint(self.directory / f"batch={done}.ckpt")
+
+
+def resume_from_batches(
+    model: str, build: Build, directory: Path, batches: Sequence[int] | None, **kwargs: Any
+) -> dict[str, list[str]]:
+    """Train five steps of three batches, two to close an epoch; what differs after a resume from each of ``batches``.
+
+    The epoch has 5 batches of each process, so steps end with the batches 3, 5, 8, 10 and 13.
+    """
+    settings: dict[str, Any] = {"max_steps": 5, "accumulate_grad_batches": 3, **kwargs}
+    whole = final_state(*fit(model, build, callbacks=[SaveBatches(directory, batches)], **settings))
+    found: dict[str, list[str]] = {}
+    for batch in batches or range(1, 13):
+        path = directory / f"batch={batch}.ckpt"
+        names = differences(whole, final_state(*fit(model, build, resume=path, **settings)))
+        if names:
+            found[path.stem] = names
+    return found
+
+
 def checkpoints(directory: Path) -> list[Path]:
     """The checkpoints of a run, by step."""
     return sorted(directory.glob("step=*.ckpt"), key=lambda path: int(path.stem.split("=")[1].split("-")[0]))

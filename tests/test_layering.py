@@ -23,6 +23,7 @@ PUBLIC = [
     "CompressedDDPStrategy",
     "DeepSpeedEffStrategy",
     "EfficiencyMonitor",
+    "ExactResume",
     "FP8Precision",
     "HybridParallelStrategy",
     "INT8Precision",

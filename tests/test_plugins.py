@@ -38,7 +38,7 @@ def of_mode(name: str, mode: str) -> dict[str, Any]:
 
 def resuming() -> list[Technique]:
     """What makes a run resume its data and its random numbers exactly, and changes no weight."""
-    return [CASES["LatestWeightAveraging"].neutral()]
+    return [lightning_eff.ExactResume()]
 
 
 def test_every_exported_plugin_has_a_case() -> None:

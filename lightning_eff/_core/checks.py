@@ -4,7 +4,7 @@ import inspect
 from typing import TYPE_CHECKING
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
 
 if TYPE_CHECKING:
     from lightning_eff._core.technique import Technique
@@ -44,8 +44,7 @@ def check_run(trainer: Trainer, module: LightningModule, techniques: "list[Techn
                 " cannot be told. Set one of max_steps, max_epochs and max_time."
             )
         strategy = trainer.strategy
-        plain = isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
-        if not plain and not technique.any_strategy:
+        if not is_plain(strategy) and not technique.any_strategy:
             raise ValueError(
                 f"{who}: got strategy {type(strategy).__name__}; expected a single device or DDP. Sharded parameters are"
                 " not supported by this technique yet: use strategy='ddp' or take it out."
@@ -55,6 +54,11 @@ def check_run(trainer: Trainer, module: LightningModule, techniques: "list[Techn
                 f"{who}: training_step takes dataloader_iter; expected a batch, because the technique must see it. Let"
                 " training_step take (batch, batch_idx)."
             )
+
+
+def is_plain(strategy: Strategy) -> bool:
+    """Whether every rank holds the whole module, as plain tensors."""
+    return isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
 
 
 def _check_pair(first: "Technique", second: "Technique") -> None:

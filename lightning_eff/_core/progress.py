@@ -1,13 +1,19 @@
 """How far the run is: ``u`` in [0, 1] of its true budget, whichever of steps, epochs and seconds ends it first.
 
-Also Lightning's own record of it in a checkpoint, put into a form from which it can go on.
+Also Lightning's own record of it in a checkpoint, put into a form from which it can go on, and what an accumulation window
+that has begun and not ended has summed: a checkpoint saved there must hold it.
 """
 
 import math
 from typing import Any
 
-from lightning.pytorch import Callback, Trainer
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from lightning_eff._core.checks import is_plain
 
 
 class Clock(Callback):
@@ -83,7 +89,7 @@ class Progress:
         return min(timers, key=lambda timer: timer._duration or 0.0, default=None)
 
 
-def mend_loops(checkpoint: dict[str, Any], *, by_steps: bool) -> None:
+def mend_loops(checkpoint: dict[str, Any], *, by_steps: bool, accumulate: int) -> None:
     """Rewrite the fit loop's progress in ``checkpoint``, in place, where resuming from it would lose count.
 
     Lightning 2.6 resumes exactly from a checkpoint saved as a batch ended. Two other moments lose count: the end of an
@@ -93,6 +99,7 @@ def mend_loops(checkpoint: dict[str, Any], *, by_steps: bool) -> None:
     Args:
         checkpoint: what Lightning saved.
         by_steps: the resuming trainer has ``max_steps``.
+        accumulate: batches of an accumulation window.
     """
     fit = checkpoint.get("loops", {}).get("fit_loop")
     if fit is None:
@@ -111,5 +118,64 @@ def mend_loops(checkpoint: dict[str, Any], *, by_steps: bool) -> None:
         counts["processed"] -= 1
         counts["completed"] = counts["processed"]
     loop = fit["epoch_loop.state_dict"]
-    if "_batches_that_stepped" in loop:  # counted again when Lightning completes the batch
+    stepped = batch["is_last_batch"] or now["ready"] % accumulate == 0
+    if "_batches_that_stepped" in loop and stepped:  # counted again when Lightning completes the batch
         loop["_batches_that_stepped"] -= 1
+
+
+def in_flight(trainer: Trainer) -> bool:
+    """Whether a batch has been taken and its step is not over."""
+    counts = trainer.fit_loop.epoch_loop.batch_progress.current.state_dict()
+    return counts["ready"] > counts["processed"]
+
+
+def in_window(trainer: Trainer, module: LightningModule, *, stepped: bool) -> bool:
+    """Whether gradients are summed by now that no optimizer step has used yet.
+
+    Args:
+        trainer: in a fit, or after it.
+        module: its module; one that optimizes by hand decides by itself when gradients are used.
+        stepped: an optimizer made a step since the last batch began.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    done = loop.batch_progress.current.state_dict()["processed"]
+    if not module.automatic_optimization:
+        return done > 0 and not stepped
+    over = not in_flight(trainer) and loop._num_ready_batches_reached()  # the epoch's last window may be a short one
+    return done % trainer.accumulate_grad_batches != 0 and not over
+
+
+def open_gradients(
+    trainer: Trainer, module: LightningModule, *, stepped: bool, backward_done: bool
+) -> dict[str, Tensor] | None:
+    """This process's gradients within an accumulation window, on the CPU, by the name of their parameter; None elsewhere.
+
+    They are saved rather than made again, by a rewind to the window's first batch: what those batches did to BatchNorm
+    statistics, metrics and techniques has happened, and would happen twice.
+
+    Args:
+        trainer: as in :func:`in_window`.
+        module: likewise.
+        stepped: likewise.
+        backward_done: the backward pass of the batch that was begun last is over.
+    """
+    if not in_window(trainer, module, stepped=stepped):
+        return None
+    if not is_plain(trainer.strategy):
+        rank_zero_warn(
+            f"This checkpoint is saved within an accumulation window. Under {type(trainer.strategy).__name__} the gradients"
+            " summed so far are not in it, so a resumed run will not repeat the undisturbed one. Save after optimizer"
+            " steps, such as by every_n_train_steps."
+        )
+        return None
+    if in_flight(trainer) and backward_done:
+        return None  # they hold the gradients of the batch that a resumed run trains on again
+    return {name: p.grad.detach().to("cpu", copy=True) for name, p in module.named_parameters() if p.grad is not None}
+
+
+@torch.no_grad()
+def restore_gradients(module: LightningModule, saved: dict[str, Any]) -> None:
+    """Give parameters the gradients that :func:`open_gradients` returned; later ones are added to them."""
+    for name, p in module.named_parameters():
+        if name in saved and p.requires_grad:
+            p.grad = saved[name].to(p.device, copy=True)

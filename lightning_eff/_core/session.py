@@ -19,7 +19,7 @@ from lightning_eff._core.checks import check_run
 from lightning_eff._core.loaders import ResumableLoader
 from lightning_eff._core.metrics import CurrentMetrics
 from lightning_eff._core.patches import Patches
-from lightning_eff._core.progress import Progress, mend_loops
+from lightning_eff._core.progress import Progress, in_flight, mend_loops, open_gradients, restore_gradients
 from lightning_eff._core.steps import Step, StepChain
 from lightning_eff._core.surgery import Surgery
 
@@ -61,8 +61,11 @@ class Session:
         self._loader_states: list[dict[str, Any]] = []
         self._scope = ExitStack()
         self._rng: dict[str, Any] | None = None
+        self._gradients: dict[str, Any] = {}
         self._validate_first = False
         self._in_batch_end = False
+        self._steps_before = -1
+        self._backward_done = False
         self._logged = False
         self._metrics: CurrentMetrics | None = None
 
@@ -147,7 +150,8 @@ class Session:
         def load_checkpoint(*args: Any, **kwargs: Any) -> dict[str, Any]:
             checkpoint = load(*args, **kwargs)
             if self.fitting and _KEY in checkpoint:
-                mend_loops(checkpoint, by_steps=self.trainer.max_steps != -1)
+                window = self.trainer.accumulate_grad_batches
+                mend_loops(checkpoint, by_steps=self.trainer.max_steps != -1, accumulate=window)
             for technique in self.techniques:
                 if not technique.neutral:
                     technique.check_checkpoint(self, checkpoint.get("callbacks", {}).get(technique.state_key))
@@ -291,7 +295,7 @@ class Session:
 
     def batches_ahead(self) -> int:
         """How many batches Lightning has fetched and not yet trained on."""
-        return len(getattr(self.trainer.fit_loop._data_fetcher, "batches", []))
+        return len(getattr(self.trainer.fit_loop._data_fetcher, "batches", [])) + in_flight(self.trainer)
 
     def epoch_complete(self) -> bool:
         """Whether the last batch of the epoch has been trained on."""
@@ -302,11 +306,13 @@ class Session:
     # -- the course of the run, driven by the first technique's hooks
 
     def start(self) -> None:
-        """Freeze what does not run yet; on resume, take up the random state, and the validation that comes next."""
+        """Freeze what does not run yet; on resume, take up random state, gradients, and the validation that comes next."""
         for stack in self._stacks.values():
             stack.freeze_inactive()
         if self._rng is None:
             return
+        restore_gradients(self.module, self._gradients)
+        self._gradients = {}
         rng.restore(self._rng)
         if self._validate_first:
             trainer, loop = self.trainer, self.trainer.fit_loop.epoch_loop.val_loop
@@ -327,6 +333,8 @@ class Session:
     def begin_batch(self, batch: Any, batch_idx: int) -> None:
         self.end_step()
         self._in_batch_end = False
+        self._backward_done = False
+        self._steps_before = self.trainer.global_step
         self.progress.update(batch_idx)
         for technique in self.techniques:
             if not technique.neutral:
@@ -344,6 +352,11 @@ class Session:
     def _look(self) -> None:
         for stack in self._stacks.values():
             stack.look()
+
+    def after_backward(self) -> None:
+        """The backward pass of a step that Lightning drives is over."""
+        self._backward_done = True
+        self.end_step()
 
     def end_batch(self, batch_idx: int) -> None:
         self.end_step()
@@ -387,10 +400,13 @@ class Session:
         if not self.fitting:
             return
         loop = self.trainer.fit_loop
+        stepped = self.trainer.global_step != self._steps_before
+        summed = open_gradients(self.trainer, self.module, stepped=stepped, backward_done=self._backward_done)
         fetcher = loop._data_fetcher if self._in_batch_end else None
         checkpoint[_KEY] = {
             "seed": self.seed,
             "rng": self.gather(rng.capture()),
+            "gradients": [] if summed is None else self.gather(summed),
             "cost": self.chain.cost.state_dict(),
             # under Lightning's own key a plain trainer, whose loaders keep no state, would refuse the checkpoint
             "loaders": checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", []),
@@ -407,6 +423,8 @@ class Session:
         self._validate_first = state["validate_first"]
         if len(state["rng"]) == self.trainer.world_size:
             self._rng = state["rng"][self.rank]
+            gradients = state.get("gradients")  # checkpoints of earlier versions have none
+            self._gradients = gradients[self.rank] if gradients else {}
             self._loader_states = state["loaders"]
         else:
             rank_zero_info(

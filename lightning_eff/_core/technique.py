@@ -148,7 +148,7 @@ class Technique(Callback):
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._leads() and pl_module.automatic_optimization:  # a manual step may run the network again
-            self.session.end_step()
+            self.session.after_backward()
 
     @override
     def on_train_batch_end(
