@@ -27,16 +27,19 @@ RICH = RunProfile(
     optimizer_states=True,
 )
 STUDY = {"S2FP8Precision", "Wang2018FP8Precision", "HybridParallelStrategy"}
+OUTSIDE = {"ExactResume"}  # makes no training more efficient
 
 
 @pytest.mark.parametrize("name", sorted(CLASSES))
 def test_every_technique_answers_to_a_row_of_the_surveys_and_says_what_a_search_would_try(name: str) -> None:
     cls = CLASSES[name]
-    assert isinstance(cls.survey, Survey)
-    assert cls.survey.zhuang or cls.survey.shen
+    assert (cls.survey is None) == (name in OUTSIDE)
+    if cls.survey is not None:
+        assert isinstance(cls.survey, Survey)
+        assert cls.survey.zhuang or cls.survey.shen
     assert isinstance(cls.search_space, SearchSpace)
     why = cls.search_space.pointless(RICH)
-    assert (why is not None) == (name in STUDY), why
+    assert (why is not None) == (name in STUDY | OUTSIDE), why
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
