@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_eff._core import rng
 from lightning_eff.strategies._hybrid.plain import Plain, Slot
-from lightning_eff.strategies._hybrid.shards import fill, wrap_like
+from lightning_eff.strategies._hybrid.shards import fill, local, wrap_like
 
 
 class Initial:
@@ -135,7 +135,7 @@ def _above(root: nn.Module, path: str) -> list[nn.Module]:
 
 
 def _materialise(slot: Slot, meta: Tensor, whole: Tensor) -> None:
-    here = meta._local_tensor if isinstance(meta, DTensor) else meta
+    here = local(meta)
     real: Tensor = torch.empty(here.shape, dtype=here.dtype, device=whole.device)
     if isinstance(meta, DTensor):
         real = wrap_like(real, meta)

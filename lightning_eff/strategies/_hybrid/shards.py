@@ -27,8 +27,7 @@ def piece(whole: Tensor, like: Tensor) -> Tensor:
 @torch.no_grad()
 def fill(target: Tensor, whole: Tensor) -> None:
     """Write this rank's piece of ``whole`` into ``target``, which is a plain tensor or a DTensor, in place."""
-    here = target._local_tensor if isinstance(target, DTensor) else target
-    here.copy_(piece(whole, target))
+    local(target).copy_(piece(whole, target))
 
 
 def shard_like(whole: Tensor, like: Tensor, device: torch.device) -> Tensor:
@@ -51,7 +50,7 @@ def wrap_like(here: Tensor, like: DTensor) -> DTensor:
 def empty_like(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros of the shape and placements of ``like``."""
     if isinstance(like, DTensor):
-        return wrap_like(torch.zeros(like._local_tensor.shape, dtype=dtype, device=device), like)
+        return wrap_like(torch.zeros(like.to_local().shape, dtype=dtype, device=device), like)
     return torch.zeros(like.shape, dtype=dtype, device=device)
 
 
@@ -75,6 +74,34 @@ def counted_here(tensor: Tensor, coordinates: Mapping[str, int]) -> bool:
     return all(rank == 0 or axis in sharded for axis, rank in coordinates.items())
 
 
+@torch.no_grad()
+def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup, *, most_bytes: int) -> None:
+    """Give plain ``tensors`` the values that they have on the group's first rank, in place; collective.
+
+    Args:
+        tensors: in the same order on all ranks.
+        group: the ranks.
+        most_bytes: of one message, unless a single tensor is larger.
+    """
+    buckets: dict[torch.dtype, list[Tensor]] = {}
+    for t in tensors:
+        bucket = buckets.setdefault(t.dtype, [])
+        if bucket and (sum(b.numel() for b in bucket) + t.numel()) * t.element_size() > most_bytes:
+            _broadcast_bucket(bucket, group)
+            bucket.clear()
+        bucket.append(t)
+    for bucket in buckets.values():
+        _broadcast_bucket(bucket, group)
+
+
+def _broadcast_bucket(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+    flat = torch.cat([t.reshape(-1) for t in tensors])
+    dist.broadcast(flat, group=group, group_src=0)
+    for t, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        t.copy_(part.view(t.shape))
+
+
+@torch.no_grad()
 def all_reduce_mean(params: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Average gradients over ``group``, in one message for each dtype; those that no rank has stay None; collective."""
     params = [p for p in params if p.requires_grad]
@@ -87,7 +114,7 @@ def all_reduce_mean(params: Iterable[nn.Parameter], group: dist.ProcessGroup) ->
         if any_has:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-            here = p.grad._local_tensor if isinstance(p.grad, DTensor) else p.grad
+            here = local(p.grad)
             buckets.setdefault(here.dtype, []).append(here)
     for grads in buckets.values():
         flat = torch.cat([grad.reshape(-1) for grad in grads]).div_(group.size())

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from typing_extensions import override
 
 _FAILED = "failed"

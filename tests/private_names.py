@@ -1,0 +1,157 @@
+"""The private names of torch, Lightning and torchmetrics that the package stands on, and where each must be found.
+
+Whoever adds one says here where it is and, if there is one, why no public name does. ``test_private_names.py`` holds the
+list against the code, and each name against the installed libraries.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Timer
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torchmetrics import SumMetric
+
+from tests.processes import free_port
+
+#: Imported by name; nothing public gives them.
+IMPORTED = (
+    "lightning.fabric.strategies.deepspeed._DEEPSPEED_AVAILABLE",
+    "lightning.fabric.strategies.registry._StrategyRegistry",
+    "lightning.fabric.utilities.distributed._sync_ddp_if_available",
+    "lightning.fabric.utilities.types._PATH",
+    "lightning.pytorch.strategies.launchers.subprocess_script._SubprocessScriptLauncher",
+    "torch._C._functorch.is_functorch_wrapped_tensor",
+    "torch._subclasses.fake_tensor.FakeTensorMode",
+    "torch.distributed._composable.contract.REGISTRY_KEY",
+    "torch.distributed._composable.contract.STATE_KEY",
+    "torch.distributed._composable_state._module_state_mapping",
+    "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook._should_compress",
+    "torch.distributed.pipelining._utils.generate_stage_to_rank_mapping",
+    "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
+    "torch.nn.modules.batchnorm._BatchNorm",
+    "torch.nn.modules.batchnorm._NormBase",
+    "torch.nn.modules.dropout._DropoutNd",
+    "torch.overrides._get_current_function_mode_stack",
+    "torch.utils._device.DeviceContext",
+    "torch.utils._python_dispatch.TorchDispatchMode",
+    "torch.utils._pytree.TreeSpec",
+    "torch.utils._pytree.tree_flatten",
+    "torch.utils._pytree.tree_leaves",
+    "torch.utils._pytree.tree_map",
+    "torch.utils._pytree.tree_unflatten",
+)
+
+#: Attribute -> the module, or "module:Class", that must have it.
+ON_MODULES_AND_CLASSES = {
+    "_C": "torch",
+    "_abort_process_group": "torch.distributed.distributed_c10d",
+    "_add_configure_optimizers_method_to_model": "lightning.pytorch.cli:LightningCLI",
+    "_autograd": "torch._C",
+    "_base": "torch:Tensor",
+    "_call_impl": "torch.nn:Module",
+    "_cdata": "torch:UntypedStorage",
+    "_compiled_call_impl": "torch.nn:Module",
+    "_configure_launcher": "lightning.pytorch.strategies:ModelParallelStrategy",
+    "_fused_sdp_choice": "torch",
+    "_get_fsdp_state": "torch.distributed.fsdp:FSDPModule",
+    "_int_mm": "torch",
+    "_is_view": "torch:Tensor",
+    "_next_index": "torch.utils.data.dataloader:_BaseDataLoaderIter",
+    "_on_before_batch_transfer": "lightning.pytorch:LightningModule",
+    "_reset_optimizers_and_schedulers": "lightning.pytorch.strategies:Strategy",
+    "_scaled_dot_product_flash_attention_for_cpu": "torch.ops.aten",
+    "_scaled_dot_product_flash_attention_for_cpu_backward": "torch.ops.aten",
+    "_scaled_mm": "torch",
+    "_setup_distributed": "lightning.pytorch.strategies:ModelParallelStrategy",
+    "_should_accumulate": "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop",
+    "_should_check_val_fx": "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop",
+    "_to_copy": "torch.ops.aten",
+    "_top_saved_tensors_default_hooks": "torch._C._autograd",
+    "_unsafe_view": "torch.ops.aten",
+    "_version": "torch:Tensor",
+    "_wrap_closure": "lightning.pytorch.plugins.precision:Precision",
+}
+
+
+def fsdp() -> nn.Module:
+    """A module under FSDP2, of this process alone."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    return fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
+
+
+def fsdp_state() -> Any:
+    module = fsdp()
+    assert isinstance(module, FSDPModule)
+    return module._get_fsdp_state()
+
+
+def scheduled() -> torch.optim.Optimizer:
+    """An optimizer that has stepped under a scheduler, which watches whether it did."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    optimizer.step()
+    return optimizer
+
+
+def trainer() -> pl.Trainer:
+    return pl.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu", devices=1)
+
+
+#: Attribute -> an object that must have it.
+ON_OBJECTS: dict[str, Callable[[], Any]] = {
+    "_accelerator_connector": trainer,
+    "_buffers": nn.Module,
+    "_combined_loader": lambda: trainer().fit_loop,
+    "_computed": SumMetric,
+    "_data_fetcher": lambda: trainer().fit_loop,
+    "_data_parallel_size": lambda: pl.strategies.ModelParallelStrategy(),
+    "_ddp_comm_hook": lambda: pl.strategies.DDPStrategy(),
+    "_ddp_kwargs": lambda: pl.strategies.DDPStrategy(),
+    "_defaults": SumMetric,
+    "_device_mesh": lambda: pl.strategies.ModelParallelStrategy(),
+    "_duration": Timer,
+    "_forward_cache": SumMetric,
+    "_fsdp_param_groups": fsdp_state,
+    "_fsdp_use_orig_params": fsdp,
+    "_is_fsdp_managed_module": fsdp,
+    "_layer_sync": lambda: pl.strategies.DDPStrategy(),
+    "_lazy_init": fsdp_state,
+    "_logger_connector": trainer,
+    "_module_to_pre_load_state_dict_hook_handle": lambda: fsdp_state()._fsdp_param_groups[0],
+    "_module_to_pre_save_state_dict_hook_handle": lambda: fsdp_state()._fsdp_param_groups[0],
+    "_modules": nn.Module,
+    "_non_persistent_buffers_set": nn.Module,
+    "_opt_called": scheduled,
+    "_optimizer_step_post_hooks": scheduled,
+    "_optimizer_step_pre_hooks": scheduled,
+    "_orig_cls_mro_index": fsdp,
+    "_parameters": nn.Module,
+    "_parser": lambda: pl.cli.LightningCLI,
+    "_post_forward_hook_handle": fsdp_state,
+    "_post_load_hook_handle": lambda: fsdp_state()._fsdp_param_groups[0].fsdp_params[0],
+    "_pre_forward_hook_handle": fsdp_state,
+    "_schema": lambda: torch.ops.aten.add.Tensor,
+    "_save_distributed_checkpoint": lambda: pl.strategies.ModelParallelStrategy(),
+    "_tensor_parallel_size": lambda: pl.strategies.ModelParallelStrategy(),
+    "_update_count": SumMetric,
+}
+
+#: Internals that have no underscore: overridden, or read of what a private name gives.
+INTERNALS: dict[str, Callable[[], Any]] = {
+    "backward_one_chunk": lambda: PipelineStage,
+    "backward_weight_one_chunk": lambda: PipelineStage,
+    "fsdp_params": lambda: fsdp_state()._fsdp_param_groups[0],
+    "reset_sharded_param": lambda: fsdp_state()._fsdp_param_groups[0].fsdp_params[0],
+    "sharded_param": lambda: fsdp_state()._fsdp_param_groups[0].fsdp_params[0],
+    "set_requires_gradient_sync": fsdp,
+}
+
+#: Of Python itself, of Hugging Face's conventions, and names of our own that the code sets by other ways.
+OTHERS = {"_exit": "os", "_getframe": "sys", "_init_weights": "Hugging Face", "_loader": "ours", "_recorder": "ours"}
