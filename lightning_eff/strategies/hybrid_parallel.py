@@ -52,6 +52,9 @@ class HybridParallelStrategy(ModelParallelStrategy):
     - Pipeline: every rank runs the module's own ``training_step`` on micro-batches, of which blocks of other stages are
       left out; torch's schedules order them. What the cut would change is found at setup on one batch, and so is what
       micro-batches weigh: one with fewer labels that count (-100, padding) less, where the loss is a mean over tokens.
+    - Hooks: what they clip by ``self.clip_gradients``, ``clip_grad_norm_`` and ``clip_grad_value_``, and norms by Lightning's
+      ``grad_norm``, are those of the whole model; hooks that make numbers of gradients or parameters by other ways would see
+      a part, and are refused at setup by name.
 
     Args:
         data_parallel_size: replicas; "auto" takes what the other sizes leave of the processes.

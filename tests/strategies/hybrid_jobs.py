@@ -140,7 +140,9 @@ class Holdings(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.parameters = sum(local(p).numel() for p in pl_module.parameters())
+        self.parameters = sum(
+            local(p).numel() for m in pl_module.modules() for p in m._parameters.values() if p is not None
+        )
         states = (s for o in trainer.optimizers for s in o.state.values())
         self.state = sum(local(t).numel() for s in states for t in s.values() if isinstance(t, Tensor) and t.ndim > 0)
 

@@ -39,12 +39,14 @@ def global_norm(
         device: where the sum is taken.
 
     Returns:
-        A scalar in float32.
+        A scalar in float64, whatever the gradients' types: of each gradient it is taken in float32, or its own if larger.
     """
-    total = torch.zeros((), device=device)
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for p in params:
         if p.grad is not None and counts(p) and counted_here(p.grad, coordinates):
-            total += torch.linalg.vector_norm(local(p.grad), dtype=torch.float32).square()
+            here = local(p.grad)
+            dtype = torch.promote_types(here.dtype, torch.float32)
+            total += torch.linalg.vector_norm(here, dtype=dtype).double().square()
     dist.all_reduce(total)
     return total.sqrt()
 
@@ -52,11 +54,16 @@ def global_norm(
 @torch.no_grad()
 def clip_by_norm(params: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
     """``g *= min(1, max_norm / (norm + 1e-6))`` in place, as ``torch.nn.utils.clip_grad_norm_`` has it."""
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    scale(params, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+
+
+@torch.no_grad()
+def scale(params: Iterable[nn.Parameter], factor: Tensor | float) -> None:
+    """``g *= factor`` in place."""
     for p in params:
         if p.grad is not None:
             here = local(p.grad)
-            here.mul_(scale.to(here.device, here.dtype))
+            here.mul_(factor.to(here.device, here.dtype) if isinstance(factor, Tensor) else factor)
 
 
 @torch.no_grad()

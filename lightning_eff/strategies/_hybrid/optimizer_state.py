@@ -4,7 +4,8 @@ A rank's optimizer steps the parameters that it holds. The plain optimizer's num
 the whole module, and files carry that numbering.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -169,6 +170,20 @@ def named(
 ) -> list[NamedOptimizer]:
     """:class:`NamedOptimizer` of each."""
     return [NamedOptimizer(optimizer, shown, held, who=who) for optimizer in optimizers]
+
+
+@contextmanager
+def whole_groups(optimizers: Iterable[NamedOptimizer], shown: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """Let the optimizers' groups list all parameters of the plain module, ``shown`` by name, until the context ends."""
+    groups = [pair for o in optimizers for pair in zip(o.optimizer.param_groups, o.groups, strict=True)]
+    before = [group["params"] for group, _ in groups]
+    try:
+        for group, names in groups:
+            group["params"] = [shown[name] for name in names]
+        yield
+    finally:
+        for (group, _), params in zip(groups, before, strict=True):
+            group["params"] = params
 
 
 def steps_apart(optimizers: Iterable[Optimizer]) -> None:

@@ -1,6 +1,6 @@
 """One replica of the module on the ranks that hold it: divided at setup, run in steps, and put together at the end."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -9,9 +9,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
-from torch._C._distributed_c10d import _broadcast_coalesced
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -22,8 +20,10 @@ from lightning_eff._core.steps import silent, takes_index
 from lightning_eff._core.wrapping import WrappingPrecision
 from lightning_eff.strategies._hybrid import batches, gradients, sharding
 from lightning_eff.strategies._hybrid.arguments import Settings, innermost
+from lightning_eff.strategies._hybrid.clipping import Clipping
 from lightning_eff.strategies._hybrid.files import Files
 from lightning_eff.strategies._hybrid.gathering import Described, Gathering
+from lightning_eff.strategies._hybrid.hooks import check_hooks
 from lightning_eff.strategies._hybrid.initial import Initial
 from lightning_eff.strategies._hybrid.layout import (
     DATA,
@@ -36,7 +36,7 @@ from lightning_eff.strategies._hybrid.layout import (
 )
 from lightning_eff.strategies._hybrid.optimizer_state import NamedOptimizer, named, steps_apart
 from lightning_eff.strategies._hybrid.plain import Plain
-from lightning_eff.strategies._hybrid.shards import all_reduce_mean
+from lightning_eff.strategies._hybrid.shards import all_reduce_mean, broadcast
 from lightning_eff.strategies._hybrid.structure import Structure
 
 _BUCKET_BYTES = 250 * 2**20
@@ -97,6 +97,7 @@ class Replica:
             ValueError: if it cannot be divided so, with the reason.
         """
         module, layout = self.module, self.layout
+        hooks = [] if self.replicated else check_hooks(self.trainer, module, layout, who=self.who)
         deferred = self._anywhere(any(t.is_meta for t in (*module.parameters(), *module.buffers())))
         plugin = self.trainer.precision_plugin
         if plugin.convert_module(module) is not module:
@@ -115,9 +116,10 @@ class Replica:
             self.trainer.strategy.model_to_device()
         self.plain = Plain(module, who=self.who)
         if initial is None and layout.world > 1:
-            _sync_module_states(
-                module, dist.distributed_c10d._get_default_group(), _BUCKET_BYTES, 0, (), broadcast_buffers=True
-            )
+            world = dist.group.WORLD
+            assert world is not None
+            tensors = {id(t): t.detach() for t in (*module.parameters(), *module.buffers())}
+            broadcast(tensors.values(), world, most_bytes=_BUCKET_BYTES)
         if layout.data == 1:  # the loader as it is: a sampler of Lightning's would shuffle it in another order
             self._patches.set(self.trainer._accelerator_connector, "use_distributed_sampler", False)
         batch = self._check_batch() if layout.model_parallel else None
@@ -152,9 +154,7 @@ class Replica:
                 if name in self.held and not slot.is_parameter and slot.persistent and slot.dtype.is_floating_point
             ]
         if not self.replicated:
-            for inner in innermost(plugin):
-                self._patches.set(inner, "clip_grad_by_norm", self._clip_by_norm)
-                self._patches.set(inner, "clip_grad_by_value", self._clip_by_value)
+            Clipping(self).install(self._patches, hooks)
         self._divided = True
         return self._model
 
@@ -315,8 +315,7 @@ class Replica:
     def begin_step(self) -> None:
         """Give all replicas the buffers of the first, as DDP does."""
         if self._buffers:
-            group = data_group(self.mesh)
-            _broadcast_coalesced(group, self._buffers, _BUCKET_BYTES, 0)
+            broadcast(self._buffers, data_group(self.mesh), most_bytes=_BUCKET_BYTES)
 
     def run_pipeline(self, batch: Any, *args: Any) -> Tensor:
         """Forward and backward passes of all micro-batches; the gradients wait for :meth:`Stash.backward`."""
@@ -369,24 +368,6 @@ class Replica:
         if not self._accumulating and self.layout.data > 1:
             params = [p for p in self.module.parameters() if id(p) not in self._reduced]
             all_reduce_mean(params, data_group(self.mesh))
-
-    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        params = list(self.trainer.precision_plugin.main_params(optimizer))
-        norm = self.gradient_norm(params)
-        gradients.clip_by_norm(params, norm, float(clip_val))
-
-    def _clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        gradients.clip_by_value(self.trainer.precision_plugin.main_params(optimizer), float(clip_val))
-
-    def gradient_norm(self, params: Sequence[nn.Parameter]) -> Tensor:
-        """The norm of the gradients of the whole model; collective over all ranks."""
-        names = {id(p): name for optimizer in self.optimizers for name, p in optimizer.held.items()}
-        return gradients.global_norm(
-            params,
-            coordinates=self.gathering.coordinates,
-            counts=lambda p: id(p) not in names or self.gathering.owned(names[id(p)]),
-            device=self.device,
-        )
 
     # -- at the end
 

@@ -1,0 +1,107 @@
+"""Hooks that look at gradients or parameters, of which each process has a part: made right, or refused by name at setup."""
+
+from dataclasses import dataclass
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_eff.strategies._hybrid.arguments import innermost
+from lightning_eff.strategies._hybrid.layout import Layout
+from lightning_eff.strategies._hybrid.norms import FUNCTIONS, Places
+from lightning_eff.strategies._hybrid.reading import Reader, Reads, hooks_of
+
+_WITH_GRADIENTS = (
+    *("configure_gradient_clipping", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"),
+    *("optimizer_zero_grad", "on_train_batch_start", "on_train_batch_end"),
+)
+_OTHERS = (
+    *("optimizer_step", "lr_scheduler_step", "on_before_backward", "on_save_checkpoint"),
+    *("on_fit_start", "on_fit_end", "on_train_start", "on_train_end", "on_train_epoch_start", "on_train_epoch_end"),
+    *("on_validation_start", "on_validation_end", "on_validation_epoch_start", "on_validation_epoch_end"),
+    *("on_test_start", "on_test_end", "on_test_epoch_start", "on_test_epoch_end"),
+)
+_CLIPPING = ("clip_gradients", "clip_grad_by_norm", "clip_grad_by_value")
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A hook that takes norms of gradients, which it shall be given of the whole model.
+
+    Attributes:
+        owner: the module or a callback.
+        name: the method's.
+        places: where it finds the functions that take norms.
+    """
+
+    owner: object
+    name: str
+    places: Places
+
+
+def check_hooks(trainer: Trainer, module: LightningModule, layout: Layout, *, who: str) -> list[Hook]:
+    """Look through the hooks of the module, the callbacks and the precision plugin, where the model is divided.
+
+    Returns:
+        Those that :class:`~.norms.Norms` have to stand by for.
+
+    Raises:
+        ValueError: if one reads what it cannot have, with the reason and the way out.
+    """
+    _check_clipping(trainer.precision_plugin, layout, who=who)
+    found: list[Hook] = []
+    names = (*_WITH_GRADIENTS, *_OTHERS)
+    if trainer.state.fn not in (None, TrainerFn.FITTING):
+        names = tuple(name for name in _OTHERS if "validation" in name or "test" in name)
+    owners = [module, *trainer.callbacks]  # pyright: ignore[reportAttributeAccessIssue]
+    for owner in owners:
+        reader = Reader.of(module, owner, FUNCTIONS.values())
+        for name, functions in hooks_of(owner, names):
+            reads = reader.read(functions)
+            _check(f"{type(owner).__name__}.{name}", name, reads, trainer, layout, who=who)
+            if reads.norms:
+                found.append(Hook(owner, name, Places(reads.namespaces, reads.cells)))
+    return found
+
+
+def _check_clipping(plugin: Precision, layout: Layout, *, who: str) -> None:
+    for inner in innermost(plugin):
+        for name in _CLIPPING:
+            written = [f for _, functions in hooks_of(inner, (name,)) for f in functions]
+            if written:
+                raise ValueError(
+                    f"{who}: {type(inner).__name__} has its own {name}; expected Lightning's, since with {layout} each process"
+                    f" has a part of the gradients and {who} clips them by the norm of all. Take the method out, or"
+                    f" {who}(shard=False) without tensor and pipeline parallelism."
+                )
+
+
+def _check(what: str, name: str, reads: Reads, trainer: Trainer, layout: Layout, *, who: str) -> None:
+    whole = f"or take {who}(shard=False) without tensor and pipeline parallelism"
+    if reads.gradients is not None:
+        raise ValueError(
+            f"{who}: {what} makes numbers of gradients (.grad in {reads.gradients}), of which each process has a part with"
+            f" {layout}, so that they would be those of the part. Expected self.clip_gradients(...) or gradient_clip_val= to"
+            " clip, and torch.nn.utils.clip_grad_norm_ or lightning.pytorch.utilities.grad_norm for norms, which are taken"
+            f" over all processes. Call these, {whole}."
+        )
+    if reads.parameters is not None or (reads.lists is not None and layout.pipeline > 1):
+        raise ValueError(
+            f"{who}: {what} reads parameters (in {reads.parameters or reads.lists}), of which each process has a part with"
+            f" {layout}, so that what it makes of them would be that of the part. Do it in configure_optimizers or before"
+            " the fit, where the parameters are whole, or after it, or on a checkpoint (trainer.save_checkpoint, whose"
+            f" weights are whole), {whole}."
+        )
+    if not reads.norms:
+        return
+    norms = ", ".join(dict.fromkeys(f.__name__ for f in reads.norms))
+    if name not in _WITH_GRADIENTS:
+        raise ValueError(
+            f"{who}: {what} calls {norms}, where the gradients of the step are not there yet, or not any more; each process"
+            f" has a part of them with {layout}. Call it in on_before_optimizer_step or configure_gradient_clipping, {whole}."
+        )
+    if name == "on_after_backward" and trainer.accumulate_grad_batches != 1:
+        raise ValueError(
+            f"{who}: {what} calls {norms} after each of {trainer.accumulate_grad_batches} accumulated backward passes, when"
+            f" what the processes have with {layout} is not added up yet. Call it in on_before_optimizer_step, {whole}."
+        )

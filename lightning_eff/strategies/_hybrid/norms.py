@@ -1,0 +1,220 @@
+"""Norms of the whole model's gradients for hooks that ask torch or Lightning for them, where each process has a part.
+
+Before such a hook begins, one message gives every rank the norm of each parameter's gradient, so that nothing waits for
+another rank within the hook, whatever it does there and on whichever rank.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from types import CellType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.grads import grad_norm
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+
+from lightning_eff.strategies._hybrid.gradients import clip_by_value, scale
+from lightning_eff.strategies._hybrid.shards import local
+
+_ORDERS = (1.0, 2.0, math.inf)
+
+
+class Norms:
+    """The norm of every parameter's gradient, in float64, the same on every rank.
+
+    Args:
+        names: of the plain module's parameters, in its order.
+        held: this rank's parameters, by name.
+        counts: whether this rank's piece of a parameter counts: of equal copies on several ranks one does.
+        device: where the sums are taken.
+    """
+
+    def __init__(
+        self,
+        names: Iterable[str],
+        held: Mapping[str, nn.Parameter],
+        counts: Callable[[str, Tensor], bool],
+        device: torch.device,
+    ) -> None:
+        self._names, self._held, self._counts, self._device = list(names), held, counts, device
+        self._powers: dict[float, dict[str, float]] = {}
+        self._there: set[str] = set()
+        self.measure()
+
+    @torch.no_grad()
+    def measure(self) -> None:
+        """Take the norms again; collective over all ranks."""
+        sums = torch.zeros(2, len(self._names), dtype=torch.float64, device=self._device)
+        most = torch.zeros(2, len(self._names), dtype=torch.float64, device=self._device)
+        for i, name in enumerate(self._names):
+            grad = self._held[name].grad if name in self._held else None
+            if grad is None:
+                continue
+            here = local(grad)
+            most[1, i] = 1
+            if here.numel():
+                most[0, i] = torch.linalg.vector_norm(here, math.inf)
+            if self._counts(name, grad):
+                dtype = torch.promote_types(here.dtype, torch.float32)
+                for row, order in enumerate((1.0, 2.0)):
+                    sums[row, i] = torch.linalg.vector_norm(here, order, dtype=dtype).double() ** order
+        nan = most[0].isnan()
+        most[0].masked_fill_(nan, math.inf)  # which a maximum over ranks keeps; sums have the NaN
+        dist.all_reduce(sums)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        most[0].masked_fill_(sums[0].isnan(), math.nan)
+        self._there = {name for name, has in zip(self._names, most[1].tolist(), strict=True) if has}
+        rows = {1.0: sums[0], 2.0: sums[1].sqrt(), math.inf: most[0]}
+        self._powers = {order: dict(zip(self._names, row.tolist(), strict=True)) for order, row in rows.items()}
+
+    def of(self, names: Iterable[str], order: float) -> dict[str, float]:
+        """The norm of each parameter's gradient; those that have none are left out.
+
+        Raises:
+            ValueError: if ``order`` is none of 1, 2 and infinity.
+        """
+        if order not in self._powers:
+            raise ValueError(
+                f"got a gradient norm of order {order}, of which each process has a part; expected one of {_ORDERS}. Take"
+                " one of those."
+            )
+        return {name: self._powers[order][name] for name in names if name in self._there}
+
+    def total(self, names: Iterable[str], order: float) -> float:
+        """The norm over the gradients of ``names`` together."""
+        each = torch.tensor(list(self.of(names, order).values()), dtype=torch.float64)
+        return float(torch.linalg.vector_norm(each, order)) if len(each) else 0.0
+
+    def scaled(self, names: Iterable[str], factor: float) -> None:
+        """Take note that the gradients of ``names`` were multiplied by ``factor``."""
+        for name in names:
+            for norms in self._powers.values():
+                norms[name] *= factor
+
+
+class Within:
+    """The functions that hooks call, of the whole model; by their own names."""
+
+    def __init__(self, norms: Norms, names: Mapping[int, str], device: torch.device) -> None:
+        self._norms, self._names, self._device = norms, names, device
+
+    def _of(self, parameters: Tensor | Iterable[Tensor]) -> tuple[list[Any], list[str]]:
+        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        mine = [p for p in listed if id(p) in self._names]
+        if len(mine) != len(listed):
+            raise ValueError(
+                f"got {len(listed) - len(mine)} tensors that are not parameters of the LightningModule among those whose"
+                " gradients are clipped; expected its own, whose norm is taken over all processes. Clip others by"
+                " themselves."
+            )
+        return mine, [self._names[id(p)] for p in mine]
+
+    def clip_grad_norm_(
+        self,
+        parameters: Tensor | Iterable[Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        params, names = self._of(parameters)
+        total = self._norms.total(names, float(norm_type))
+        if error_if_nonfinite and not math.isfinite(total):
+            raise RuntimeError(
+                f"The total norm of order {norm_type} for gradients from `parameters` is {total}, so it cannot be clipped."
+                " To disable this error, set `error_if_nonfinite=False`."
+            )
+        factor = min(1.0, float(max_norm) / (total + 1e-6)) if math.isfinite(total) else float(max_norm) / total
+        scale(params, factor)
+        self._norms.scaled(names, factor)
+        dtypes = {p.dtype for p in params}
+        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        return torch.tensor(total, dtype=dtype, device=self._device)
+
+    def clip_grad_value_(
+        self, parameters: Tensor | Iterable[Tensor], clip_value: float, foreach: bool | None = None
+    ) -> None:
+        params, _ = self._of(parameters)
+        clip_by_value(params, float(clip_value))
+        self._norms.measure()  # no one rank alone may clip, so all of them are here
+
+    def grad_norm(self, module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, Any]:
+        order = float(norm_type)
+        if order <= 0:
+            raise ValueError(f"`norm_type` must be a positive number or 'inf' (infinity norm). Got {order}")
+        own = {self._names[id(p)]: key for key, p in module.named_parameters() if id(p) in self._names}
+        each = self._norms.of(own, order)
+        if not each:
+            return {}
+        found = {f"grad_{order}_norm{group_separator}{own[name]}": value for name, value in each.items()}
+        found[f"grad_{order}_norm_total"] = self._norms.total(each, order)
+        return {key: torch.tensor(value, device=self._device) for key, value in found.items()}
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "clip_grad_norm_": clip_grad.clip_grad_norm_,
+    "clip_grad_value_": clip_grad.clip_grad_value_,
+    "grad_norm": grad_norm,
+}
+"""What is made right within a hook, by the name of the method above that stands in for it."""
+
+
+class Places:
+    """Where the :data:`FUNCTIONS` are found by hooks, and what stands there meanwhile.
+
+    Args:
+        namespaces: of the hooks' functions, beside those of all modules that are imported.
+        cells: variables of closures.
+    """
+
+    def __init__(self, namespaces: Iterable[dict[str, Any]], cells: Iterable[CellType]) -> None:
+        self._now: Within | None = None
+        instead = {id(f): (f, self._instead(name, f)) for name, f in FUNCTIONS.items()}
+        self._dicts: list[tuple[dict[str, Any], str, Any, Any]] = []
+        self._cells: list[tuple[CellType, Any, Any]] = []
+        every = [m.__dict__ for m in list(sys.modules.values()) if isinstance(getattr(m, "__dict__", None), dict)]
+        for namespace in {id(d): d for d in (*every, *namespaces)}.values():
+            if namespace is not globals():
+                for key, value in list(namespace.items()):
+                    if id(value) in instead:
+                        self._dicts.append((namespace, key, *instead[id(value)]))
+        for cell in {id(c): c for c in cells}.values():
+            value = _content(cell)
+            if id(value) in instead:
+                self._cells.append((cell, *instead[id(value)]))
+
+    def _instead(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def acts(*args: Any, **kwargs: Any) -> Any:
+            return (function if self._now is None else getattr(self._now, name))(*args, **kwargs)
+
+        return acts
+
+    @contextmanager
+    def acting(self, within: Within) -> Iterator[None]:
+        """Let the functions give the whole model's norms in here."""
+        self._now = within
+        try:
+            for namespace, key, _, mine in self._dicts:
+                namespace[key] = mine
+            for cell, _, mine in self._cells:
+                cell.cell_contents = mine
+            yield
+        finally:
+            for namespace, key, plain, _ in self._dicts:
+                namespace[key] = plain
+            for cell, plain, _ in self._cells:
+                cell.cell_contents = plain
+            self._now = None
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
