@@ -54,6 +54,7 @@ ON_MODULES_AND_CLASSES = {
     "_add_configure_optimizers_method_to_model": "lightning.pytorch.cli:LightningCLI",
     "_autograd": "torch._C",
     "_base": "torch:Tensor",
+    "_lru_cache_wrapper": "functools",
     "_call_impl": "torch.nn:Module",
     "_cdata": "torch:UntypedStorage",
     "_compiled_call_impl": "torch.nn:Module",
@@ -107,6 +108,8 @@ def trainer() -> pl.Trainer:
 #: Attribute -> an object that must have it.
 ON_OBJECTS: dict[str, Callable[[], Any]] = {
     "_accelerator_connector": trainer,
+    "_backward_hooks": nn.Module,
+    "_backward_pre_hooks": nn.Module,
     "_buffers": nn.Module,
     "_combined_loader": lambda: trainer().fit_loop,
     "_computed": SumMetric,
@@ -118,6 +121,9 @@ ON_OBJECTS: dict[str, Callable[[], Any]] = {
     "_device_mesh": lambda: pl.strategies.ModelParallelStrategy(),
     "_duration": Timer,
     "_forward_cache": SumMetric,
+    "_forward_hooks": nn.Module,
+    "_forward_hooks_with_kwargs": nn.Module,
+    "_forward_pre_hooks": nn.Module,
     "_fsdp_param_groups": fsdp_state,
     "_fsdp_use_orig_params": fsdp,
     "_is_fsdp_managed_module": fsdp,

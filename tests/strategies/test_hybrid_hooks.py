@@ -99,6 +99,16 @@ def test_other_hooks_are_left_alone(layout: Layout) -> None:
     assert looked_through(hook_jobs.Logging(), layout) == ["configure_gradient_clipping", "on_before_optimizer_step"]
 
 
+class Counting(pl.Callback):
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.parameters = sum(p.numel() for m in pl_module.modules() for p in m._parameters.values() if p is not None)
+
+
+def test_what_is_counted_is_no_number_of_a_tensor() -> None:
+    for layout in (PIPELINE, SHARDS, TENSOR):
+        assert looked_through(TinyGPT(), layout, Counting()) == []
+
+
 def test_hooks_that_do_not_run_are_not_looked_at() -> None:
     for fn, model in (("test", hook_jobs.Adaptive()), ("validate", hook_jobs.Weighing())):
         run = trainer()

@@ -40,8 +40,9 @@ _VALUES = {  # what makes numbers of whole tensors; all else acts element by ele
     ),
     *("sum", "mean", "std", "var", "median", "quantile", "max", "min", "amax", "amin", "prod", "count_nonzero", "dot"),
     *("any", "all", "isnan", "isinf", "isfinite", "equal", "allclose", "save", "cpu", "cosine_similarity", "histogram"),
-    *("add_histogram", "log", "log_dict", "float", "bool", "print", "cat", "stack", "parameters_to_vector"),
+    *("add_histogram", "log", "log_dict", "cat", "stack", "parameters_to_vector"),
 }
+_BUILTINS = {"float", "bool", "print"}  # sum, max and the like are of Python's numbers as often
 
 
 @dataclass
@@ -145,7 +146,7 @@ class Reader:
         found.norms += norms
         found.namespaces.append(function.__globals__)
         found.cells += function.__closure__ or ()
-        values = bool(named & _VALUES)
+        values = bool(_VALUES & set(attributes) or _BUILTINS & named)
         if "grad" in attributes and values:
             found.gradients = found.gradients or where
         listed = sum(name in _LISTS for name in attributes) + ("params" in named)
@@ -186,7 +187,7 @@ def _names(code: CodeType, function: FunctionType) -> Iterator[tuple[str, Any, b
             yield name, _within(before, name), False
         elif at.opname in ("STORE_FAST", "STORE_NAME", "STORE_DEREF"):
             now = before  # between the names of one import
-        elif at.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "STORE_ATTR"):
+        elif at.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
             now = _within(before, name)
             if not (name == "grad" and isinstance(before, ModuleType)):  # torch.autograd.grad
                 yield name, now, True
