@@ -67,6 +67,7 @@ ON_MODULES_AND_CLASSES = {
     "_int_mm": "torch",
     "_is_view": "torch:Tensor",
     "_next_index": "torch.utils.data.dataloader:_BaseDataLoaderIter",
+    "_num_ready_batches_reached": "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop",
     "_on_before_batch_transfer": "lightning.pytorch:LightningModule",
     "_reset_optimizers_and_schedulers": "lightning.pytorch.strategies:Strategy",
     "_scaled_dot_product_flash_attention_for_cpu": "torch.ops.aten",
