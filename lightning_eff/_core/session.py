@@ -18,7 +18,7 @@ from lightning_eff._core.blocks import BlockStack, find_stack
 from lightning_eff._core.checks import check_run
 from lightning_eff._core.loaders import ResumableLoader
 from lightning_eff._core.metrics import CurrentMetrics
-from lightning_eff._core.patches import Patches
+from lightning_eff._core.patches import Patches, thawing
 from lightning_eff._core.progress import Progress, in_flight, mend_loops, open_gradients, restore_gradients
 from lightning_eff._core.steps import Step, StepChain
 from lightning_eff._core.surgery import Surgery
@@ -166,7 +166,7 @@ class Session:
         self._metrics = CurrentMetrics(self.trainer, self._reported)
         self.patches.set(strategy, "process_dataloader", self._wrap_loader(strategy.process_dataloader))
         self.patches.set(module, "training_step", self._training(module.training_step))
-        self.patches.set(module, "configure_optimizers", self._configuring(module.configure_optimizers))
+        self.patches.set(module, "configure_optimizers", thawing(module.configure_optimizers, self._stacks))
 
     # -- the module's own methods, wrapped
 
@@ -203,20 +203,6 @@ class Session:
 
         evaluation_step.__wrapped__ = inspect.unwrap(original)  # pyright: ignore[reportAttributeAccessIssue]
         return evaluation_step
-
-    def _configuring(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def configure_optimizers() -> Any:
-            for stack in self._stacks.values():
-                stack.thaw()  # a filter on requires_grad must not lose the blocks that are frozen for now
-            try:
-                return original()
-            finally:
-                for stack in self._stacks.values():
-                    stack.freeze_inactive()
-
-        configure_optimizers.__wrapped__ = inspect.unwrap(original)
-        return configure_optimizers
 
     def _wrap_loader(self, process: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def process_dataloader(dataloader: Any) -> Any:
