@@ -3,19 +3,22 @@
     python benchmarks/evidence.py run {gpt,vit,bert,gpt2} [--budget 60rs] [--jobs 2] [--rounds 5]
     python benchmarks/evidence.py search {gpt,vit} [--seeds 0,10]
     python benchmarks/evidence.py confirm {gpt,vit} STACK
+    python benchmarks/evidence.py ladder {gpt,vit,bert} [--ladder 0.5,0.75,1.5]
     python benchmarks/evidence.py page
 
 ``run`` holds every recipe of a task, with the controls that its techniques name, against the task's baseline, and copies
 the results to ``benchmarks/results/bench_<task>.json``; interrupted, it goes on where it was. ``search`` runs every stack in
 ``benchmarks/<task>/stacks``, on seeds that no evaluation uses, for ``search_<task>.json``; ``confirm`` holds the chosen one
-against the baseline on the evaluation's seeds, for ``stack_<task>.json``. ``page`` makes no runs; it writes the verdicts into
-README's table, too.
+against the baseline on the evaluation's seeds, for ``stack_<task>.json``. ``ladder`` runs the baseline at other budgets, at the
+prices of the committed results, for ``ladder_<task>.json``, from which every arm's worth is told. ``page`` makes no runs; it
+writes the verdicts into README's table, too.
 """
 
 import argparse
 import json
 import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +80,12 @@ def confirm(task: str, options: argparse.Namespace) -> None:
     compare(task, f"stack_{task}", [path], "3", options)
 
 
-def compare(task: str, name: str, overlays: list[Path], seeds: str, options: argparse.Namespace) -> None:
+def ladder(task: str, options: argparse.Namespace) -> None:
+    """The baseline alone, at other budgets, priced as in the committed results."""
+    compare(task, f"ladder_{task}", [], "3", options, f"--reference={RESULTS / f'bench_{task}.json'}")
+
+
+def compare(task: str, name: str, overlays: list[Path], seeds: str, options: argparse.Namespace, *more: str) -> None:
     """Hold overlays against the task's baseline, and keep the results where they are committed."""
     from lightning_eff.bench.command import main as bench
 
@@ -86,7 +94,9 @@ def compare(task: str, name: str, overlays: list[Path], seeds: str, options: arg
     arguments += [f"--baseline=baseline={base}", "--target=val_loss", f"--budget={options.budget}"]
     arguments += [f"--seeds={seeds}", f"--controls={'none' if name.startswith('search') else 'auto'}", "--threads=1"]
     arguments += [f"--jobs={options.jobs}", f"--rounds={options.rounds}", f"--out={OUT / name}"]
-    bench([*arguments, f"--title={TASKS[task]}", f"--ladder={options.ladder}"])
+    if overlays:
+        arguments += ["--tuned=baseline", f"--reference={RESULTS / 'prices.json'}"]
+    bench([*arguments, f"--title={TASKS[task]}", f"--ladder={options.ladder}", *more])
     keep(name, OUT / name)
 
 
@@ -141,7 +151,7 @@ def page(
             cells = [cell(dict(controls(found[task], recipe)).get(control)) for task in tasks]
             lines.append(f"| – its control: {control} | " + " | ".join(cells) + " | |")
     for task, parts in (stacks or {}).items():
-        lines += ["", f"## The best stack for {TASKS[task]}", "", *stack_section(parts)]
+        lines += ["", f"## The best stack for {TASKS[task]}", "", *stack_section(task, parts)]
     if planted is not None:
         lines += ["", "## Does the bench tell the truth?", "", *planted_section(planted)]
     for task in tasks:
@@ -166,7 +176,7 @@ def readme(text: str, found: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def stack_section(parts: dict[str, dict[str, Any]]) -> list[str]:
+def stack_section(task: str, parts: dict[str, dict[str, Any]]) -> list[str]:
     """The search among stacks, and the chosen one against the baseline."""
     lines: list[str] = []
     if (results := parts.get("search")) is not None:
@@ -184,6 +194,8 @@ def stack_section(parts: dict[str, dict[str, Any]]) -> list[str]:
             "",
             f"The chosen one, held against the baseline: {words.plan_line(results)}.",
             "",
+            *said(task, results, searched=True),
+            "",
             *table(results),
             "",
         ]
@@ -192,14 +204,34 @@ def stack_section(parts: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def planted_section(planted: dict[str, Any]) -> list[str]:
-    """Copies, a planted slow-down and a planted speed-up."""
-    total, verdicts, machine = planted["repetitions"], planted["verdicts"], planted["machine"]
-    return [
-        f"`benchmarks/planted.py`, {total} benches of {planted['budget']} a run on {machine['cpu']}: the interval of two",
-        f"copies of one recipe covers 1.0 in {planted['copies_covering_1']} of {total}; a planted slow-down of a fifth is",
-        f"told as slower in {verdicts['slow']['slower']}, a planted speed-up of a tenth as faster in",
-        f"{verdicts['fast']['faster']}. `tests/bench/test_calibration.py` does the same with synthetic times.",
+    """What was planted, how often the intervals held it, and what the verdicts were."""
+    machine, apart, told = planted["machine"], planted["apart"]["worse rate"]["difference"], planted["summary"]
+    spent = ", ".join(f"{name} {share:.3f}" for name, share in planted["spent"].items())
+    rates = planted["rates"]
+    text = (
+        f"`benchmarks/planted.py`, {planted['repetitions']} repetitions of two benches with {planted['rounds']} rehearsals of"
+        f" each arm, on {machine['cpu']}, which other processes kept busy. For speed, the steps of every arm take a set share"
+        f" longer than they would; what that came to, in times of a plain step's processor time: {spent}. For the metric, over"
+        f" {planted['seeds']} seeds: a twin that draws other random numbers (0 by symmetry), a twin whose loss is lowered by a"
+        f" fixed amount, and a rate of {rates[1]:g} in place of {rates[0]:g}, known to be worse: measured apart, on"
+        f" {planted['seeds_apart']} other seeds, its loss is {apart['mean']:+.3f} ± {apart['error']:.3f} (standard error) from"
+        " the baseline's. An interval of 95 % that is right holds what was planted 19 times in 20."
+    )
+    lines = [
+        *textwrap.wrap(text, 128),
+        "",
+        "| arm | figure | planted | mean found | held by | mean width | verdicts |",
+        "|---|---|---|---|---|---|---|",
     ]
+    for arm, found in told.items():
+        verdicts = ", ".join(f"{count} {word}" for word, count in found["verdicts"].items())
+        for figure in [name for name in ("speedup", "difference") if name in found]:
+            one = found[figure]
+            lines.append(
+                f"| {arm} | {'speed-up' if figure == 'speedup' else 'difference in val_loss'} | {one['planted']:.3f} |"
+                f" {one['mean']:.3f} | {one['held']} of {one['of']} | {one['mean_width']:.3f} | {verdicts} |"
+            )
+    return [*lines, "", "`tests/bench/test_calibration.py` plants speeds in synthetic times, by the hundred."]
 
 
 def table(results: dict[str, Any]) -> list[str]:
@@ -212,6 +244,54 @@ def table(results: dict[str, Any]) -> list[str]:
     return lines + ["| " + " | ".join([row["arm"], *(row[column.key] for column in columns)]) + " |" for row in rows]
 
 
+def said(task: str, results: dict[str, Any], *, searched: bool = False) -> list[str]:
+    """What holds of a bench as a whole: tuning, chance, prices, and what sets its arms apart beside their techniques.
+
+    Args:
+        task: its name.
+        results: with their summary.
+        searched: the recipe was chosen among several, so that it is neither tuned nor untuned.
+    """
+    from lightning_eff.bench.reports import findings
+
+    grid = RESULTS / f"tuning_{task}.json"
+    baseline = results["plan"]["arms"][0]["name"]
+    tuned = results["plan"].get("tuned") or ([baseline] if grid.is_file() else None)
+    plan = {**results["plan"], "tuned": None if searched else tuned}
+    lines = findings.lines({**results, "plan": plan}, results["summary"])
+    unlike = findings.unlike(results)
+    told = "; ".join(f"{row['arm']}: {row['what']} {row['own']}, the baseline's {row['baseline']}" for row in unlike)
+    apart = told or "model, data, batch and rate are the baseline's in every recipe, as the configs say"
+    if all(arm["kind"] != "ladder" for arm in results["plan"]["arms"]) and not searched:
+        lines.append(
+            "The baseline was not run at other budgets on this task, so no arm's worth in its seconds is known."
+        )
+    return [f"- {line}" for line in [*lines, f"Beside the techniques: {apart}."]]
+
+
+def with_ladder(results: dict[str, Any], ladder: dict[str, Any] | None) -> dict[str, Any]:
+    """Results with the runs of the baseline at other budgets, which were made later, at the same prices.
+
+    Raises:
+        ValueError: if the baseline, which was run again there, does not end as it did.
+    """
+    if ladder is None:
+        return results
+    seconds = {(run["arm"], run["seed"]): run["points"][-1]["metric"] for run in results["runs"] if run["points"]}
+    name = results["plan"]["arms"][0]["name"]
+    for run in ladder["runs"]:
+        if run["arm"] == name and run["points"][-1]["metric"] != seconds[name, run["seed"]]:
+            raise ValueError(
+                f"The ladder's baseline ends at {run['points'][-1]['metric']} on seed {run['seed']}, not at"
+                f" {seconds[name, run['seed']]}; expected the same runs. Make the ladder on the machine of the results."
+            )
+    known = {arm["name"] for arm in results["plan"]["arms"]}
+    arms = [arm for arm in ladder["plan"]["arms"] if arm["name"] not in known]
+    runs = [run for run in ladder["runs"] if run["arm"] not in known]
+    plan = {**results["plan"], "arms": [*results["plan"]["arms"], *arms]}
+    return {**results, "plan": plan, "runs": [*results["runs"], *runs]}
+
+
 def section(task: str, results: dict[str, Any]) -> list[str]:
     """One task: figures of every arm, and what there is to say of each."""
     from lightning_eff.bench.reports import words
@@ -220,6 +300,7 @@ def section(task: str, results: dict[str, Any]) -> list[str]:
     gpu = f", {machine['gpu']}" if machine["gpu"] else ""
     versions = f"torch {machine['torch']}, Lightning {machine['lightning']}, Python {machine['python']}"
     lines = [f"{words.plan_line(results)}. {machine['cpu']}, {machine['cores']} cores{gpu}; {versions}.", ""]
+    lines += [*said(task, results), ""]
     lines += [*table(results), "", f"![Speed-ups with their intervals]({f'evidence_{task}.png'})", ""]
     lines += [f"- {results['summary'][arm['name']]['sentence']}" for arm in plan["arms"]]
     runs = [run for run in results["runs"] if run["arm"] == "importance_sampling"]
@@ -236,6 +317,7 @@ def main() -> None:
         ("run", "every recipe of a task", run),
         ("search", "every stack of a task, once", search),
         ("confirm", "the chosen stack of a task", confirm),
+        ("ladder", "the baseline of a task at other budgets", ladder),
     ):
         runner = commands.add_parser(name, help=words)
         runner.add_argument("task", choices=TASKS)
@@ -243,8 +325,8 @@ def main() -> None:
             runner.add_argument("stack", help="the name of a file in benchmarks/<task>/stacks")
         runner.add_argument("--budget", default="60rs")
         runner.add_argument("--jobs", type=int, default=2)
-        runner.add_argument("--rounds", type=int, default=6)
-        runner.add_argument("--ladder", default="1.5" if command is run else "")
+        runner.add_argument("--rounds", type=int, default=6 if command is not ladder else 2)  # a ladder needs no prices
+        runner.add_argument("--ladder", default="0.5,0.75,1.5" if command in (run, ladder) else "")
         if command is search:
             runner.add_argument("--seeds", default="0,10", help="which; none of those that evaluations use")
         runner.set_defaults(run=command)
@@ -270,7 +352,14 @@ def committed() -> tuple[dict[str, Any], dict[str, dict[str, Any]], dict[str, An
         results = load(file)
         return {**results, "summary": summarize(results)}
 
-    found = {task: results for task in TASKS if (results := kept(f"bench_{task}")) is not None}
+    def laddered(task: str) -> dict[str, Any] | None:
+        results, ladder = kept(f"bench_{task}"), kept(f"ladder_{task}")
+        if results is None:
+            return None
+        results = with_ladder(results, ladder)
+        return {**results, "summary": summarize(results)}
+
+    found = {task: results for task in TASKS if (results := laddered(task)) is not None}
     if not found:
         sys.exit(f"no results in {RESULTS}; expected bench_<task>.json there. Make them with the command run.")
     stacks = {

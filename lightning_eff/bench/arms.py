@@ -1,6 +1,7 @@
 """The arms of a benchmark: the baseline, its recipes, their controls, and the baseline at other budgets."""
 
 import contextlib
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,6 +62,8 @@ class Arm:
         description: one line for people.
         configs: the texts of its configs, for the record.
         source: the paths of its configs, or the function that builds it.
+        rate: its own learning rate at the peak, in the module's place.
+        warm_up: its own warm-up, in seconds or as a share of the budget.
         replaced: for a control, the place of a technique among the recipe's callbacks, and the name of its stand-in.
     """
 
@@ -72,6 +75,8 @@ class Arm:
     description: str = ""
     configs: tuple[str, ...] = field(default=(), repr=False)
     replaced: tuple[int, str] | None = None
+    rate: float | None = None
+    warm_up: str | float | None = None
 
     def build(self, seed: int) -> Built:
         """A fresh trainer and module under ``seed``.
@@ -87,10 +92,20 @@ class Arm:
             callbacks[at] = stand_ins(callbacks[at])[name]
         return built
 
+    def texts(self) -> list[str]:
+        """Its configs' texts, or its function's source where there is one."""
+        if not callable(self.source):
+            return list(self.configs)
+        try:
+            return [inspect.getsource(self.source)]
+        except (OSError, TypeError):
+            return []
+
     def record(self) -> dict[str, Any]:
         """The arm in ``results.json``."""
         names = ("name", "kind", "of", "factor", "description")
-        return {**{name: getattr(self, name) for name in names}, "configs": list(self.configs)}
+        own = {name: getattr(self, name) for name in ("rate", "warm_up") if getattr(self, name) is not None}
+        return {**{name: getattr(self, name) for name in names}, **own, "configs": list(self.configs)}
 
 
 def stand_ins(technique: Technique) -> Mapping[str, Any]:
@@ -165,7 +180,13 @@ def named(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def lay_out(
-    baseline: tuple[str, Any], recipes: Mapping[str, Any], *, controls: bool, ladder: Sequence[float]
+    baseline: tuple[str, Any],
+    recipes: Mapping[str, Any],
+    *,
+    controls: bool,
+    ladder: Sequence[float],
+    rates: Mapping[str, float] | None = None,
+    warm_ups: Mapping[str, str | float] | None = None,
 ) -> list[Arm]:
     """Every arm, the baseline first, each recipe followed by its controls, the ladder last.
 
@@ -174,13 +195,24 @@ def lay_out(
         recipes: the same, by name.
         controls: add the arms that each technique of a recipe names as its control.
         ladder: factors of the budget at which the baseline runs too.
+        rates: an arm's own learning rate at the peak, by name; a recipe's controls have it too.
+        warm_ups: an arm's own warm-up, likewise.
 
     Raises:
-        ValueError: if two arms have one name.
+        ValueError: if two arms have one name, or a rate or a warm-up is of none.
     """
-    arms = [_arm(baseline[0], "baseline", baseline[1], "what the recipes are held against")]
+    own = {"rate": dict(rates or {}), "warm_up": dict(warm_ups or {})}
+    for what, values in own.items():
+        if strangers := sorted(values.keys() - {baseline[0], *recipes}):
+            raise ValueError(f"Got a {what} for {strangers}; expected names of arms: {[baseline[0], *recipes]}.")
+
+    def settings(name: str) -> dict[str, Any]:
+        return {what: values.get(name) for what, values in own.items()}
+
+    first = _arm(baseline[0], "baseline", baseline[1], "what the recipes are held against")
+    arms = [replace(first, **settings(baseline[0]))]
     for name, source in recipes.items():
-        recipe = _arm(name, "recipe", source, "")
+        recipe = replace(_arm(name, "recipe", source, ""), **settings(name))
         with undisturbed():
             callbacks = _callbacks(recipe.build(0).trainer)
         techniques = [(i, c) for i, c in enumerate(callbacks) if isinstance(c, Technique)]
@@ -216,11 +248,11 @@ def _arm(name: str, kind: str, source: Any, description: str) -> Arm:
         kind,
         tuple(str(path) for path in paths),
         description=description,
-        configs=tuple(f"# {_short(path)}\n{Path(path).read_text()}" for path in paths),
+        configs=tuple(f"# {short(path)}\n{Path(path).read_text()}" for path in paths),
     )
 
 
-def _short(path: str | os.PathLike[str]) -> str:
+def short(path: str | os.PathLike[str]) -> str:
     """A path below the current folder as it is from there, another as it was given."""
     short = os.path.relpath(path)
     return os.fspath(path) if short.startswith(os.pardir) else short

@@ -1,32 +1,29 @@
 """The honest comparison of recipes with their baseline, after the protocol of Kaddour et al. 2023 (arXiv:2307.06440)."""
 
-import hashlib
-import inspect
 import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch.loggers import Logger
 
 from lightning_eff.bench import calibration as rehearsal
-from lightning_eff.bench.arms import Arm, lay_out
+from lightning_eff.bench import several
+from lightning_eff.bench.arms import Arm, lay_out, short
 from lightning_eff.bench.jobs import Job, crashed
 from lightning_eff.bench.machine import fingerprint
-from lightning_eff.bench.pace import SCHEDULES, Budget, Incomparable, Pace
+from lightning_eff.bench.pace import SCHEDULES, Budget, Incomparable, Pace, mode_of, warm_up_share
 from lightning_eff.bench.progress import PlanBar
+from lightning_eff.bench.references import References, mean_cost
+from lightning_eff.bench.reports.export import log, write_csvs
 from lightning_eff.bench.reports.report import require_matplotlib, write_html, write_pngs
 from lightning_eff.bench.reports.statistics import summarize
-from lightning_eff.bench.results import SCHEMA, load, save
+from lightning_eff.bench.results import SCHEMA, now, save, write_json
 from lightning_eff.bench.workers import InProcess, Place, Workers
-
-_MAXIMISED = re.compile(
-    r"(^|[_/])(acc|accuracy|top\d|f1|auc|auroc|ap|map|precision|recall|bleu|rouge\w*|iou|score|psnr)"
-)
 
 Build = Callable[[], Any]
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Build
@@ -46,7 +43,7 @@ class Benchmark:
             checkpoints, progress bar, early stopping and validation interval are replaced by the bench's.
         recipes: the same for each recipe, by name.
         target: the metric that ``validation_step`` logs.
-        budget: see :meth:`Budget.parse`.
+        budget: see :meth:`Budget.parse`; several, or a text with commas between them, for a bench at each.
         seeds: how many (1, 2, ...), or which.
         out: the folder for results; a bench that was interrupted there goes on where it was.
         mode: "min" or "max"; None tells by the target's name.
@@ -57,8 +54,14 @@ class Benchmark:
         evaluations: validations in each run, evenly over the budget, the last at its end.
         schedule: "own" is the module's, stretched over the budget; "linear" or "cosine" to zero replace it in every arm.
         rounds: rehearsals of each arm.
-        reference: results of another bench (a folder or file), whose prices count instead of this machine's.
+        reference: a file of reference prices: those of this baseline on this machine count from the second bench on, so
+            that a reference second is the same number of steps in all of them; the first bench writes them there. Or
+            results of another bench (a folder or file), whose prices count instead of this machine's.
         other_training_data: allow arms that train on other data, where that is what is compared.
+        rates: the peak of the learning rate of an arm that brings its own, by name; a recipe's controls have it too.
+        warm_ups: the warm-up of an arm that brings its own, in seconds ("5s") or as a share of the budget ("5%", 0.05).
+        tuned: names of the arms whose settings were tuned for this budget, so that the report can say so.
+        logger: a Lightning logger that is given the curves and the figures.
         title: for the report.
         baseline_name: of the baseline in tables.
 
@@ -71,7 +74,7 @@ class Benchmark:
         recipes: Mapping[str, Source],
         *,
         target: str,
-        budget: str | float | Budget,
+        budget: str | float | Budget | Sequence[str | float | Budget],
         seeds: int | Sequence[int] = 3,
         out: str | os.PathLike[str] = "lightning_logs/bench",
         mode: Literal["min", "max"] | None = None,
@@ -84,10 +87,17 @@ class Benchmark:
         rounds: int = 8,
         reference: str | os.PathLike[str] | None = None,
         other_training_data: bool = False,
+        rates: Mapping[str, float] | None = None,
+        warm_ups: Mapping[str, str | float] | None = None,
+        tuned: Sequence[str] | None = None,
+        logger: Logger | None = None,
         title: str | None = None,
         baseline_name: str = "baseline",
     ) -> None:
-        self.budget = Budget.parse(budget)
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "budget", "out")}
+        self._arguments = arguments
+        self.budgets = several.parse(budget)
+        self.budget = self.budgets[0]
         self.seeds = list(range(1, seeds + 1)) if isinstance(seeds, int) else list(seeds)
         for name, value, least in (("evaluations", evaluations, 2), ("rounds", rounds, 2), ("jobs", jobs, 1)):
             if value < least:
@@ -101,19 +111,38 @@ class Benchmark:
             )
         if any(not factor > 0 or factor == 1 for factor in ladder):
             raise ValueError(f"Benchmark(ladder={list(ladder)}): expected factors of the budget above 0, other than 1.")
-        if not recipes:
-            raise ValueError("Benchmark(recipes={}): expected at least one recipe to hold against the baseline.")
+        if not recipes and not ladder:
+            raise ValueError(
+                "Benchmark(recipes={}): expected at least one recipe to hold against the baseline, or a ladder of budgets"
+                " for it alone."
+            )
         self.target = target
-        self.mode = mode or ("max" if _MAXIMISED.search(target.lower()) else "min")
+        self.mode = mode or mode_of(target)
         self.out = Path(out)
         self.threads = threads or torch.get_num_threads()  # the same for every arm, in whichever process
         self.evaluations = evaluations
         self.schedule = schedule
         self.rounds = rounds
         self.other_training_data = other_training_data
-        self.title = title or f"{', '.join(recipes)} against {baseline_name}"
-        self.reference = None if reference is None else load(reference)
-        self.arms = lay_out((baseline_name, baseline), recipes, controls=controls == "auto", ladder=ladder)
+        self.title = title or (f"{', '.join(recipes)} against {baseline_name}" if recipes else baseline_name)
+        self.reference = None if reference is None else References(reference)
+        for name, rate in (rates or {}).items():
+            if not rate > 0:
+                raise ValueError(f"Benchmark(rates={{{name!r}: {rate}}}): expected a learning rate above 0.")
+        for text in (warm_ups or {}).values():
+            warm_up_share(text, self.budget.seconds)
+        if strangers := sorted(set(tuned or ()) - {baseline_name, *recipes}):
+            raise ValueError(f"Benchmark(tuned={strangers}): expected names of arms: {[baseline_name, *recipes]}.")
+        self.tuned = None if tuned is None else list(tuned)
+        self.logger = logger
+        self.arms = lay_out(
+            (baseline_name, baseline),
+            recipes,
+            controls=controls == "auto",
+            ladder=ladder,
+            rates=rates,
+            warm_ups=warm_ups,
+        )
         in_process = any(callable(arm.source) for arm in self.arms)
         if jobs > 1 and (in_process or self.budget.clock == "wall"):
             why = (
@@ -131,7 +160,10 @@ class Benchmark:
     # -- the whole
 
     def run(self, *, progress: bool = True, report: bool = True) -> dict[str, Any]:
-        """Do what is still to be done of the bench, write ``results.json`` into ``out`` and return it.
+        """Do what is still to be done of the bench, write ``results.json`` and CSV files into ``out`` and return the results.
+
+        With several budgets, each has a folder of its own in ``out``, and what is returned is the results of each by its
+        name, such as "60rs". On the reference clock all have the same prices.
 
         Args:
             progress: show a bar with the time left.
@@ -145,6 +177,8 @@ class Benchmark:
         if report:
             require_matplotlib()
         self.out.mkdir(parents=True, exist_ok=True)
+        if len(self.budgets) > 1:
+            return several.run(self._at, self.budgets, self.out, progress=progress, report=report)
         self._take_up()
         workers: Place = InProcess() if self._in_process else Workers(self.jobs, self.threads, self.out / "logs")
         runs = [(seed, arm) for seed in self.seeds for arm in self.arms]
@@ -159,10 +193,18 @@ class Benchmark:
             workers.close()
         results = self._results(finished=True)
         save(results, self.out)
+        write_csvs(results, self.out)
+        if self.logger is not None:
+            log(results, self.logger)
         if report:
             write_html(results, self.out / "report.html")
             write_pngs(results, self.out / "figures")
         return results
+
+    def _at(self, budget: Budget, out: Path, prices: Path | None) -> "Benchmark":
+        """The same bench at one of several budgets."""
+        arguments = self._arguments
+        return Benchmark(**{**arguments, "reference": arguments["reference"] or prices}, budget=budget, out=out)
 
     def _do(self, workers: Place, bar: PlanBar, jobs: list[Job], folder: str, stage: str) -> list[dict[str, Any]]:
         """The records of jobs, in order: those on disk, and the others once they are done."""
@@ -181,7 +223,7 @@ class Benchmark:
             bar.done(job, record)
             if record["status"] == "refused":
                 raise Incomparable(f"{job.arm.name}: {record['error']}")
-            _write(place / f"{job.name}.json", record)
+            write_json(place / f"{job.name}.json", record)
             records[job.name] = record
             if folder == "runs":
                 save(self._results(finished=False), self.out)
@@ -192,13 +234,17 @@ class Benchmark:
     def _calibrate(self, workers: Place, bar: PlanBar) -> None:
         baseline, *others = (arm for arm in self.arms if arm.kind != "ladder")
         first = self._rehearse(workers, bar, [baseline], "first", sweep=8, steps=8)[0]
-        self._stop_if_failed(first)
-        step = median(first["times"][2:]) * len(first["times"]) / first["steps"]
+        rehearsal.stop_if_failed(first)
+        batch = median(first["times"][2:])
+        if self.reference is not None:  # what a step costs, whatever it takes just now
+            known = self.reference.known(baseline, self._machine, rehearsal.prices([first]))
+            batch = mean_cost(known) if known else batch
+        step = batch * len(first["times"]) / first["steps"]
         rehearsal.check_length(baseline.name, self.budget.seconds, step)
         sweep = rehearsal.sweep_steps(self.budget.seconds, step)
         arms = [baseline, *others]
         probes = self._rehearse(workers, bar, arms, "probe", sweep=sweep, steps=sweep, inspect=True)
-        self._stop_if_failed(probes[0])
+        rehearsal.stop_if_failed(probes[0])
         lengths: dict[str, int] = {}
         for arm, probe in zip(arms, probes, strict=True):
             if probe["status"] != "finished":
@@ -220,23 +266,31 @@ class Benchmark:
                 else:
                     blocks[arm.name].append(block)
             if baseline.name not in lengths:
-                self._stop_if_failed(self._calibration[baseline.name]["failed"])
+                rehearsal.stop_if_failed(self._calibration[baseline.name]["failed"])
             if number == 1:
                 rehearsal.check_rate(baseline.name, blocks[baseline.name][0]["lr"], lengths[baseline.name])
+        rates = {name: rehearsal.rates(blocks[baseline.name], blocks[name]) for name in lengths}
+        prices = {name: rehearsal.tied(blocks[name], blocks[baseline.name], rates[name]) for name in lengths}
+        if self.reference is not None:
+            prices = self.reference.apply(baseline, self._machine, prices)
         for arm, probe in zip(arms, probes, strict=True):
             if arm.name not in lengths:
                 continue
             own = blocks[arm.name]
-            rates = rehearsal.rates(blocks[baseline.name], own)
-            prices = self._referred(arm.name, rehearsal.tied(own, blocks[baseline.name], rates))
-            steps = rehearsal.steps_in(self.budget.seconds, own[0], {p["kind"]: p["seconds"] for p in prices})
+            priced = {price["kind"]: price["seconds"] for price in prices[arm.name]}
+            steps = rehearsal.steps_in(self.budget.seconds, own[0], priced)
             self._calibration[arm.name] = {
                 "steps": steps,
                 "step_seconds": self.budget.seconds / steps,
                 "same_training": arm is not baseline and rehearsal.same_training(probes[0], probe),
-                "rates": [list(pair) for pair in rates],
-                "prices": prices,
+                "rates": [list(pair) for pair in rates[arm.name]],
+                "prices": prices[arm.name],
                 "lr": own[0]["lr"],
+                "facts": {
+                    **probe["facts"],
+                    "samples a step": probe["samples"] / probe["steps"],
+                    "techniques": probe["techniques"],
+                },
             }
 
     def _rehearse(
@@ -254,31 +308,9 @@ class Benchmark:
         jobs = []
         for arm in arms:
             length = lengths[arm.name] if lengths is not None else steps
-            pace = Pace(self.target, steps=length, schedule=self.schedule, sweep=sweep, inspect=inspect)
+            pace = Pace(self.target, steps=length, sweep=sweep, inspect=inspect, **self._rates(arm))
             jobs.append(Job(arm, self.seeds[0], pace, f"{self._slug(arm)}-{what}", self.threads))
         return self._do(workers, bar, jobs, "rehearsals", f"rehearsal, {what}")
-
-    def _stop_if_failed(self, record: Mapping[str, Any]) -> None:
-        if record["status"] != "finished":
-            raise RuntimeError(
-                f"The baseline {record['status']} in its rehearsal, so there is nothing to compare with:"
-                f" {record['error']}\nMend it and run the bench again in a fresh folder."
-            )
-
-    def _referred(self, name: str, prices: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The reference's prices where it has them; the others scaled by what the arm's known ones differ by."""
-        if self.reference is None:
-            return prices
-        known = self.reference["calibration"].get(name, {}).get("prices", [])
-        theirs = {price["kind"]: price["seconds"] for price in known}
-        ratios = [theirs[price["kind"]] / price["seconds"] for price in prices if price["kind"] in theirs]
-        if not ratios:
-            raise Incomparable(
-                f"{name}: the reference has no price for any kind of its steps ({[p['kind'] for p in prices]}); expected"
-                " a bench of the same arms. Leave --reference out to use this machine's prices."
-            )
-        scale = median(ratios)
-        return [{**price, "seconds": theirs.get(price["kind"], price["seconds"] * scale)} for price in prices]
 
     # -- runs
 
@@ -292,18 +324,25 @@ class Benchmark:
                 budget=self.budget.seconds * arm.factor,
                 reference=self.budget.clock == "reference",
                 prices={price["kind"]: price["seconds"] for price in calibrated.get("prices", ())},
+                common=[price["kind"] for price in self._calibration[self.arms[0].name]["prices"]],
                 steps=max(1, round(calibrated.get("steps", 1) * arm.factor)),
                 evaluations=self.evaluations,
-                schedule=self.schedule,
+                **self._rates(arm),
             )
             job = Job(arm, seed, pace, f"{self._slug(arm)}-seed{seed}", self.threads)
             file = self.out / "runs" / f"{job.name}.json"
             if failed is not None and not file.is_file():
                 record = {**crashed(job, f"in its rehearsal: {failed['error']}"), "status": failed["status"]}
                 file.parent.mkdir(exist_ok=True)
-                _write(file, record)
+                write_json(file, record)
             jobs.append(job)
         self._do(workers, bar, jobs, "runs", "runs")
+
+    def _rates(self, arm: Arm) -> dict[str, Any]:
+        """An arm's schedule, as a pace takes it."""
+        seconds = self.budget.seconds * arm.factor
+        share = None if arm.warm_up is None else warm_up_share(arm.warm_up, seconds)
+        return {"schedule": self.schedule, "rate": arm.rate, "warm_up": share}
 
     def _slug(self, arm: Arm) -> str:
         return f"{self.arms.index(arm):02d}-{re.sub(r'[^A-Za-z0-9]+', '-', arm.name).strip('-')[:60]}"
@@ -320,7 +359,9 @@ class Benchmark:
             "evaluations": self.evaluations,
             "schedule": self.schedule,
             "rounds": self.rounds,
-            "arms": [{**arm.record(), "configs": _configs(arm)} for arm in self.arms],
+            "tuned": self.tuned,
+            "reference": None if self.reference is None else short(self.reference.path),
+            "arms": [{**arm.record(), "configs": arm.texts()} for arm in self.arms],
         }
 
     def _take_up(self) -> None:
@@ -330,7 +371,7 @@ class Benchmark:
         if not file.is_file():
             if any((self.out / name).exists() for name in ("runs", "results.json")):
                 raise ValueError(f"{self.out} holds other results; expected an empty folder. Name another one: --out.")
-            _write(file, {"created": _now(), "machine": machine, "plan": self._plan()})
+            write_json(file, {"created": now(), "machine": machine, "plan": self._plan()})
         begun = json.loads(file.read_text())
         differs = [key for key, value in self._plan().items() if begun["plan"].get(key) != value]
         differs += [key for key in ("cpu", "gpu", "torch", "lightning") if begun["machine"][key] != machine[key]]
@@ -346,7 +387,7 @@ class Benchmark:
             "schema": SCHEMA,
             "title": self.title,
             "created": self._created,
-            "finished": _now() if finished else None,
+            "finished": now() if finished else None,
             "machine": self._machine,
             "plan": self._plan(),
             "calibration": {name: c for name, c in self._calibration.items() if "failed" not in c},
@@ -359,23 +400,3 @@ class Benchmark:
                     results["runs"].append(json.loads(file.read_text()))
         results["summary"] = summarize(results)
         return results
-
-
-def _configs(arm: Arm) -> list[str]:
-    if not callable(arm.source):
-        return list(arm.configs)
-    try:
-        return [inspect.getsource(arm.source)]
-    except (OSError, TypeError):
-        return []
-
-
-def _write(file: Path, record: Mapping[str, Any]) -> None:
-    """Whole or not at all."""
-    temporary = file.with_suffix(f".{hashlib.sha1(os.urandom(8)).hexdigest()[:8]}.tmp")
-    temporary.write_text(json.dumps(record, indent=1))
-    os.replace(temporary, file)
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

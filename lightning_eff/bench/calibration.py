@@ -113,6 +113,15 @@ def steps_in(budget: float, block: Mapping[str, Any], priced: Mapping[str, float
     return max(1, round(sum(budget / len(parts) / (fmean(part) * per_step) for part in parts)))
 
 
+def stop_if_failed(record: Mapping[str, Any]) -> None:
+    """Raise ``RuntimeError`` if a rehearsal of the baseline did not finish."""
+    if record["status"] != "finished":
+        raise RuntimeError(
+            f"The baseline {record['status']} in its rehearsal, so there is nothing to compare with:"
+            f" {record['error']}\nMend it and run the bench again in a fresh folder."
+        )
+
+
 def check_length(name: str, budget: float, step_seconds: float) -> None:
     """Raise :class:`Incomparable` if the budget holds too few steps for any schedule."""
     if budget / step_seconds < FEWEST_STEPS:

@@ -27,14 +27,15 @@ def parser() -> argparse.ArgumentParser:
     add = options.add_argument
     configs = "[name=]config.yaml[,more.yaml]; several are merged from left to right, as LightningCLI merges them"
     add("--baseline", required=True, metavar="CONFIGS", help=configs)
-    add("--recipe", required=True, action="append", metavar="CONFIGS", help="the same; repeat it for more recipes")
+    add("--recipe", action="append", default=[], metavar="CONFIGS", help="the same; repeat it for more recipes")
     add("--target", required=True, metavar="METRIC", help="what validation_step logs, such as val_loss")
     add("--mode", choices=("min", "max"), help="whether less or more of it is better; told by its name otherwise")
     add(
         "--budget",
         required=True,
         help="training seconds of each run: 120s, 2m or 1h of wall-clock; 120rs in reference-system time, where each"
-        " step costs the calibrated time of its kind, so that a busy machine does not matter",
+        " step costs the calibrated time of its kind, so that a busy machine does not matter; several with commas"
+        " between them, 20rs,60rs, for a bench at each",
     )
     add("--seeds", default="3", help="how many, or which: 3, or 5,6,7, or 7, for that one alone (default: 3)")
     add(
@@ -59,8 +60,33 @@ def parser() -> argparse.ArgumentParser:
         help="the module's own schedule, stretched over the budget, or the bench's, decayed to zero, in its place",
     )
     add("--rounds", type=int, default=8, help="rehearsals of each arm, which its speed is told from (default: 8)")
-    add("--reference", type=Path, metavar="DIR", help="take the prices of steps from this bench, of another machine")
+    add(
+        "--reference",
+        type=Path,
+        metavar="FILE",
+        help="the baseline's prices of steps from this file, so that a reference second is the same in every bench of one"
+        " machine; the first writes them there. Or take the prices from this bench (a folder), of another machine",
+    )
     add("--allow-other-training-data", action="store_true", help="for recipes that choose the training data")
+    own = "of an arm that brings its own, in the place of its module's; repeat it for more arms"
+    add("--rate", action="append", default=[], metavar="NAME=RATE", help=f"the learning rate's peak {own}")
+    add(
+        "--warm-up",
+        action="append",
+        default=[],
+        metavar="NAME=TIME",
+        help=f"the warm-up, in seconds or as a share of the budget (5s, 5%%), {own}",
+    )
+    add(
+        "--tuned",
+        metavar="NAME,NAME",
+        help="arms whose settings were tuned for this budget, none for none: the report says which were and which were not",
+    )
+    add(
+        "--logger",
+        metavar="CLASS[,ARG=VALUE]",
+        help="give curves and figures to this Lightning logger too, such as CSVLogger or my.module.Logger,name=x",
+    )
     add("--title", help="of the report")
     add("--quiet", action="store_true", help="no progress bar")
     return options
@@ -121,6 +147,10 @@ def _run(argv: Sequence[str]) -> None:
         rounds=options.rounds,
         reference=options.reference,
         other_training_data=options.allow_other_training_data,
+        rates={name: _number("--rate", value) for name, value in _pairs("--rate", options.rate).items()},
+        warm_ups=_pairs("--warm-up", options.warm_up),
+        tuned=_names(options.tuned),
+        logger=_logger(options.logger, out) if options.logger else None,
         title=options.title,
         baseline_name=baseline_name,
     )
@@ -143,7 +173,73 @@ def _numbers(option: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
     return numbers
 
 
+def _pairs(option: str, texts: Sequence[str]) -> dict[str, str]:
+    """``NAME=VALUE``, several.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    pairs: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.rpartition("=")
+        if not equals or not name or not value or name in pairs:
+            raise ValueError(f"Got {option} {text!r}; expected NAME=VALUE, once for each arm.")
+        pairs[name] = value
+    return pairs
+
+
+def _number(option: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"Got {option} {text!r}; expected a number.") from None
+
+
+def _names(text: str | None) -> list[str] | None:
+    if text is None:
+        return None
+    return [] if text == "none" else [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _logger(text: str, out: Path) -> Any:
+    """A Lightning logger by the name of its class; it saves into the bench's folder where it is not told otherwise.
+
+    Raises:
+        ValueError: there is no such class, it is no logger, or it does not take these arguments.
+    """
+    import importlib
+    import inspect
+
+    from lightning.pytorch.loggers.logger import Logger
+
+    path, *given = text.split(",")
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module or "lightning.pytorch.loggers"), name)
+    except (ImportError, AttributeError):
+        found = None
+    if not (isinstance(found, type) and issubclass(found, Logger)):
+        raise ValueError(
+            f"Got --logger {text!r}; expected a Lightning logger: the name of one in lightning.pytorch.loggers, such as"
+            " CSVLogger, or the dotted path of another class."
+        )
+    arguments: dict[str, Any] = {}
+    for part in given:
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise ValueError(f"Got --logger {text!r}; expected ARG=VALUE after the class, with commas between them.")
+        arguments[key] = value
+    if "save_dir" in inspect.signature(found).parameters:
+        arguments.setdefault("save_dir", out)
+    try:
+        return found(**arguments)
+    except (TypeError, ModuleNotFoundError) as error:
+        raise ValueError(f"Got --logger {text!r}, which cannot be made: {error}.") from None
+
+
 def _report(argv: Sequence[str]) -> None:
+    from lightning_eff.bench import several
+    from lightning_eff.bench.reports.export import write_csvs
     from lightning_eff.bench.reports.report import require_matplotlib, write_html, write_pngs
     from lightning_eff.bench.reports.statistics import summarize
     from lightning_eff.bench.results import load, save
@@ -152,19 +248,39 @@ def _report(argv: Sequence[str]) -> None:
     options.add_argument("folder", type=Path, metavar="DIR", help="the folder of a bench, or its results.json")
     folder = options.parse_args(argv).folder
     require_matplotlib()
-    results = load(folder)
-    results["summary"] = summarize(results)
-    folder = folder if folder.is_dir() else folder.parent
-    save(results, folder)
-    write_html(results, folder / "report.html")
-    write_pngs(results, folder / "figures")
-    _tell(results, folder)
+    every = several.found(folder)
+    for results in every.values() or [load(folder)]:
+        results["summary"] = summarize(results)
+        place = folder / several.name(_budget(results)) if every else folder if folder.is_dir() else folder.parent
+        save(results, place)
+        write_csvs(results, place)
+        write_html(results, place / "report.html")
+        write_pngs(results, place / "figures")
+        if not every:
+            _tell(results, place)
+    if every:
+        several.draw(every, folder)
+        _tell(every, folder)
+
+
+def _budget(results: dict[str, Any]) -> Any:
+    from lightning_eff.bench.pace import Budget
+
+    return Budget(results["plan"]["budget"]["seconds"], results["plan"]["budget"]["clock"])
 
 
 def _tell(results: dict[str, Any], folder: Path) -> None:
-    """The table, and where the rest is."""
-    from lightning_eff.bench.reports.report import table
+    """The table, and where the rest is; of one bench, or of one at each of several budgets."""
+    from lightning_eff.bench.reports import overview
+    from lightning_eff.bench.reports.report import grid, table
 
+    if "plan" not in results:
+        for budget, one in results.items():
+            _tell(one, folder / budget)
+            print()
+        print(grid(*overview.columns_and_rows(results), min(max(shutil.get_terminal_size((120, 24)).columns, 80), 160)))
+        print(f"\nover all budgets: {folder / 'report.html'}")
+        return
     print(table(results, shutil.get_terminal_size((120, 24)).columns))
     print(f"\nresults: {folder / 'results.json'}\nreport:  {folder / 'report.html'}\nfigures: {folder / 'figures'}")
 

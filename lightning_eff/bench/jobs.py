@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lightning_eff.bench.arms import Arm, Built, ready, undisturbed
+from lightning_eff.bench.inspection import acting
 from lightning_eff.bench.machine import EnergyMeter, peak_memory, reset_peak_memory
 from lightning_eff.bench.pace import Diverged, Incomparable, Pace, Rehearsed
 from lightning_eff.bench.pacer import Pacer
@@ -129,17 +130,9 @@ def _rehearsal(job: Job, pacer: Pacer, built: Built | None, total: float) -> dic
     if job.pace.inspect and built is not None and pacer.points:
         record["metrics"] = pacer.metrics
         record["data"] = pacer.data(built.trainer)
-        record["techniques"] = sorted(_acting(built))
+        record["techniques"] = sorted(acting(built.trainer))
+        record["facts"] = pacer.facts
     return record
-
-
-def _acting(built: Built) -> list[str]:
-    """The techniques that act, with their settings, as words to compare."""
-    from lightning_eff._core.technique import Technique
-
-    callbacks: list[Any] = built.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    acting = [c for c in callbacks if isinstance(c, Technique) and not c.neutral]
-    return [f"{type(c).__name__}({ {k: v for k, v in vars(c).items() if not k.startswith('_')} })" for c in acting]
 
 
 def _run(job: Job, pacer: Pacer, device: torch.device, energy: float | None) -> dict[str, Any]:
@@ -159,6 +152,7 @@ def _run(job: Job, pacer: Pacer, device: torch.device, energy: float | None) -> 
         "wall_seconds": pacer.wall,
         "setup_seconds": pacer.set_up,
         "warmup_seconds": pacer.warm_up,
+        "caused_seconds": pacer.caused,
         "validation_seconds": pacer.validation,
         "extra_seconds": pacer.extra,
         "forward_passes": pacer.forward_passes,
@@ -170,6 +164,7 @@ def _run(job: Job, pacer: Pacer, device: torch.device, energy: float | None) -> 
         "energy_joules": energy,
         "lr_last_share": share,
         "uncalibrated_share": uncalibrated,
+        "quiet": pacer.quiet.record(),
         "kinds": _by_kind(pacer),
         "notes": notes,
     }

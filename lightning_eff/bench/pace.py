@@ -2,13 +2,21 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 SCHEDULES = ("own", "linear", "cosine")
 _UNITS = {"rs": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_MAXIMISED = re.compile(
+    r"(^|[_/])(acc|accuracy|top\d|f1|auc|auroc|ap|map|precision|recall|bleu|rouge\w*|iou|score|psnr)"
+)
 WARM_UP = 0.05  # of the budget, where the bench lays out the schedule itself
+
+
+def mode_of(target: str) -> Literal["min", "max"]:
+    """Whether less or more of a metric is better, told by its name."""
+    return "max" if _MAXIMISED.search(target.lower()) else "min"
 
 
 class Horizon(int):
@@ -42,9 +50,14 @@ class Pace:
         budget: training seconds, on the clock that ``reference`` names.
         reference: charge each step the calibrated price of its kind; else its wall-clock time.
         prices: seconds by kind of step.
+        common: kinds of steps that the baseline makes too. What the first step of such a kind takes beyond its price is
+            set-up, as it is in an arm's first optimizer step; that of any other kind (growth, recompilation) is the arm's
+            own doing and counts against its budget.
         steps: how many optimizer steps the learning-rate schedule is laid out for.
         evaluations: how many times to validate, evenly over the budget, the last time at its end.
         schedule: "own", the module's; "linear" or "cosine", the bench's in its place, after a warm-up of 5 %.
+        rate: the learning rate at the schedule's peak, of the parameter group with the largest; None leaves the module's.
+        warm_up: the share of the budget at which the peak is reached; None leaves the schedule's.
         sweep: in place of the budget, so many optimizer steps that pass through the whole schedule (a rehearsal).
         inspect: look at the data, and validate at the end of a sweep.
     """
@@ -53,19 +66,44 @@ class Pace:
     budget: float = math.inf
     reference: bool = False
     prices: Mapping[str, float] = field(default_factory=dict)
+    common: Sequence[str] = ()
     steps: int = 1
     evaluations: int = 1
     schedule: str = "own"
+    rate: float | None = None
+    warm_up: float | None = None
     sweep: int | None = None
     inspect: bool = False
 
 
-def decay(schedule: str, u: float) -> float:
+def decay(schedule: str, u: float, warm_up: float = WARM_UP) -> float:
     """The bench's own schedules as a factor of the base rate, at the share ``u`` of the budget: 0 at ``u = 1``."""
-    if u < WARM_UP:
-        return max(u, 1e-3) / WARM_UP
-    v = (u - WARM_UP) / (1 - WARM_UP)
+    if u < warm_up:
+        return max(u, 1e-3) / warm_up
+    v = (u - warm_up) / (1 - warm_up)
     return 1 - v if schedule == "linear" else (1 + math.cos(math.pi * v)) / 2
+
+
+def warm_up_share(text: str | float, seconds: float) -> float:
+    """A warm-up of ``"5s"`` (or rs, m, h) or ``"5%"`` or 0.05 of a budget, as a share of ``seconds``.
+
+    Raises:
+        ValueError: for anything else, or more than half of the budget.
+    """
+    found = re.fullmatch(r"\s*([0-9.]+(?:e-?[0-9]+)?)\s*(rs|s|min|m|h|%)?\s*", str(text))
+    try:
+        value = float(found[1]) if found else -1.0
+    except ValueError:
+        value = -1.0
+    if found and value >= 0:
+        unit = found[2]
+        share = value if unit is None else value / 100 if unit == "%" else value * _UNITS[unit] / seconds
+        if share <= 0.5:
+            return share
+    raise ValueError(
+        f"Got warm-up {text!r}; expected seconds ('5s', '1m') or a share ('5%', 0.05) of the budget of {seconds:g} s, at"
+        " most half of it."
+    )
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,15 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import override
 
-from lightning_eff._core import rng
 from lightning_eff._core.batches import num_samples, num_tokens, tensors
 from lightning_eff._core.patches import Patches
 from lightning_eff._core.progress import Clock
 from lightning_eff._core.technique import Technique
+from lightning_eff.bench.inspection import facts, raw, training_data
 from lightning_eff.bench.machine import memory_in_use
-from lightning_eff.bench.pace import Diverged, Horizon, Incomparable, Pace, Rehearsed, decay
+from lightning_eff.bench.own_rate import OwnRate
+from lightning_eff.bench.pace import WARM_UP, Diverged, Horizon, Incomparable, Pace, Rehearsed, decay
+from lightning_eff.bench.quiet import Quiet
 from lightning_eff.bench.turns import TURN
 
 
@@ -59,11 +61,14 @@ class Pacer(Clock):
         self._due = False
         self._positions: dict[int, int] = {}
         self._bases: list[list[float]] = []
+        self._own: OwnRate | None = None
         self._losses: list[tuple[float, float]] = []
         self._began = time.perf_counter()
         # what the run's record is made of
-        self.charged = self.wall = self.set_up = self.warm_up = self.validation = self.extra = self.uncalibrated = 0.0
+        self.charged = self.wall = self.set_up = self.warm_up = self.caused = self.validation = self.extra = 0.0
+        self.uncalibrated = 0.0
         self.steps = self.samples = self.tokens = self.forward_passes = 0
+        self.quiet = Quiet()
         self.kinds: list[str] = []  # of each batch, and
         self.times: list[float] = []  # its wall-clock seconds
         self.losses: list[float] = []  # of each batch
@@ -73,6 +78,7 @@ class Pacer(Clock):
         self.last_rate = 0.0
         self.metrics: dict[str, float] = {}
         self.validation_data: dict[str, Any] = {}
+        self.facts: dict[str, Any] = {}
 
     # -- the clock
 
@@ -87,17 +93,26 @@ class Pacer(Clock):
         price = self.pace.prices.get(kind)
         first = kind not in self._known
         self._known.add(kind)
+        speed = median(self._factors) if self._factors else 1.0  # the machine's present one, as the prices see it
         if price is None:
             if not self.pace.reference:
                 return wall
-            cost = wall * (median(self._factors) if self._factors else 1.0)
+            cost = wall * speed
             self.uncalibrated += cost
             return cost
-        if first and wall > 1.5 * price:  # compilation, allocation, caches
-            self.warm_up += wall - price
-            wall = price
-        self._factors.append(price / max(wall, 1e-9))
-        return price if self.pace.reference else wall
+        excess = wall - price / speed if first else 0.0
+        if excess <= 0.5 * price / speed:
+            excess = 0.0
+        self._factors.append(price / max(wall - excess, 1e-9))
+        if not excess and self.pace.reference:
+            self.quiet.step(wall, price)
+        charge = price if self.pace.reference else wall - excess
+        if self.steps == 0 or kind in self.pace.common:  # compilation, allocation, caches, which the baseline pays too
+            self.warm_up += excess
+            return charge
+        cost = excess * speed if self.pace.reference else excess
+        self.caused += cost
+        return charge + cost
 
     def _factor(self) -> float:
         return median(self._factors) if self.pace.reference and self._factors else 1.0
@@ -210,8 +225,13 @@ class Pacer(Clock):
                     "Got ReduceLROnPlateau, whose rate follows the metric; expected one that decays with the run, so"
                     " that it is decayed wholly over every budget. Use another scheduler, or --schedule linear."
                 )
+        if self.pace.schedule == "own" and (self.pace.rate is not None or self.pace.warm_up is not None):
+            self._own = OwnRate(trainer, self.pace, [self._length(trainer, c) for c in trainer.lr_scheduler_configs])
         self._follow(trainer)
+        if self.pace.inspect:
+            self.facts = facts(trainer, pl_module)
         _synchronize(trainer)
+        self.quiet.begin()
         self._mark = time.perf_counter()
         self.set_up = self._mark - self._began
         self.memory.append((0.0, memory_in_use(trainer.strategy.root_device)))
@@ -286,16 +306,24 @@ class Pacer(Clock):
         """Set the learning rate to where it stands at this share of the budget."""
         u = self.share()
         if self.pace.schedule == "own" and trainer.lightning_module.automatic_optimization:
+            own = self._own
+            if own is not None:
+                own.put_back()
             for index, config in enumerate(trainer.lr_scheduler_configs):
                 length = self._length(trainer, config)
-                at = min(int(u * length + 1e-6), length - 1)
+                at = min(int((u if own is None else own.position(u)) * length + 1e-6), length - 1)
                 while self._positions.setdefault(index, 0) < at:
                     trainer.lightning_module.lr_scheduler_step(config.scheduler, None)
                     self._positions[index] += 1
+            if own is not None:
+                own.scale(u)
         elif self.pace.schedule != "own":
+            largest = max((base for bases in self._bases for base in bases), default=0.0)
+            scale = self.pace.rate / largest if self.pace.rate is not None and largest > 0 else 1.0
+            warm_up = WARM_UP if self.pace.warm_up is None else self.pace.warm_up
             for optimizer, bases in zip(trainer.optimizers, self._bases, strict=True):
                 for group, base in zip(optimizer.param_groups, bases, strict=True):
-                    group["lr"] = base * decay(self.pace.schedule, u)
+                    group["lr"] = base * scale * decay(self.pace.schedule, u, warm_up)
         self.last_rate = max(float(group["lr"]) for o in trainer.optimizers for group in o.param_groups)
 
     def _length(self, trainer: Trainer, config: LRSchedulerConfig) -> int:
@@ -311,7 +339,7 @@ class Pacer(Clock):
             for path, tensor in tensors(batch):
                 key = f"{dataloader_idx}{path} {tensor.dtype} {tuple(tensor.shape[1:])}"
                 digest = self.validation_data.setdefault(key, hashlib.sha1())  # however it is cut into batches
-                digest.update(_bytes(tensor))
+                digest.update(raw(tensor))
 
     def release(self) -> None:
         """Put back what was replaced; after the fit, since techniques put theirs back as it ends."""
@@ -336,27 +364,6 @@ class Pacer(Clock):
         """Fingerprints of the validation data that was used, and of the training data set."""
         validation = {path: digest.hexdigest() for path, digest in sorted(self.validation_data.items())}
         return {"validation": validation, "training": training_data(trainer)}
-
-
-def training_data(trainer: Trainer) -> dict[str, Any] | None:
-    """The length of a map-style training set and a hash of three of its items; None where it cannot be told."""
-    dataset = getattr(trainer.train_dataloader, "dataset", None)
-    try:
-        length = len(dataset)  # pyright: ignore[reportArgumentType]
-    except TypeError:
-        return None
-    digest = hashlib.sha1()
-    with rng.fork():
-        for index in (0, length // 2, length - 1):
-            torch.manual_seed(index)  # random augmentation draws alike
-            for _, tensor in tensors(dataset[index]):  # pyright: ignore[reportOptionalSubscript]
-                digest.update(_bytes(tensor))
-    return {"length": length, "items": digest.hexdigest()}
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().cpu().contiguous().flatten()
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
 def _techniques(trainer: Trainer) -> list[Technique]:

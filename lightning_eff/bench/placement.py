@@ -25,12 +25,12 @@ def on_idle_cores(count: int) -> Iterator[None]:
         count: how many cores, >= 0: as many as torch has threads.
     """
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-    busy = _busy_ticks() if 0 < count < len(allowed) else {}
+    busy = busy_ticks() if 0 < count < len(allowed) else {}
     if not allowed <= busy.keys():
         yield
         return
     time.sleep(LOOK)
-    later = _busy_ticks()
+    later = busy_ticks()
     chosen = set(sorted(allowed, key=lambda core: (later[core] - busy[core], core))[:count])
     start = BaseProcess.start
 
@@ -51,7 +51,7 @@ def on_idle_cores(count: int) -> Iterator[None]:
         os.sched_setaffinity(0, allowed)
 
 
-def _busy_ticks() -> dict[int, float]:
+def busy_ticks() -> dict[int, float]:
     """What each core has worked so far, in the kernel's clock ticks, from Linux's ``/proc/stat``; empty elsewhere."""
     try:
         lines = Path("/proc/stat").read_text().splitlines()

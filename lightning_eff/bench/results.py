@@ -5,6 +5,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,18 @@ def save(results: dict[str, Any], path: str | os.PathLike[str]) -> Path:
         os.unlink(temporary)
         raise
     return file
+
+
+def write_json(file: Path, record: Any) -> None:
+    """Write a record whole or not at all."""
+    temporary = file.with_suffix(f".{os.urandom(4).hex()}.tmp")
+    temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, file)
+
+
+def now() -> str:
+    """The time, to the second, as text."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _finite(value: Any) -> Any:

@@ -122,7 +122,7 @@ class _Worker:
         limits = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")} if threads else {}
         self.log = log
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "from lightning_eff.bench.worker import main; main()", str(log)],
+            [sys.executable, "-c", "from lightning_eff.bench.worker import main; main()", str(log), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

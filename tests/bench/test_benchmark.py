@@ -167,6 +167,25 @@ def test_prices_of_another_machine_count(tmp_path: Path) -> None:
     assert steps[0] == steps[1]
 
 
+def test_a_reference_second_is_as_many_steps_in_every_bench(tmp_path: Path) -> None:
+    """The second bench, of another recipe and on a busier machine, has the baseline make the steps of the first."""
+    file = tmp_path / "prices.json"
+    more = {"seeds": 1, "reference": file, "budget": "1.5rs"}
+    first = bench({"copy": arm()}, tmp_path / "a", arm(), **more).run(progress=False, report=False)
+    kept = json.loads(file.read_text())
+    assert [entry["name"] for entry in kept["entries"]] == ["baseline"]
+    slow = {"slow": arm(callbacks=lambda: [Delay(0.05)])}
+    second = bench(slow, tmp_path / "b", arm(), **more).run(progress=False, report=False)
+    assert json.loads(file.read_text()) == kept, "a price that is known was written again"
+    one, two = (results["calibration"]["baseline"] for results in (first, second))
+    assert one["prices"] == two["prices"] == kept["entries"][0]["prices"] and one["steps"] == two["steps"]
+    assert {run["steps"] for results in (first, second) for run in results["runs"] if run["arm"] == "baseline"} == {
+        first["runs"][0]["steps"]
+    }
+    assert second["calibration"]["slow"]["steps"] * 1.5 < two["steps"], "the recipe's price follows from its own speed"
+    assert second["plan"]["reference"]
+
+
 def test_controls_stand_in_for_their_techniques(tmp_path: Path) -> None:
     def gpt(*techniques):
         return lambda: (

@@ -105,6 +105,38 @@ def test_wall_clock_leaves_out_validation_and_the_first_steps_excess(monkeypatch
     assert pacer.validation == pytest.approx(28.0) and pacer.warm_up == pytest.approx(4.9)
 
 
+@pytest.mark.parametrize("clock", ["wall", "reference"])
+@pytest.mark.parametrize("common", [True, False])
+def test_the_first_step_of_a_kind_that_the_baseline_does_not_make_is_the_arms_own_cost(
+    monkeypatch: pytest.MonkeyPatch, clock: str, common: bool
+) -> None:
+    """Steps take 0.2 s and cost 0.1, the first of all 5 s; that of the second kind takes 4.1 s instead of 0.2.
+
+    The machine is half as fast as the prices say: what goes beyond, 3.9 s, is 1.95 s of the reference clock.
+    """
+    now, small = [0.0], [0]
+    monkeypatch.setattr(pacer_module.time, "perf_counter", lambda: now[0])
+
+    class Tick(Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            small[0] += len(batch[0]) < 8
+            first = trainer.global_step == 0
+            now[0] += 5.0 if first else 4.1 if len(batch[0]) < 8 and small[0] == 1 else 0.2
+
+    kinds = {KIND: 0.1, "4x8,4x1": 0.1}
+    pace = Pace(
+        "val_loss", 8.0, clock == "reference", kinds, list(kinds) if common else [KIND], steps=20, evaluations=2
+    )
+    pacer, _ = run(pace, arm(callbacks=lambda: [Tick()], train=lambda: dataset(60)))  # the 8th batch has 4 samples
+    own = {"wall": 3.9, "reference": 1.95}[clock]
+    assert pacer.caused == pytest.approx(0.0 if common else own)
+    assert pacer.warm_up == pytest.approx(4.9 + (3.9 if common else 0.0))
+    cost = 0.1 if clock == "reference" else 0.2
+    begun = 0.1 if clock == "wall" else 0.0  # the first step's price is 0.1, whatever the clock
+    assert pacer.charged == pytest.approx(cost * pacer.steps - begun + pacer.caused, abs=1e-6)
+    assert pacer.charged == pytest.approx(8.0, abs=0.11)
+
+
 def test_unknown_kinds_are_charged_at_the_machines_present_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Known steps take 0.2 s and cost 0.1; one of another shape takes 0.6 s, so it costs 0.3."""
     now = [0.0]

@@ -22,7 +22,7 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> dict[int, set[int]]:
         n = next(looks)
         return {0: 100.0 + 9 * n, 1: 500.0 + 2 * n, 2: 300.0 + n, 3: 7.0 * n}
 
-    monkeypatch.setattr(placement, "_busy_ticks", busy)
+    monkeypatch.setattr(placement, "busy_ticks", busy)
     monkeypatch.setattr(placement, "LOOK", 0.0)
     monkeypatch.setattr(
         os, "sched_getaffinity", lambda pid: masks.get(threading.get_ident(), {0, 1, 2, 3}), raising=False
@@ -45,7 +45,7 @@ def test_the_idlest_cores(four_cores: dict[int, set[int]], count: int, chosen: s
 def test_nothing_is_done_where_the_system_does_not_tell(
     four_cores: dict[int, set[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(placement, "_busy_ticks", dict)
+    monkeypatch.setattr(placement, "busy_ticks", dict)
     with placement.on_idle_cores(1):
         assert not four_cores
 

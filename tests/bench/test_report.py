@@ -9,7 +9,20 @@ from html.parser import HTMLParser
 import pytest
 
 from lightning_eff.bench import results
-from lightning_eff.bench.reports import compare, drawing, figures, intervals, report, report_html, statistics, words
+from lightning_eff.bench.reports import (
+    compare,
+    drawing,
+    export,
+    figures,
+    findings,
+    intervals,
+    overview,
+    pareto,
+    report,
+    report_html,
+    statistics,
+    words,
+)
 from lightning_eff.bench.reports.figures import band, draw
 from lightning_eff.bench.reports.statistics import summarize
 from tests.bench import synthetic
@@ -110,7 +123,7 @@ def test_the_page_is_well_formed(text):
     assert ("meta", {"charset": "utf-8"}) in page.tags
     assert any(attrs.get("name") == "viewport" for _, attrs in page.tags)
     drawn = [attrs for tag, attrs in page.tags if tag == "svg"]
-    assert len(drawn) == 5 == text.count("<figcaption") == text.count("<desc>")
+    assert len(drawn) == 6 == text.count("<figcaption") == text.count("<desc>")
     assert all(attrs["role"] == "img" and attrs["aria-labelledby"] in page.ids for attrs in drawn)
 
 
@@ -136,7 +149,9 @@ def test_the_same_results_give_the_same_bytes(made, text, tmp_path):
 
 def test_the_figures_are_written_as_pngs(made, tmp_path):
     files = report.write_pngs(made, tmp_path / "new")
-    assert [file.name for file in files] == ["speedups.png", "seconds.png", "samples.png", "memory.png", "phases.png"]
+    assert [file.name for file in files] == [
+        *("speedups.png", "seconds.png", "samples.png", "memory.png", "phases.png", "pareto.png")
+    ]
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
 
 
@@ -204,7 +219,11 @@ def test_without_matplotlib_it_is_told_at_once(made, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "module", [compare, drawing, figures, intervals, report, report_html, results, statistics, words]
+    "module",
+    [
+        *(compare, drawing, export, figures, findings, intervals, overview, pareto, report, report_html, results),
+        *(statistics, words),
+    ],
 )
 def test_importing_it_imports_neither_matplotlib_nor_numpy(module):
     for node in ast.parse(inspect.getsource(module)).body:

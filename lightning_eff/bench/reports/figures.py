@@ -19,6 +19,7 @@ from lightning_eff.bench.reports.drawing import (
     require_matplotlib,
     style,
 )
+from lightning_eff.bench.reports.pareto import pareto
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,6 +66,7 @@ def draw(results: dict[str, Any], summary: dict[str, dict[str, Any]]) -> list[Dr
             drawings.append(_curves("samples", "samples seen", target, lines, _points("samples"), None))
             drawings.append(_memory(lines))
             drawings.append(phases(results, summary))
+            drawings.append(pareto(results, summary))
         return [drawing for drawing in drawings if drawing is not None]
 
 
@@ -186,7 +188,7 @@ def phases(results: dict[str, Any], summary: dict[str, dict[str, Any]]) -> Drawi
             widths,
             left=lefts,
             height=0.34,
-            color=(*COLOURS[:2], *COLOURS[3:])[part],
+            color=COLOURS[part],
             edgecolor=PAPER,
             linewidth=0.8,
         )

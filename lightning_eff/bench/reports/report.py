@@ -5,7 +5,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from lightning_eff.bench.reports import words
+from lightning_eff.bench.reports import findings, words
 from lightning_eff.bench.reports.drawing import png, require_matplotlib
 from lightning_eff.bench.reports.figures import draw
 from lightning_eff.bench.reports.report_html import page
@@ -31,6 +31,13 @@ def table(results: dict[str, Any], width: int = 100) -> str:
     parts = [_wrap(results["title"] + unfinished, width), _wrap(words.plan_line(results), width), ""]
     parts += [grid(*words.cells(results, summary), width), ""]
     parts += [_wrap(own["sentence"], width, bullet="- ") for own in summary.values()]
+    parts += ["", *(_wrap(line, width) for line in findings.lines(results, summary))]
+    if rows := findings.unlike(results):
+        parts += [
+            "",
+            "What sets arms apart from the baseline, beside their techniques",
+            grid(words.UNLIKE, rows, width),
+        ]
     if failed := words.failures(summary):
         parts += ["", "Failed runs", *(_wrap(line, width, bullet="- ") for line in failed)]
     parts += ["", "Mean seconds of a run; set-up, compilation and validation lie outside the budget"]

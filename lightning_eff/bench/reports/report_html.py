@@ -4,7 +4,7 @@ import json
 from html import escape
 from typing import Any
 
-from lightning_eff.bench.reports import words
+from lightning_eff.bench.reports import findings, words
 from lightning_eff.bench.reports.drawing import Drawing, svg
 from lightning_eff.bench.reports.figures import draw
 from lightning_eff.bench.reports.statistics import summarize
@@ -69,7 +69,8 @@ HOW = (
     "Every arm trains for the same budget of training seconds, on the same seeds and the same order of data, in turns with "
     "the others, and its learning rate has decayed fully at the end of it.",
     "On the reference clock each executed step costs the calibrated time of its kind, so that a busy machine does not "
-    "matter; the wall-clock is shown beside it. Set-up, compilation and validation are timed apart and do not count.",
+    "matter; the wall-clock is shown beside it. Set-up, validation, and what a first step takes beyond its price (compilation) "
+    "are timed apart and do not count, unless the arm causes it: first steps of kinds that the baseline does not make.",
     "Speed-up: the time the baseline took for its final metric, by the time the arm took for it; for an arm that ends worse, "
     "the other way round. It is conservative in both directions, because at the crossing the faster curve's learning rate "
     "has not decayed yet. Arms that train bit for bit as the baseline does are judged by their throughput instead.",
@@ -93,7 +94,8 @@ def page(results: dict[str, Any]) -> str:
     """
     summary = summarize(results)
     drawings = {drawing.name: drawing for drawing in draw(results, summary)}
-    lead = _figure(drawings.pop("speedups"), "lead") if "speedups" in drawings else ""
+    lead = figure_html(drawings.pop("speedups"), "lead") if "speedups" in drawings else ""
+    unlike = findings.unlike(results)
     title = escape(results["title"])
     state = f"finished {escape(results['finished'])}" if results["finished"] else "not finished: what there is so far"
     parts = [
@@ -103,21 +105,28 @@ def page(results: dict[str, Any]) -> str:
         f'<header>\n<h1>{title}</h1>\n<p class="dim">Begun {escape(results["created"])}, {state}.',
         f"{escape(words.plan_line(results))}.</p>\n</header>",
         _verdicts(results, summary),
+        "\n".join(f"<p>{escape(line)}</p>" for line in findings.lines(results, summary)),
         lead,
-        _section("Figures of all arms", _table(*words.cells(results, summary))),
-        _section("Curves", '<div class="figures">\n' + "\n".join(map(_figure, drawings.values())) + "\n</div>")
+        section_html("Figures of all arms", table_html(*words.cells(results, summary))),
+        section_html("Curves", '<div class="figures">\n' + "\n".join(map(figure_html, drawings.values())) + "\n</div>")
         if drawings
         else "",
-        _section("Seconds of a run", _note() + _table(*words.times(results, summary))),
+        section_html("Seconds of a run", _note() + table_html(*words.times(results, summary))),
+        section_html(
+            "What sets arms apart from the baseline, beside their techniques", table_html(words.UNLIKE, unlike)
+        )
+        if unlike
+        else "",
         _failures(results, summary),
-        _section("How to read it", "<ol>\n" + "\n".join(f"<li>{escape(line)}</li>" for line in HOW) + "\n</ol>"),
-        _section("Plan and machine", _plan(results)),
+        section_html("How to read it", "<ol>\n" + "\n".join(f"<li>{escape(line)}</li>" for line in HOW) + "\n</ol>"),
+        section_html("Plan and machine", _plan(results)),
         "</main>\n</body>\n</html>\n",
     ]
     return "\n".join(part for part in parts if part)
 
 
-def _section(head: str, body: str) -> str:
+def section_html(head: str, body: str) -> str:
+    """A part of the page under its head."""
     return f"<section>\n<h2>{escape(head)}</h2>\n{body}\n</section>"
 
 
@@ -137,10 +146,11 @@ def _verdicts(results: dict[str, Any], summary: dict[str, dict[str, Any]]) -> st
         kind = "control: " if arm["kind"] == "control" else ""
         style = f' class="{tag}"' if compared and " " not in tag else ""
         items.append(f'<li{style}><strong class="tag">{escape(kind + tag)}</strong> {escape(own["sentence"])}</li>')
-    return _section("Verdicts", '<ul class="verdicts">\n' + "\n".join(items) + "\n</ul>")
+    return section_html("Verdicts", '<ul class="verdicts">\n' + "\n".join(items) + "\n</ul>")
 
 
-def _figure(drawing: Drawing, style: str = "") -> str:
+def figure_html(drawing: Drawing, style: str = "") -> str:
+    """A figure with its caption."""
     shown = svg(drawing)
     end = shown.index(">") + 1
     shown = f"{shown[:end]}<desc>{escape(drawing.alternative)}</desc>{shown[end:]}"
@@ -149,7 +159,7 @@ def _figure(drawing: Drawing, style: str = "") -> str:
     return f"{opening}\n{shown}\n{caption}\n</figure>"
 
 
-def _table(columns: list[words.Column], rows: list[dict[str, str]]) -> str:
+def table_html(columns: list[words.Column], rows: list[dict[str, str]]) -> str:
     """A table that narrow screens show as a card a row, each cell under its own head."""
     heads = "".join(f'<th scope="col">{escape(column.head)}</th>' for column in columns)
     lines = [f'<table>\n<thead><tr><th scope="col">arm</th>{heads}</tr></thead>\n<tbody>']
@@ -171,9 +181,11 @@ def _failures(results: dict[str, Any], summary: dict[str, dict[str, Any]]) -> st
     notes = [f"{run['arm']}, seed {run['seed']}: {note}" for run in results["runs"] for note in run["notes"]]
     parts = []
     if lines:
-        parts.append(_section("Failed runs", "<ul>\n" + "\n".join(f"<li>{escape(x)}</li>" for x in lines) + "\n</ul>"))
+        parts.append(
+            section_html("Failed runs", "<ul>\n" + "\n".join(f"<li>{escape(x)}</li>" for x in lines) + "\n</ul>")
+        )
     if notes:
-        parts.append(_section("Notes", "<ul>\n" + "\n".join(f"<li>{escape(x)}</li>" for x in notes) + "\n</ul>"))
+        parts.append(section_html("Notes", "<ul>\n" + "\n".join(f"<li>{escape(x)}</li>" for x in notes) + "\n</ul>"))
     return "\n".join(parts)
 
 

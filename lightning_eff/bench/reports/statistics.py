@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from itertools import pairwise
-from statistics import fmean, median, stdev
+from statistics import fmean, stdev
 from typing import Any
 
-from lightning_eff.bench.reports import words
+from lightning_eff.bench.reports import findings, words
 from lightning_eff.bench.reports.intervals import (
     Interval,
     paired_interval,
@@ -26,7 +26,6 @@ __all__ = [
     "paired_interval",
     "paired_ratio",
     "percentile_bounds",
-    "price_gap",
     "ratio_interval",
     "speed_up",
     "summarize",
@@ -112,28 +111,6 @@ def equivalent_seconds(
     return None, f"beyond {rungs[-1][0]:.4g} s"
 
 
-def price_gap(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> float | None:
-    """Median, over seeds, of an arm's wall-clock per budget second by the baseline's own; 1 where the prices hold.
-
-    None where the baseline's own varies by more than a tenth over seeds: then the machine was busy, now more, now less,
-    and wall-clock does not tell whether the prices hold.
-
-    Args:
-        pairs: (baseline's run, arm's run) of a seed.
-    """
-    whole = [(b, a) for b, a in pairs if min(b["seconds"], b["wall_seconds"], a["seconds"], a["wall_seconds"]) > 0]
-    if wall_spread([b for b, _ in whole]) > words.PRICE_GAP:
-        return None
-    gaps = [a["wall_seconds"] / a["seconds"] * b["seconds"] / b["wall_seconds"] for b, a in whole]
-    return median(gaps) if gaps else None
-
-
-def wall_spread(runs: Sequence[dict[str, Any]]) -> float:
-    """By how much the wall-clock of a budget second varied over runs of one arm: the largest by the smallest."""
-    own = [run["wall_seconds"] / run["seconds"] for run in runs if min(run["seconds"], run["wall_seconds"]) > 0]
-    return max(own) / min(own) if own else 1.0
-
-
 def summarize(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """What the bench found of each arm, in plain JSON values; intervals are at 95 %.
 
@@ -149,8 +126,8 @@ def summarize(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
     Returns:
         For each arm its ``runs``, ``failed``, ``final``, ``difference``, ``time_to_target``, ``speedup``,
         ``speedup_from``, ``throughput``, ``memory``, ``energy``, ``equivalent_seconds`` (with ``equivalent_bound`` where
-        it lies off the ladder), ``price_gap``, ``wall_spread``, ``samples_per_second``, ``tokens_per_second``, ``extra_share``,
-        ``verdict``, ``better_than_control`` and ``sentence``.
+        it lies off the ladder), ``price_gap``, ``seeds_needed``, ``samples_per_second``, ``tokens_per_second``,
+        ``extra_share``, ``caused_share``, ``verdict``, ``better_than_control`` and ``sentence``.
     """
     arms = results["plan"]["arms"]
     finished = {arm["name"]: _finished(results, arm["name"]) for arm in arms}
@@ -189,15 +166,23 @@ def _summary(results: dict[str, Any], arm: dict[str, Any], finished: dict[str, d
     reached = [_reached(baseline.get(seed), own.get(seed), mode, name == first) for seed in seeds]
     difference = paired_interval([_final(a) - _final(b) for b, a in pairs.values()])
     speedup = ratio_interval(gains)
+    error = slope = 0.0
     if plan["budget"]["clock"] == "reference" and throughput is not None and calibration.get("rates"):
         slope = _slope([b for b, _ in pairs.values()])
+        error = max(math.log(throughput.high / throughput.estimate), math.log(throughput.estimate / throughput.low))
         below, above = math.log(throughput.estimate / throughput.low), math.log(throughput.high / throughput.estimate)
         speedup = _widened(speedup, below, above, ratio=True)
         difference = _widened(difference, slope * max(below, above), slope * max(below, above))
     same = same and not _contradicted(throughput, difference, _sign(mode))
     speedup = throughput if same else speedup
     equivalent, bound = _equivalent(plan, finished, own) if compared else (None, None)
-    gap = price_gap(list(pairs.values())) if plan["budget"]["clock"] == "reference" else None
+    gap = findings.price_gap(list(pairs.values()))
+    verdict = _verdict(runs, own, compared, same, speedup, difference, _sign(mode))
+    needed = None
+    if verdict == "no difference shown" and not same:
+        by_metric = findings.seeds_needed([_final(a) - _final(b) for b, a in pairs.values()], slope * error)
+        by_speed = findings.seeds_needed([math.log(gain) for gain in gains], error)
+        needed = None if by_metric is None or by_speed is None else max(by_metric, by_speed)
     return {
         "runs": len(runs),
         "failed": [_failure(run) for run in runs if run["seed"] not in own],
@@ -215,12 +200,13 @@ def _summary(results: dict[str, Any], arm: dict[str, Any], finished: dict[str, d
         "energy": _plain(_ratio(pairs.values(), "energy_joules")),
         "equivalent_seconds": equivalent,
         "equivalent_bound": bound,
-        "price_gap": gap,
-        "wall_spread": wall_spread(list(own.values())),
+        "price_gap": gap if plan["budget"]["clock"] == "reference" else None,
+        "seeds_needed": needed,
         "samples_per_second": _rate(own.values(), "samples"),
         "tokens_per_second": _rate(own.values(), "tokens"),
-        "extra_share": _share(own.values()),
-        "verdict": _verdict(runs, own, compared, same, speedup, difference, _sign(mode)),
+        "extra_share": _share(own.values(), "extra_seconds", "wall_seconds"),
+        "caused_share": _share(own.values(), "caused_seconds", "seconds"),
+        "verdict": verdict,
         "better_than_control": {},
         "sentence": "",
     }
@@ -330,9 +316,9 @@ def _rate(runs: Iterable[dict[str, Any]], field: str) -> float | None:
     return fmean(rates) if rates else None
 
 
-def _share(runs: Iterable[dict[str, Any]]) -> float:
-    """Mean share of the wall-clock that extra passes took."""
-    shares = [run["extra_seconds"] / run["wall_seconds"] for run in runs if run["wall_seconds"] > 0]
+def _share(runs: Iterable[dict[str, Any]], part: str, whole: str) -> float:
+    """Mean share of one field in another; a run that does not know the part has none of it."""
+    shares = [run.get(part, 0.0) / run[whole] for run in runs if run[whole] > 0]
     return fmean(shares) if shares else 0.0
 
 

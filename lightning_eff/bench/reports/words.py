@@ -5,9 +5,9 @@ from collections.abc import Callable
 from statistics import fmean
 from typing import Any, NamedTuple
 
-Form = Callable[[dict[str, Any]], Callable[[float], str]]  #: how to show the three figures of an interval
+from lightning_eff.bench.reports import findings
 
-PRICE_GAP = 1.1  #: beyond this ratio of wall-clock to priced seconds, the prices of the calibration are doubted
+Form = Callable[[dict[str, Any]], Callable[[float], str]]  #: how to show the three figures of an interval
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -75,10 +75,20 @@ def sentence(plan: dict[str, Any], arm: dict[str, Any], summary: dict[str, dict[
         parts.append(f"The baseline needs {number(own['equivalent_seconds'], 3)} s, fully decayed, to end as well.")
     elif own["equivalent_bound"] is not None:
         parts.append(f"The baseline budget that ends as well lies {own['equivalent_bound']}, off the ladder.")
-    gap = own["price_gap"]
-    if gap is not None and not 1 / PRICE_GAP <= gap <= PRICE_GAP:
+    if own["verdict"] == "no difference shown" and own["speedup_from"] == "metric":
+        seeds, budget = own["seeds_needed"], plan["seeds"]
+        if seeds is not None and seeds > len(budget):
+            parts.append(f"If a difference of this size is real, {seeds} seeds in all would show it (power 80 %).")
+        elif seeds is None:
+            parts.append(f"A difference of this size would not be shown by {findings.MOST_SEEDS} seeds.")
+    if own["caused_share"] > 0.005:
         parts.append(
-            f"Beware: a budget second of it took {ratio(gap)} times the baseline's wall-clock, "
+            f"First steps of kinds that only it has (growth, recompilation) took {own['caused_share']:.1%} of its budget."
+        )
+    gap = own["price_gap"]
+    if gap is not None and not 1 / findings.HOLDS <= gap <= findings.HOLDS:
+        parts.append(
+            f"Beware: on quiet stretches a budget second of it took {ratio(gap)} times the baseline's wall-clock, "
             + ("so the calibrated prices miss costs." if gap > 1 else "so the calibrated prices are too high.")
         )
     return " ".join(parts)
@@ -98,13 +108,7 @@ def _main(plan: dict[str, Any], arm: dict[str, Any], own: dict[str, Any]) -> str
         return f"{name} has no run yet."
     if arm["kind"] == "baseline":
         called = name if name == "baseline" else f"{name}, the baseline,"
-        told = f"{called} ends at {ended} {over}."
-        if plan["budget"]["clock"] == "reference" and own["wall_spread"] > PRICE_GAP:
-            told += (
-                f" The wall-clock of its budget second varied {ratio(own['wall_spread'])} times over seeds: the machine was"
-                " busy, now more, now less, so wall-clock does not tell whether the prices hold."
-            )
-        return told
+        return f"{called} ends at {ended} {over}."
     if arm["kind"] == "ladder":
         budget = arm["factor"] * plan["budget"]["seconds"]
         return f"{name}, the baseline at {number(budget, 3)} s, ends at {ended} {over}."
@@ -160,6 +164,9 @@ class Column(NamedTuple):
     head: str
 
 
+UNLIKE = [Column("what", "what"), Column("baseline", "baseline"), Column("own", "its own")]  #: of findings.unlike
+
+
 def cells(results: dict[str, Any], summary: dict[str, dict[str, Any]]) -> tuple[list[Column], list[dict[str, str]]]:
     """The main table's columns (those about which something is known) and its rows, one an arm, as text."""
     plan = results["plan"]
@@ -168,9 +175,9 @@ def cells(results: dict[str, Any], summary: dict[str, dict[str, Any]]) -> tuple[
         Column("final", f"final {plan['target']}"),
         Column("difference", "difference [95 %]"),
         Column("speedup", "speed-up [95 %]"),
+        Column("worth", "ladder worth"),
         Column("throughput", "samples/s ratio"),
         Column("time", "time to target"),
-        Column("worth", "ladder worth"),
         Column("memory", "peak memory"),
         Column("extra", "extra passes"),
         Column("energy", "energy"),
@@ -222,8 +229,13 @@ def bracket(interval: dict[str, Any] | None, form: Form) -> str:
 
 #: Where an arm's wall-clock went: the key, the head, and the figure of a run in seconds.
 PHASES: tuple[tuple[str, str, Callable[[dict[str, Any]], float]], ...] = (
-    ("training", "training", lambda run: max(0.0, run["wall_seconds"] - run["extra_seconds"])),
+    (
+        "training",
+        "training",
+        lambda run: max(0.0, run["wall_seconds"] - run["extra_seconds"] - run.get("caused_seconds", 0.0)),
+    ),
     ("extra", "extra passes", lambda run: run["extra_seconds"]),
+    ("caused", "own first steps", lambda run: run.get("caused_seconds", 0.0)),
     ("setup", "set-up", lambda run: run["setup_seconds"]),
     ("warmup", "compilation", lambda run: run["warmup_seconds"]),
     ("validation", "validation", lambda run: run["validation_seconds"]),

@@ -1,0 +1,158 @@
+"""Reference prices: what a baseline's steps cost, kept by task and machine, so that a reference second stays the same."""
+
+import hashlib
+import inspect
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from lightning_eff.bench.arms import Arm
+from lightning_eff.bench.pace import Incomparable
+from lightning_eff.bench.results import load, now, write_json
+
+SCHEMA = "lightning_eff.bench.prices/1"
+MACHINE = ("cpu", "cores", "gpu", "threads")  # what makes a machine another one
+
+Price = dict[str, Any]
+
+
+class References:
+    """Prices from a file that a bench reads, and writes where it has none for this baseline on this machine.
+
+    The prices of the baseline are kept; those of every other arm follow from them by the ratio of speeds that each bench
+    measures for itself. The results of another bench are taken too, and only read: then the prices of every arm count
+    that it has, whichever its machine.
+
+    Args:
+        path: the file, which need not be there yet, or the folder or file of a bench's results.
+
+    Raises:
+        ValueError: if there is another kind of file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._results: dict[str, Any] | None = None
+        if self.path.is_dir():
+            self._results = load(self.path)
+        elif self.path.is_file():
+            kept = _read(self.path)
+            self._results = load(self.path) if kept is None else None
+        elif self.path.suffix != ".json":
+            raise ValueError(
+                f"Got reference {str(path)!r}, where there is nothing; expected the folder of a bench, or a file for prices,"
+                " which is made if it is not there yet: its name ends in .json."
+            )
+
+    def apply(self, arm: Arm, machine: Mapping[str, Any], prices: Mapping[str, list[Price]]) -> dict[str, list[Price]]:
+        """Every arm's prices, by the reference.
+
+        Args:
+            arm: the baseline.
+            machine: the machine's fingerprint.
+            prices: what this bench measured, by arm, the baseline's first.
+        """
+        if self._results is not None:
+            theirs = self._results["calibration"]
+            return {name: _theirs(name, own, theirs.get(name, {}).get("prices", [])) for name, own in prices.items()}
+        own = prices[arm.name]
+        kept = self.known(arm, machine, own)
+        if kept is None:
+            self._keep(arm, machine, own)
+            return dict(prices)
+        scale = mean_cost(kept) / mean_cost(own)
+        scaled = {n: [{**p, "seconds": p["seconds"] * scale} for p in told] for n, told in prices.items()}
+        return {**scaled, arm.name: kept}
+
+    def known(self, arm: Arm, machine: Mapping[str, Any], prices: Sequence[Price]) -> list[Price] | None:
+        """The baseline's prices, by the reference, or None where it has none; ``prices`` as this bench measured them."""
+        if self._results is not None:
+            return _theirs(arm.name, prices, self._results["calibration"].get(arm.name, {}).get("prices", []))
+        entry = self._entry(arm, machine)
+        return None if entry is None else _theirs(arm.name, prices, entry["prices"])
+
+    def _entry(self, arm: Arm, machine: Mapping[str, Any]) -> dict[str, Any] | None:
+        entries = (_read(self.path) or {"entries": []})["entries"]
+        key = _key(arm, machine)
+        return next((e for e in entries if {name: e[name] for name in key} == key), None)
+
+    def _keep(self, arm: Arm, machine: Mapping[str, Any], prices: list[Price]) -> None:
+        kept = _read(self.path) or {"schema": SCHEMA, "entries": []}
+        entry = {**_key(arm, machine), "name": arm.name, "created": now()}
+        kept["entries"].append({**entry, "torch": machine["torch"], "prices": prices})
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(self.path, kept)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """The file of prices; None where there is none, or where it holds something else."""
+    if not path.is_file():
+        return None
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); expected a file of reference prices.") from None
+    return kept if isinstance(kept, dict) and kept.get("schema") == SCHEMA else None
+
+
+def _key(arm: Arm, machine: Mapping[str, Any]) -> dict[str, Any]:
+    return {"task": task(arm), "machine": {name: machine[name] for name in MACHINE}}
+
+
+def task(arm: Arm) -> str:
+    """A hash of what a baseline is: the texts of its configs, or its function's source and the values that it closes over."""
+    parts = _identity(arm.source) if callable(arm.source) else [Path(path).read_text() for path in arm.source]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _identity(function: Callable[..., Any]) -> list[str]:
+    """The source of a function and what it closes over; functions that it closes over likewise."""
+    parts: list[str] = []
+    seen: set[int] = set()
+    waiting: list[Any] = [function]
+    while waiting:
+        value = waiting.pop(0)
+        if not callable(value):
+            parts.append(
+                repr(value) if isinstance(value, int | float | str | tuple | None) else type(value).__qualname__
+            )
+            continue
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if inspect.isfunction(value):
+            try:
+                parts.append(inspect.getsource(value))
+            except OSError:
+                parts.append(value.__qualname__)
+            waiting += [cell.cell_contents for cell in value.__closure__ or ()]
+            waiting += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        else:
+            parts.append(f"{type(value).__qualname__} {getattr(value, '__qualname__', '')}")
+            waiting += [
+                getattr(value, "func", None),
+                *getattr(value, "args", ()),
+                *getattr(value, "keywords", {}).values(),
+            ]
+    return parts
+
+
+def _theirs(name: str, prices: Sequence[Price], kept: Sequence[Price]) -> list[Price]:
+    """The kept prices where there are some; the others scaled by what the known kinds differ by."""
+    theirs = {price["kind"]: price["seconds"] for price in kept}
+    ratios = [theirs[price["kind"]] / price["seconds"] for price in prices if price["kind"] in theirs]
+    if not ratios:
+        raise Incomparable(
+            f"{name}: the reference has no price for any kind of its steps ({[p['kind'] for p in prices]}); expected"
+            " a bench of the same arms. Leave --reference out to use this machine's prices."
+        )
+    scale = median(ratios)
+    return [{**price, "seconds": theirs.get(price["kind"], price["seconds"] * scale)} for price in prices]
+
+
+def mean_cost(prices: Sequence[Price]) -> float:
+    """Mean seconds of a batch."""
+    return sum(price["seconds"] * price["share"] for price in prices)

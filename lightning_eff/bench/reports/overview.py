@@ -1,0 +1,107 @@
+"""Several budgets of one bench on a page: what each found of every arm, and the front of metric against time."""
+
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+from lightning_eff.bench.reports import findings, words
+from lightning_eff.bench.reports.drawing import COLOURS, INK, PAPER, Drawing, label, one, png, style
+from lightning_eff.bench.reports.report_html import STYLE, figure_html, section_html, table_html
+
+MARKERS = ("o", "s", "^", "D", "v", "P")
+
+
+def columns_and_rows(every: Mapping[str, dict[str, Any]]) -> tuple[list[words.Column], list[dict[str, str]]]:
+    """A row an arm, with verdict, final metric and speed-up at each budget.
+
+    Args:
+        every: results with their summaries, by budget.
+    """
+    columns, rows = [], {}
+    for budget, results in every.items():
+        told = words.cells(results, results["summary"])[1]
+        for key, head in (("verdict", "verdict"), ("final", results["plan"]["target"]), ("speedup", "speed-up [95 %]")):
+            columns.append(words.Column(f"{budget} {key}", f"{budget}: {head}"))
+            for row in told:
+                rows.setdefault(row["arm"], {"arm": row["arm"]})[f"{budget} {key}"] = row[key]
+    filled = [{column.key: "–" for column in columns} | row for row in rows.values()]
+    return columns, filled
+
+
+def front(every: Mapping[str, dict[str, Any]]) -> list[tuple[float, float, str, str]]:
+    """Every arm at every budget: seconds, mean final metric, arm and kind, in order of seconds; ladder arms too."""
+    found = []
+    for results in every.values():
+        for arm in results["plan"]["arms"]:
+            final = results["summary"][arm["name"]]["final"]["mean"]
+            if final is not None:
+                seconds = results["plan"]["budget"]["seconds"] * arm["factor"]
+                name = results["plan"]["arms"][0]["name"] if arm["kind"] == "ladder" else arm["name"]
+                found.append((seconds, final, name, arm["kind"]))
+    return sorted(found)
+
+
+def drawn(every: Mapping[str, dict[str, Any]]) -> Drawing | None:
+    """Final metric against the budget, a line an arm; what no arm beats at its time or before is filled."""
+    points = front(every)
+    if not points:
+        return None
+    plan = next(iter(every.values()))["plan"]
+    sign = 1 if plan["mode"] == "min" else -1
+    names = list(
+        dict.fromkeys(name for _, _, name, _ in sorted(points, key=lambda p: p[3] not in ("baseline", "ladder")))
+    )
+    with style():
+        figure, axes = one(3.4)
+        for index, name in enumerate(names):
+            own = [(x, y, kind) for x, y, other, kind in points if other == name]
+            colour = INK if index == 0 else COLOURS[(index - 1) % len(COLOURS)]
+            dash = "dashed" if own[0][2] == "control" else "solid"
+            axes.plot([x for x, _, _ in own], [y for _, y, _ in own], color=colour, linestyle=dash, linewidth=1.4)
+            for x, y, _ in own:
+                best = not any(a <= x and sign * b < sign * y for a, b, _, _ in points)
+                marker = MARKERS[index % len(MARKERS)]
+                axes.plot([x], [y], marker, color=colour, markerfacecolor=colour if best else PAPER, markersize=6)
+            axes.plot([], [], color=colour, linestyle=dash, marker=MARKERS[index % len(MARKERS)], label=label(name, 40))
+        axes.set_xscale("log")
+        axes.set_xticks(sorted({x for x, *_ in points}), minor=False)
+        axes.set_xticks([], minor=True)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.set_xlabel("budget in seconds (log scale)")
+        axes.set_ylabel(label(plan["target"], 30))
+        figure.legend(loc="outside upper center", ncols=2 if max(map(len, names)) < 25 else 1)
+    told = "; ".join(f"{name} at {words.number(x, 3)} s {words.number(y)}" for x, y, name, _ in points)
+    caption = f"{plan['target']} at the end of each budget. Filled: no arm is as good in as little time."
+    return Drawing("budgets", caption, f"Final metric by budget: {told}.", figure)
+
+
+def page(every: Mapping[str, dict[str, Any]], folders: Mapping[str, str]) -> str:
+    """The page as HTML text.
+
+    Args:
+        every: results with their summaries, by budget.
+        folders: of each budget's own report, beside the page.
+    """
+    title = escape(next(iter(every.values()))["title"])
+    drawing = drawn(every)
+    items = []
+    for budget, results in every.items():
+        said = " ".join(findings.lines(results, results["summary"]))
+        link = f'<a href="{escape(folders[budget])}/report.html">{escape(budget)}</a>'
+        items.append(f"<li>{link}: {escape(words.plan_line(results))}. {escape(said)}</li>")
+    parts = [
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{title}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n<h1>{title}</h1>",
+        section_html("Arms at each budget", table_html(*columns_and_rows(every))),
+        "" if drawing is None else figure_html(drawing, "lead"),
+        section_html("Budgets", "<ul>\n" + "\n".join(items) + "\n</ul>"),
+        "</main>\n</body>\n</html>\n",
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def picture(every: Mapping[str, dict[str, Any]]) -> bytes | None:
+    """The figure as a PNG."""
+    drawing = drawn(every)
+    return None if drawing is None else png(drawing)

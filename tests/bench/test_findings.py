@@ -1,0 +1,201 @@
+"""What is said of a bench as a whole, against figures made by hand; results as CSV, to a logger, and over several budgets."""
+
+import csv
+import math
+from pathlib import Path
+from random import Random
+from statistics import fmean, stdev
+
+import pytest
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_eff.bench import several
+from lightning_eff.bench.pace import Budget
+from lightning_eff.bench.reports import export, findings, overview, report
+from lightning_eff.bench.reports.intervals import t_quantile
+from lightning_eff.bench.reports.pareto import trades
+from lightning_eff.bench.reports.statistics import summarize
+from lightning_eff.bench.results import save
+from tests.bench import synthetic
+from tests.bench.test_report import Page
+
+
+def told(made: dict) -> str:
+    return " ".join(findings.lines(made, summarize(made)))
+
+
+def test_chance_is_told() -> None:
+    """Five arms of `everything` are compared (one failed): 0.25 verdicts by chance, 1 − 0.95^5 = 23 %; three are given."""
+    text = told(synthetic.everything())
+    assert "5 comparisons at 95%" in text and "up to 0.25 verdicts" in text and "up to 23%" in text
+    assert "3 were given" in text
+
+
+@pytest.mark.parametrize(
+    ("tuned", "said"),
+    [
+        (["baseline"], "A tuned baseline, untuned recipes."),
+        (["baseline", "a", "b"], "A tuned baseline, tuned recipes."),
+        (["baseline", "b"], "A tuned baseline; tuned: b; untuned: a."),
+        ([], "An untuned baseline, untuned recipes."),
+        (None, None),
+    ],
+)
+def test_what_was_tuned_is_told_where_it_was_said(tuned: list[str] | None, said: str | None) -> None:
+    made = synthetic.results({"baseline": 1.0, "a": 1.1, "b": 1.2})
+    made["plan"]["tuned"] = tuned
+    assert said in told(made) if said else "tuned" not in told(made)
+
+
+def quiet(made: dict, gaps: dict[str, float], seconds: float = 5.0) -> dict:
+    for run in made["runs"]:
+        if run["arm"] in gaps:
+            run["quiet"] = {"seconds": seconds, "wall_seconds": 1.3 * seconds * gaps[run["arm"]], "stretches": 9}
+    return made
+
+
+def test_prices_are_confirmed_on_quiet_stretches_or_it_is_said_that_they_were_not() -> None:
+    """The machine is 1.3 times as slow as its prices say, which is no matter; "b" alone is slower than that."""
+    gains = {"baseline": 1.0, "a": 1.1, "b": 1.2, "c": 1.0}
+    assert "not confirmed by wall-clock" in told(synthetic.results(gains))
+    made = quiet(synthetic.results(gains), {"baseline": 1.0, "a": 1.05, "b": 1.25})
+    text = told(made)
+    assert "confirmed the prices, within 10 %, of a;" in text and "contradicts those of b (1.25 times)" in text
+    assert "not confirmed: c" in text
+    assert "prices miss costs" in summarize(made)["b"]["sentence"]
+    assert "not confirmed by wall-clock" in told(quiet(synthetic.results(gains), dict.fromkeys(gains, 1.0), 0.1))
+    made["plan"]["budget"]["clock"] = "wall"
+    assert "confirmed" not in told(made)
+
+
+def test_seeds_needed_is_the_least_with_the_power() -> None:
+    """By simulation: with so many seeds a t-interval excludes 0 in 80 % of cases; with two fewer in less."""
+    random = Random(1)
+    given = [random.gauss(1.0, 1.2) for _ in range(6)]
+    mean, deviation = fmean(given), stdev(given)
+    needed = findings.seeds_needed(given)
+    assert needed is not None and needed > 6
+
+    def power(n: int) -> float:
+        hits = 0
+        for _ in range(4000):
+            drawn = [random.gauss(mean, deviation) for _ in range(n)]
+            hits += fmean(drawn) > t_quantile(0.975, n - 1) * stdev(drawn) / math.sqrt(n)
+        return hits / 4000
+
+    assert power(needed) == pytest.approx(0.8, abs=0.06) and power(needed - 2) < power(needed) - 0.05
+    assert findings.seeds_needed(given, fixed=2 * mean) is None, "no number of seeds mends the prices"
+    assert findings.seeds_needed([0.01, -0.011, 0.002]) is None
+
+
+def test_seeds_needed_stands_with_arms_that_show_no_difference() -> None:
+    made = synthetic.results({"baseline": 1.0, "a": 1.02, "b": 1.4}, noise=0.03)
+    summary = summarize(made)
+    assert summary["a"]["verdict"] == "no difference shown" and summary["b"]["verdict"] == "faster"
+    assert summary["b"]["seeds_needed"] is None and "seeds in all" not in summary["b"]["sentence"]
+    if summary["a"]["seeds_needed"]:
+        assert f"{summary['a']['seeds_needed']} seeds in all" in summary["a"]["sentence"]
+    else:
+        assert "would not be shown by 200 seeds" in summary["a"]["sentence"]
+
+
+def test_what_differs_in_model_batch_or_rate_is_shown() -> None:
+    made = synthetic.results({"baseline": 1.0, "a": 1.1, "b": 1.0})
+    base = {"parameters": 1000, "samples a step": 8.0, "optimizer": "AdamW", "techniques": []}
+    for name, own in (("baseline", {}), ("a", {"parameters": 500, "techniques": ["X()"]}), ("b", {})):
+        made["calibration"][name]["facts"] = base | own
+    made["calibration"]["b"]["lr"] = {"peak": 5e-3, "last": 0.0, "peak_at": 0.3}
+    rows = [tuple(row.values()) for row in findings.unlike(made)]
+    assert rows == [
+        ("a", "parameters", "1000", "500"),
+        ("b", "peak learning rate", "0.001", "0.005"),
+        ("b", "peak reached at", "5% of the budget", "30% of the budget"),
+    ]
+    for shown in (report.table(made, 120), " ".join(Page(report.page(made)).words)):
+        assert "What sets arms apart from the baseline" in shown and "peak learning rate" in shown
+
+
+def test_configs_tell_what_differs_where_nothing_was_looked_at() -> None:
+    texts = ["# a.yaml\nmodel: {init_args: {lr: 1.0, dim: 3}}\ntrainer: {callbacks: []}"]
+    arms = [
+        synthetic.arm("baseline", "baseline", configs=texts),
+        synthetic.arm("a", configs=[*texts, "# b.yaml\nmodel: {init_args: {lr: 2.0}}\ntrainer: {callbacks: [X]}"]),
+        synthetic.arm("b", configs=texts),
+    ]
+    rows = findings.unlike(synthetic.results({"baseline": 1.0, "a": 1.1, "b": 1.0}, arms=arms))
+    assert [tuple(row.values()) for row in rows] == [("a", "model.init_args.lr", "1", "2")]
+
+
+def test_first_steps_that_an_arm_causes_are_shown_apart() -> None:
+    made = synthetic.results({"baseline": 1.0, "a": 1.1})
+    for run in made["runs"]:
+        run["caused_seconds"] = 3.0 if run["arm"] == "a" else 0.0
+    assert "(growth, recompilation) took 5.0% of its budget" in summarize(made)["a"]["sentence"]
+    assert "own first steps" in report.table(made, 160) and "own first steps" in report.page(made)
+
+
+def test_the_front_is_what_no_arm_beats_in_all_three() -> None:
+    made = synthetic.everything()
+    found = {one["arm"]: one for one in trades(made, summarize(made))}
+    assert found.keys() == {arm["name"] for arm in made["plan"]["arms"]} - {"diverges"}
+    assert found["stacking"]["front"] and found["sharpness"]["front"], "the best metric; the least memory"
+    assert not found["baseline"]["front"], "cosine is better in the metric, as fast and as small"
+    assert found["stacking"]["seconds"] < 60 and found["sharpness"]["seconds"] == 60
+    assert found["baseline × 2"]["seconds"] == 120
+
+
+def rows_of(file: Path) -> list[dict[str, str]]:
+    with file.open(newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def test_results_as_csv(tmp_path) -> None:
+    made = synthetic.everything()
+    made["summary"] = summarize(made)
+    names = [file.name for file in export.write_csvs(made, tmp_path / "new")]
+    assert names == ["arms.csv", "runs.csv", "points.csv"]
+    arms, runs, points = (rows_of(tmp_path / "new" / name) for name in names)
+    assert len(arms) == 8 and len(runs) == 24 and len(points) == sum(len(run["points"]) for run in made["runs"])
+    stacking = next(row for row in arms if row["arm"] == "stacking")
+    assert stacking["verdict"] == "faster" and stacking["kind"] == "recipe"
+    assert float(stacking["speedup_low"]) == made["summary"]["stacking"]["speedup"]["low"]
+    assert float(runs[0]["final"]) == made["runs"][0]["points"][-1]["metric"]
+    assert next(row for row in runs if row["status"] == "crashed")["arm"] == "crashes once"
+
+
+def test_results_to_any_logger(tmp_path) -> None:
+    made = synthetic.everything()
+    made["summary"] = summarize(made)
+    logger = CSVLogger(tmp_path)
+    export.log(made, logger)
+    rows = rows_of(Path(logger.log_dir) / "metrics.csv")
+    finals = [float(row["stacking/seed2/val_loss"]) for row in rows if row.get("stacking/seed2/val_loss")]
+    run = next(run for run in made["runs"] if (run["arm"], run["seed"]) == ("stacking", 2))
+    assert finals == pytest.approx([point["metric"] for point in run["points"]])
+    (speed,) = [float(row["stacking/speedup"]) for row in rows if row.get("stacking/speedup")]
+    assert speed == pytest.approx(made["summary"]["stacking"]["speedup"]["estimate"])
+
+
+def test_budgets_are_parsed_in_order() -> None:
+    assert several.parse("60rs, 20rs") == [Budget(20.0, "reference"), Budget(60.0, "reference")]
+    assert [several.name(b) for b in several.parse(["1m", 20])] == ["20s", "60s"]
+    for wrong in ("20s,20s", "20s,60rs", "", "20s,"):
+        with pytest.raises(ValueError, match="expected"):
+            several.parse(wrong)
+
+
+def test_several_budgets_on_one_page(tmp_path) -> None:
+    every = {}
+    for seconds in (20.0, 60.0):
+        made = synthetic.everything(budget=seconds)
+        every[f"{seconds:g}rs"] = {**made, "summary": summarize(made)}
+        save(every[f"{seconds:g}rs"], tmp_path / f"{seconds:g}rs")
+    assert list(several.found(tmp_path)) == ["20rs", "60rs"] and several.found(tmp_path / "20rs") == {}
+    several.draw(every, tmp_path)
+    page = Page((tmp_path / "report.html").read_text())
+    assert {"20rs/report.html", "60rs/report.html"} <= set(page.references)
+    assert (tmp_path / "budgets.png").read_bytes().startswith(b"\x89PNG")
+    columns, rows = overview.columns_and_rows(every)
+    assert [column.head for column in columns][:3] == ["20rs: verdict", "20rs: val_loss", "20rs: speed-up [95 %]"]
+    assert next(row for row in rows if row["arm"] == "stacking")["60rs verdict"] == "faster"
+    assert [x for x, _, name, _ in overview.front(every) if name == "baseline"] == [20.0, 40.0, 60.0, 120.0]

@@ -1,0 +1,114 @@
+"""A recipe's own rate and warm-up: where they stand over the budget, that the schedule keeps its shape, and who has them."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_eff.bench.arms import Arm, lay_out
+from lightning_eff.bench.benchmark import Benchmark
+from lightning_eff.bench.machine import fingerprint
+from lightning_eff.bench.pace import Incomparable, decay, warm_up_share
+from lightning_eff.bench.references import References
+from tests.bench.tasks import Constant, Small, arm
+from tests.bench.test_pacer import KIND, reference, run
+
+
+class Cosine(Small):
+    """A recursive scheduler, which reads the rate that the group has."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+        length = int(self.trainer.estimated_stepping_batches)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, length)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class OneCycle(Small):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+        length = int(self.trainer.estimated_stepping_batches)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=length + 1, pct_start=0.25)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+@pytest.mark.parametrize("module", [Small, Cosine, OneCycle])
+def test_a_rate_scales_the_schedule_and_nothing_else(module: type[Small]) -> None:
+    _, plain = run(reference(4.0, steps=40), arm(module))
+    pacer, twice = run(reference(4.0, steps=40, rate=2 * max(plain.rates)), arm(module))
+    assert twice.rates == pytest.approx([2 * rate for rate in plain.rates])
+    assert pacer.rate()["peak"] == pytest.approx(2 * max(plain.rates))
+
+
+@pytest.mark.parametrize(("module", "peak"), [(Small, 2 / 40), (OneCycle, 9 / 40), (Cosine, 0.0)])
+def test_a_warm_up_moves_the_peak_and_keeps_the_shape(module: type[Small], peak: float) -> None:
+    """Peaks at 2 and at 9 or 10 of 40 steps, and at the first one, go to the 12th; each rate is one of the plain schedule."""
+    _, plain = run(reference(4.0, steps=40), arm(module))
+    pacer, late = run(reference(4.0, steps=40, warm_up=0.3), arm(module))
+    assert pacer.rate()["peak_at"] == pytest.approx(0.3, abs=0.06)
+    top = late.rates.index(max(late.rates))
+    assert late.rates[: top + 1] == sorted(late.rates[: top + 1]) and late.rates[top:] == sorted(late.rates[top:])[::-1]
+    assert max(late.rates) == pytest.approx(max(plain.rates)) and late.rates[-1] <= plain.rates[-2] + 1e-12
+    if peak:
+        assert all(min(abs(rate - one) for one in plain.rates) < 1e-9 for rate in late.rates)
+    else:
+        assert late.rates[6] == pytest.approx(0.1 * 6 / 12)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_the_benchs_own_schedules_take_both(schedule: str) -> None:
+    pacer, module = run(reference(4.0, schedule=schedule, rate=0.3, warm_up=0.25), arm(Constant))
+    assert module.rates == pytest.approx([0.3 * decay(schedule, n / 40, 0.25) for n in range(40)])
+    assert pacer.rate()["peak_at"] == pytest.approx(0.25, abs=0.03)
+
+
+def test_manual_optimization_is_refused() -> None:
+    class Manual(Small):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            loss = super().training_step(batch, batch_idx)
+            self.manual_backward(loss)
+            optimizer.step()
+
+    with pytest.raises(Incomparable, match="manual optimization"):
+        run(reference(1.0, rate=0.1), arm(Manual))
+
+
+@pytest.mark.parametrize(
+    ("text", "share"), [("5s", 0.1), ("5rs", 0.1), ("0.1m", 0.12), ("5%", 0.05), ("0.2", 0.2), (0.2, 0.2), (0, 0.0)]
+)
+def test_warm_ups_are_seconds_or_shares(text: str | float, share: float) -> None:
+    assert warm_up_share(text, 50.0) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("text", ["", "fast", "-1s", "60%", "40s", 0.7, math.nan])
+def test_warm_ups_that_are_none(text: str | float) -> None:
+    with pytest.raises(ValueError, match="expected seconds"):
+        warm_up_share(text, 50.0)
+
+
+def test_whose_they_are(tmp_path: Path) -> None:
+    """A recipe's and its own alone; they stand in the plan, and the rehearsal meets them."""
+    arms = lay_out(("base", arm()), {"a": arm(), "b": arm()}, controls=False, ladder=(2.0,), rates={"b": 0.2})
+    assert [one.rate for one in arms] == [None, None, 0.2, None]
+    with pytest.raises(ValueError, match=r"Got a warm_up for \['c'\]; expected names of arms: \['base', 'a', 'b'\]"):
+        lay_out(("base", arm()), {"a": arm(), "b": arm()}, controls=False, ladder=(), warm_ups={"c": "5s"})
+    settings = {"target": "val_loss", "budget": "0.4rs", "seeds": 1, "rounds": 2, "evaluations": 2, "threads": 1}
+    baseline, prices = arm(), tmp_path / "prices.json"
+    told = {"baseline": [{"kind": KIND, "seconds": 0.002, "share": 1.0}]}
+    References(prices).apply(
+        Arm("baseline", "baseline", baseline), fingerprint(1), told
+    )  # 200 steps, however busy it is
+    settings["reference"] = prices
+    results = Benchmark(
+        baseline, {"hot": arm()}, rates={"hot": 0.4}, warm_ups={"hot": "0.1rs"}, out=tmp_path / "out", **settings
+    ).run(progress=False, report=False)
+    found = results["calibration"]
+    assert found["hot"]["lr"]["peak"] == pytest.approx(4 * found["baseline"]["lr"]["peak"], rel=0.2)
+    assert found["hot"]["lr"]["peak_at"] == pytest.approx(0.25, abs=0.05) and found["baseline"]["lr"]["peak_at"] < 0.2
+    assert [(one.get("rate"), one.get("warm_up")) for one in results["plan"]["arms"]] == [(None, None), (0.4, "0.1rs")]
+    assert not found["hot"]["same_training"]

@@ -1,0 +1,101 @@
+"""Worker processes end with their bench, however it ends, and in the middle of a job too."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_eff.bench.arms import Arm
+from lightning_eff.bench.jobs import Job
+from lightning_eff.bench.pace import Pace
+from lightning_eff.bench.worker import MARK
+
+ROOT = Path(__file__).parent.parent.parent
+CONFIG = """
+trainer:
+  accelerator: cpu
+  devices: 1
+  max_epochs: 2
+  callbacks: [{class_path: tests.bench.tasks.Delay, init_args: {seconds: 0.2}}]
+model: {class_path: tests.bench.tasks.Small, init_args: {lr: 0.1}}
+data: {class_path: tests.bench.tasks.Data}
+"""
+BENCH = """
+import sys
+from pathlib import Path
+from lightning_eff.bench.jobs import Job
+from lightning_eff.bench.workers import Workers
+import json
+job = Job.of(json.loads(sys.argv[1]))
+for _ in Workers(1, 1, Path(sys.argv[2])).each([job], lambda job, u: print("step", flush=True)):
+    pass
+"""
+
+
+@pytest.fixture
+def order(tmp_path: Path) -> dict:
+    """A job of a minute or so."""
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    arm = Arm("slow", "baseline", (str(tmp_path / "config.yaml"),))
+    return Job(arm, 1, Pace("val_loss", 60.0, steps=300), "slow", 1).record()
+
+
+def gone(pid: int, within: float) -> bool:
+    end = time.monotonic() + within
+    while time.monotonic() < end:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+                return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+def test_a_killed_bench_takes_its_worker_along(order: dict, tmp_path: Path) -> None:
+    """Only the bench is killed, not its group."""
+    bench = subprocess.Popen(
+        [sys.executable, "-c", BENCH, json.dumps(order), str(tmp_path / "logs")],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert bench.stdout is not None
+    try:
+        assert bench.stdout.readline() == "step\n"
+        listed = Path(f"/proc/{bench.pid}/task").glob("*/children")
+        workers = [int(pid) for children in listed for pid in children.read_text().split()]
+    finally:
+        os.kill(bench.pid, signal.SIGKILL)
+    assert len(workers) == 1 and gone(workers[0], 1.0)
+    bench.wait()
+    bench.stdout.close()
+
+
+def test_a_worker_whose_orders_end_in_the_middle_of_a_job_ends_at_once(order: dict, tmp_path: Path) -> None:
+    """As they do where the system does not tell a process that its parent died; between jobs it ends by itself."""
+    for job in (order, None):
+        worker = subprocess.Popen(
+            [
+                *(sys.executable, "-c", "from lightning_eff.bench.worker import main; main()"),
+                *(str(tmp_path / "log"), str(os.getpid())),
+            ],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert worker.stdin is not None and worker.stdout is not None
+        if job is not None:
+            worker.stdin.write(json.dumps([job]) + "\n")
+            worker.stdin.flush()
+            assert worker.stdout.readline().startswith(MARK)
+        worker.stdin.close()
+        assert worker.wait(timeout=1.0 if job is not None else 60.0) == (1 if job is not None else 0)
+        worker.stdout.close()
