@@ -120,9 +120,10 @@ def run(folder: Path, processes: int, timeout: float) -> list[dict[str, int]]:
     logs = [folder / f"rank{rank}.log" for rank in range(processes)]
     for rank, log in enumerate(logs):
         env = {**os.environ, **{k: str(v) for k, v in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}}
+        env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         command = [sys.executable, "-m", "benchmarks.plan_memory", "--rank-in", str(folder)]
         with log.open("wb") as out:
-            started.append(subprocess.Popen(command, env=env, stdout=out, stderr=out, cwd=ROOT))
+            started.append(subprocess.Popen(command, env=env, stdout=out, stderr=out, cwd=folder))
     try:
         codes = [process.wait(timeout) for process in started]
     finally:

@@ -1,5 +1,6 @@
 """Writes docs/planner.md from what the planner predicts of published runs: ``python -m tests.planner.page``."""
 
+import json
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,10 @@ from lightning_eff.planner.profiling import ModuleProfile, precision_of
 from tests.planner.models import GPT, Llama, deep
 from tests.planner.published import LAYER_MILLISECONDS, MEGATRON, TITAN, Run, Titan
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "planner.md"
+ROOT = Path(__file__).parent.parent.parent
+PAGE = ROOT / "docs" / "planner.md"
+RESULTS = ROOT / "benchmarks" / "results" / "plan_memory.json"
+_PARTS = ("weights", "gradients", "optimizer", "activations", "total")
 
 
 @cache
@@ -102,7 +106,31 @@ def page() -> str:
     assumed = _table(("assumption", "default"), [(f"`{f.name}`", str(f.default)) for f in fields(Assumptions)])
     largest = max(MEGATRON, key=lambda run: run.billions)
     trillion = f"{megatron_run(largest).memory.total / 1e9:.0f}"
-    return _TEXT.format(trillion=trillion, megatron=one, titan=two, table=table, layer=layer, assumed=assumed)
+    return _TEXT.format(
+        measured=measured(), trillion=trillion, megatron=one, titan=two, table=table, layer=layer, assumed=assumed
+    )
+
+
+def measured() -> str:
+    """Of the plans that were run: predicted and measured megabytes of the ranks of each stage, which all need the same."""
+    rows: list[tuple[str, ...]] = []
+    for found in json.loads(RESULTS.read_text())["plans"]:
+        trainer, seen = found["config"]["trainer"], set[int]()
+        at = trainer["strategy"]["init_args"]
+        shard = {True: "sharded", False: "whole"}.get(at["shard"], f"groups of {at['shard']}")
+        what = (
+            f"dp {at['data_parallel_size']} {shard}, tp {at['tensor_parallel_size']}, pp {at['pipeline_parallel_size']}"
+        )
+        what += f" {at['schedule']}" if at["pipeline_parallel_size"] > 1 else ""
+        what += "".join(f", remat {c['init_args']['policy']}" for c in trainer["callbacks"] or [])
+        for row in found["ranks"]:
+            if row["pipeline_rank"] not in seen:
+                seen.add(row["pipeline_rank"])
+                predicted, had = row["predicted"], row["measured"]
+                pairs = [(predicted[name], had[name]) for name in _PARTS]
+                cells = [f"{a / 1e6:.2f} of {b / 1e6:.2f}" for a, b in pairs]
+                rows.append((what, str(row["pipeline_rank"]), *cells, _error(*pairs[-1])))
+    return _table(("plan", "stage's rank", *_PARTS, "error"), rows)
 
 
 def _error(got: float, published: float) -> str:
@@ -205,6 +233,23 @@ asyncTP_llama3_h100_2025-06_torchtitan.md; 8,192 tokens, `torch.compile`. **Stat
 for 405B; 45 % for the others.** These H100 were held to 500 W, and the table's rates are those of 700 W: all are predicted
 too fast. Their memory is what the allocator had reserved, fragments included. Asynchronous tensor parallelism was on in the
 405B runs. Interleaving made the 405B run 1.28 times as fast; predicted is the same within 5 %.
+
+### Memory of the pack's own layouts, measured
+
+Three plans of the GPT example (8 blocks of width 128, 128 tokens, bf16-mixed) were run as they are printed, by `lightning-eff
+fit` on 8 processes with gloo on a CPU, and the bytes of all tensors that live in the third step counted exactly, on every
+rank (`python -m benchmarks.plan_memory`; benchmarks/results/plan_memory.json). MB, predicted of measured; ranks of one stage
+do not differ. Activations are all that is none of the others: what is gathered and not yet reduced, buffers and what is at
+work.
+
+{measured}
+
+**Stated error: 3 % below to 19 % above.** What lies still is exact but for norms and other small tensors that tensor
+parallelism leaves whole. Above are, on purpose: the blocks' activations under tensor parallelism, since this module carries
+no plan for it and setup finds the pairs of its MLPs all the same; a block that runs again, which gives back what it
+saved as it goes; and blocks that a GPU fetches ahead, where a CPU gathers them one by one. Not seen here is what a caching
+allocator, NCCL and kernels' workspaces take (`usable_memory`), nor any run on GPUs, nor `ActivationCompression`, `"optimal"`,
+FP8 and `OptimizerOffload`, whose memory is by their own descriptions.
 
 ## The table
 

@@ -44,8 +44,8 @@ def loader_batch(layout: Layout) -> int:
     return layout.micro_batch * (layout.num_microbatches if layout.pp > 1 else 1)
 
 
-def strategy(layout: Layout, split: Sequence[range], layers: str | None) -> dict[str, Any]:
-    """The strategy with every argument.
+def strategy(layout: Layout, split: Sequence[range], layers: str | None) -> dict[str, Any] | str:
+    """The strategy with every argument; on one accelerator Lightning's "auto", which knows the device.
 
     Args:
         layout: which.
@@ -54,7 +54,7 @@ def strategy(layout: Layout, split: Sequence[range], layers: str | None) -> dict
     """
     if layout.plain:
         if layout.gpus == 1:
-            return {"class_path": "lightning.pytorch.strategies.SingleDeviceStrategy", "init_args": {}}
+            return "auto"
         return {"class_path": _DDP, "init_args": {"gradient_as_bucket_view": True}}
     signature = inspect.signature(HybridParallelStrategy.__init__).parameters
     arguments = {name: p.default for name, p in signature.items() if p.default is not p.empty}
