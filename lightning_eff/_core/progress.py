@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_eff._core.checks import is_plain
+from lightning_eff._core._run.checks import is_plain
 
 
 class Clock(Callback):

@@ -14,10 +14,10 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_eff._core import rng
+from lightning_eff._core._run.checks import check_run
+from lightning_eff._core._run.metrics import CurrentMetrics
 from lightning_eff._core.blocks import BlockStack, find_stack
-from lightning_eff._core.checks import check_run
 from lightning_eff._core.loaders import ResumableLoader
-from lightning_eff._core.metrics import CurrentMetrics
 from lightning_eff._core.patches import Patches, thawing
 from lightning_eff._core.progress import Progress, in_flight, mend_loops, open_gradients, restore_gradients
 from lightning_eff._core.steps import Step, StepChain

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff._core.metrics import CurrentMetrics
+from lightning_eff._core._run.metrics import CurrentMetrics
 from lightning_eff.bench.machine import EnergyMeter, Peak, measured_peak, peak_flops, peak_memory, reset_peak_memory
 from lightning_eff.bench.watching import counting
 from lightning_eff.bench.watching.phases import PHASES

@@ -7,7 +7,7 @@ network, bits by measured sensitivity; Mesa (Pan et al. 2021, arXiv:2111.11124):
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step, silent, snapshot
 from lightning_eff._core.technique import Control, Technique
-from lightning_eff.memory._compression.arguments import Bits, Method, check_arguments, check_not_compiled
+from lightning_eff.memory._compression.arguments import LEVELS, Bits, Level, Method, check_arguments, check_not_compiled
 from lightning_eff.memory._compression.bits import (
     CHOICES,
     MEASURING_BITS,
@@ -42,14 +42,6 @@ from lightning_eff.memory._compression.saved import CONVOLUTIONS
 from lightning_eff.memory._hosting.host import HostStore
 
 DEFAULT_BUDGET = 3.0
-Level = Literal["L0", "L1", "L2", "L3", "L4"]
-LEVELS: dict[str, dict[str, Any]] = {
-    "L0": {"bits": 32},
-    "L1": {"bits": 4, "convolutions_only": True},
-    "L2": {"bits": 4},
-    "L3": {"bits": "auto", "budget": 2.0},
-    "L4": {"bits": "auto", "budget": 2.0, "offload": True},
-}
 
 
 class ActivationCompression(Technique):

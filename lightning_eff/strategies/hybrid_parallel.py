@@ -8,16 +8,13 @@ arXiv:1909.08053).
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import ModelParallelStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.optim import Optimizer
@@ -27,17 +24,17 @@ from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_
 from lightning_eff.strategies import _names
 from lightning_eff.strategies._hybrid import layout
 from lightning_eff.strategies._hybrid.arguments import Settings, check_arguments, check_optimizers, check_run
+from lightning_eff.strategies._hybrid.saving.strategy import SavingStrategy
 from lightning_eff.strategies._hybrid.watch import Watch, WatchedLauncher
 
 if TYPE_CHECKING:
     from lightning_eff.strategies._hybrid.replica import Replica
 
 WHO = "HybridParallelStrategy"
-_KEY = "lightning_eff_hybrid"  # in checkpoints: what random numbers of a pipeline's steps follow from
 TIMEOUT = timedelta(minutes=30)  # torch's own
 
 
-class HybridParallelStrategy(ModelParallelStrategy):
+class HybridParallelStrategy(SavingStrategy):
     """Train an unchanged LightningModule on data x tensor x pipeline parallel processes.
 
     ``Trainer(strategy="hybrid_tp2_pp2", devices=8)``, or an instance with the arguments below. The processes form a mesh
@@ -338,65 +335,13 @@ class HybridParallelStrategy(ModelParallelStrategy):
         self.post_backward(closure_loss)
         return closure_loss
 
-    # -- loaders and checkpoints
+    # -- loaders
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         group = layout.data_group(self.device_mesh)
         return {"num_replicas": group.size(), "rank": group.rank()}
-
-    @property
-    @override
-    def lightning_restore_optimizer(self) -> bool:
-        return True
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self._replica is not None
-        return {} if self._save_distributed_checkpoint else self._replica.files.state_dict()
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        assert self._replica is not None
-        if self._save_distributed_checkpoint:
-            return {}
-        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return self._replica.files.optimizer_state(inner)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        assert self._replica is not None
-        if self._replica.pipeline is not None:
-            checkpoint[_KEY] = self._replica.pipeline.state_dict()
-        if not self._save_distributed_checkpoint:
-            self._replica.files.clear_way(Path(self.broadcast(filepath)))
-            Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
-            return
-        if storage_options is not None:
-            raise TypeError(
-                f"{WHO}.save_checkpoint(storage_options={storage_options!r}): expected None, since folders of pieces are"
-                " written by torch.distributed.checkpoint. Take save_distributed_checkpoint=False."
-            )
-        self._replica.files.save(checkpoint, Path(self.broadcast(filepath)))
-
-    @override
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        assert self._replica is not None
-        checkpoint = self._replica.files.load(Path(self.broadcast(checkpoint_path)), weights_only, self.checkpoint_io)
-        if self._replica.pipeline is not None and _KEY in checkpoint:
-            self._replica.pipeline.load_state_dict(checkpoint[_KEY])
-        return checkpoint
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self._replica is not None
-        self._replica.files.load_state_dict(checkpoint, strict=strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self._replica is not None
-        self._replica.files.load_optimizer_states(checkpoint)
 
     # -- the end
 

@@ -1,11 +1,19 @@
 """What the two faces of compressed activations ask of their arguments and of the module."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
 Bits = Literal[2, 4, 8, 32, "auto"]
 Method = Literal["group", "mesa"]
+Level = Literal["L0", "L1", "L2", "L3", "L4"]
+LEVELS: dict[str, dict[str, Any]] = {
+    "L0": {"bits": 32},
+    "L1": {"bits": 4, "convolutions_only": True},
+    "L2": {"bits": 4},
+    "L3": {"bits": "auto", "budget": 2.0},
+    "L4": {"bits": "auto", "budget": 2.0, "offload": True},
+}
 
 
 def check_arguments(who: str, *, bits: object, method: object, group_size: int) -> None:

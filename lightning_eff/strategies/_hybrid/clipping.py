@@ -12,7 +12,7 @@ from lightning_eff.strategies._hybrid import gradients
 from lightning_eff.strategies._hybrid.arguments import innermost
 from lightning_eff.strategies._hybrid.hooks import Hook
 from lightning_eff.strategies._hybrid.norms import Norms, Within
-from lightning_eff.strategies._hybrid.optimizer_state import whole_groups
+from lightning_eff.strategies._hybrid.saving.optimizer_state import whole_groups
 from lightning_eff.strategies._hybrid.shards import counted_here
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_eff._core import rng
-from lightning_eff.strategies._hybrid.plain import Plain, Slot
+from lightning_eff.strategies._hybrid.saving.plain import Plain, Slot
 from lightning_eff.strategies._hybrid.shards import fill, local, wrap_like
 
 

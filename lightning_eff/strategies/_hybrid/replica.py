@@ -21,8 +21,6 @@ from lightning_eff._core.wrapping import WrappingPrecision
 from lightning_eff.strategies._hybrid import batches, gradients, sharding
 from lightning_eff.strategies._hybrid.arguments import Settings, innermost
 from lightning_eff.strategies._hybrid.clipping import Clipping
-from lightning_eff.strategies._hybrid.files import Files
-from lightning_eff.strategies._hybrid.gathering import Described, Gathering
 from lightning_eff.strategies._hybrid.hooks import check_hooks
 from lightning_eff.strategies._hybrid.initial import Initial
 from lightning_eff.strategies._hybrid.layout import (
@@ -34,8 +32,10 @@ from lightning_eff.strategies._hybrid.layout import (
     data_mesh,
     group_over,
 )
-from lightning_eff.strategies._hybrid.optimizer_state import NamedOptimizer, named, steps_apart
-from lightning_eff.strategies._hybrid.plain import Plain
+from lightning_eff.strategies._hybrid.saving.files import Files
+from lightning_eff.strategies._hybrid.saving.gathering import Described, Gathering
+from lightning_eff.strategies._hybrid.saving.optimizer_state import NamedOptimizer, named, steps_apart
+from lightning_eff.strategies._hybrid.saving.plain import Plain
 from lightning_eff.strategies._hybrid.shards import all_reduce_mean, broadcast
 from lightning_eff.strategies._hybrid.structure import Structure
 

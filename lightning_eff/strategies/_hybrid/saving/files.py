@@ -12,10 +12,10 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.optim import Optimizer
 
-from lightning_eff.strategies._hybrid import checkpoint as formats
-from lightning_eff.strategies._hybrid.gathering import Gathering
-from lightning_eff.strategies._hybrid.optimizer_state import NamedOptimizer
-from lightning_eff.strategies._hybrid.plain import Plain
+from lightning_eff.strategies._hybrid.saving import checkpoint as formats
+from lightning_eff.strategies._hybrid.saving.gathering import Gathering
+from lightning_eff.strategies._hybrid.saving.optimizer_state import NamedOptimizer
+from lightning_eff.strategies._hybrid.saving.plain import Plain
 
 
 class Files:

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from lightning_eff.strategies._hybrid.gathering import Described, Gathering
-from lightning_eff.strategies._hybrid.optimizer_state import NamedOptimizer
-from lightning_eff.strategies._hybrid.plain import Plain
+from lightning_eff.strategies._hybrid.saving.gathering import Described, Gathering
+from lightning_eff.strategies._hybrid.saving.optimizer_state import NamedOptimizer
+from lightning_eff.strategies._hybrid.saving.plain import Plain
 from lightning_eff.strategies._hybrid.shards import empty_like, fill
 
 META = "meta.pt"

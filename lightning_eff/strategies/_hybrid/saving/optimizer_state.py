@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_eff.strategies._hybrid.gathering import Described, Gathering
+from lightning_eff.strategies._hybrid.saving.gathering import Described, Gathering
 from lightning_eff.strategies._hybrid.shards import shard_like
 
 Options = dict[str, Any]

@@ -1,0 +1,1 @@
+"""What checkpoints hold of divided parameters and optimizer states, and how the parts come together."""
