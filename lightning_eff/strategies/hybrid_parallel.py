@@ -23,7 +23,7 @@ from typing_extensions import override
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_processes
 from lightning_eff.strategies import _names
 from lightning_eff.strategies._hybrid import layout
-from lightning_eff.strategies._hybrid.arguments import Settings, check_arguments, check_optimizers, check_run
+from lightning_eff.strategies._hybrid.arguments import Settings, check_arguments, check_optimizers, check_run, imported
 from lightning_eff.strategies._hybrid.saving.strategy import SavingStrategy
 from lightning_eff.strategies._hybrid.watch import Watch, WatchedLauncher
 
@@ -47,8 +47,9 @@ class HybridParallelStrategy(SavingStrategy):
     - Tensor: linear maps are split by Hugging Face's own plan or one that is proposed, checked against the unsplit module
       on a batch at setup, and printed.
     - Pipeline: every rank runs the module's own ``training_step`` on micro-batches, of which blocks of other stages are
-      left out; torch's schedules order them. What the cut would change is found at setup on one batch, and so is what
-      micro-batches weigh: one with fewer labels that count (-100, padding) less, where the loss is a mean over tokens.
+      left out; torch's schedules order them. What the cut would change is found at setup, and so is what micro-batches
+      weigh in the loss; what would be trained wrongly is refused. What a step logs is a mean over micro-batches: of
+      ``self.log("perplexity", loss.exp())`` the mean of theirs, not the perplexity of their mean.
     - Hooks: what they clip by ``self.clip_gradients``, ``clip_grad_norm_`` and ``clip_grad_value_``, and norms by Lightning's
       ``grad_norm``, are those of the whole model; hooks that make numbers of gradients or parameters by other ways would see
       a part, and are refused at setup by name.
@@ -82,6 +83,8 @@ class HybridParallelStrategy(SavingStrategy):
             its rank in the message; processes of the same machine are seen at once. None keeps no watch.
         process_group_backend: as in DDPStrategy.
         timeout: of one message, as in DDPStrategy.
+        microbatch_weight: for a pipeline: what a micro-batch weighs in its batch's loss, a function of it that returns a
+            number >= 0, or its dotted path. None finds it at setup (by samples, by what counts, or added up), or refuses.
 
     Raises:
         ValueError: if an argument is out of range, or the sizes do not multiply to the number of processes; at setup, if
@@ -123,6 +126,7 @@ class HybridParallelStrategy(SavingStrategy):
         failure_timeout: float | None = 20.0,
         process_group_backend: str | None = None,
         timeout: timedelta | None = TIMEOUT,
+        microbatch_weight: Callable[[Any], float] | str | None = None,
     ) -> None:
         check_arguments(
             who=WHO,
@@ -145,6 +149,7 @@ class HybridParallelStrategy(SavingStrategy):
             pipeline_split=pipeline_split,
             init_on=init_on,
             failure_timeout=failure_timeout,
+            microbatch_weight=microbatch_weight,
         )
         super().__init__(
             data_parallel_size=data_parallel_size,
@@ -162,6 +167,7 @@ class HybridParallelStrategy(SavingStrategy):
             tensor_parallel_plan=tensor_parallel_plan,
             pipeline_split=pipeline_split,
             sequence_parallel=sequence_parallel,
+            microbatch_weight=imported(microbatch_weight, who=WHO),
         )
         self.pipeline_parallel_size = pipeline_parallel_size
         self.init_on = init_on
@@ -175,15 +181,13 @@ class HybridParallelStrategy(SavingStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         from lightning_eff.strategies._hybrid.gradients import by_lists, steps_pieces
 
-        computed = False
+        computed: list[Any] = []
 
         def compute() -> Any:
-            nonlocal computed
-            found = closure()
-            computed = True
-            return found
+            computed.append(closure())
+            return computed[0]
 
-        with steps_pieces(optimizer, lambda: computed, who=WHO), by_lists(optimizer):
+        with steps_pieces(optimizer, lambda: bool(computed), who=WHO), by_lists(optimizer):
             return super().optimizer_step(optimizer, compute, model, **kwargs)
 
     # -- processes
@@ -234,9 +238,10 @@ class HybridParallelStrategy(SavingStrategy):
         assert self.lightning_module is not None and self.cluster_environment is not None
         self.lightning_module._device_mesh = self._device_mesh
         if self.failure_timeout is not None and self.world_size > 1:
-            if self._watch is None:
-                address = self.cluster_environment.main_address
-                self._watch = Watch(self.global_rank, self.world_size, address, self.failure_timeout, who=WHO)
+            address = self.cluster_environment.main_address
+            self._watch = self._watch or Watch(
+                self.global_rank, self.world_size, address, self.failure_timeout, who=WHO
+            )
             self._watch.start()
 
     @override

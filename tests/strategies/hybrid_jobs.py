@@ -357,6 +357,31 @@ def observe_refused(layout: Settings, world: int) -> dict[str, str]:
     return found
 
 
+def observe_pipelines() -> dict[str, list[str]]:
+    """What whole runs say to modules of the zoo that a pipeline would train wrongly, on each rank; "" if nothing."""
+    from torch.utils.data import default_collate
+
+    from tests.strategies import pipeline_zoo as zoo
+
+    found: dict[str, str] = {}
+    wrong = {**zoo.NO_RULE, **zoo.SIDEWAYS, **zoo.MOVING}
+    right = {"class weights, given": zoo.WEIGHED["class weights"][0], "Residual": zoo.RESIDUALS["Residual"]}
+    for name, (make, data) in (wrong | right).items():
+        module: Any = make().double()
+        module.__dict__["configure_optimizers"] = lambda m=module: torch.optim.AdamW(m.parameters(), lr=1e-2)
+        whole = data()[0]
+        loader = DataLoader([{k: v[i % 8] for k, v in whole.items()} for i in range(16)], 8, collate_fn=default_collate)
+        weight = "tests.strategies.pipeline_zoo.class_weights" if name == "class weights, given" else None
+        strategy = HybridParallelStrategy(pipeline_parallel_size=2, failure_timeout=None, microbatch_weight=weight)
+        found[name] = ""
+        try:
+            trainer(strategy=strategy, devices=2, max_steps=2, max_epochs=-1).fit(module, loader)
+        except ValueError as error:
+            found[name] = str(error)
+    ranks = everywhere(found)  # at the end: a run that is refused at setup leaves no process group
+    return {name: [rank[name] for rank in ranks] for name in found}
+
+
 def precision_of(name: str) -> Settings:
     """Trainer settings."""
     from lightning_eff import ACTPrecision, FP8Precision

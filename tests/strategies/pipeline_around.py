@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_eff.strategies._pipeline.order import operations
+from lightning_eff.strategies._pipeline.order import SPLIT_BACKWARD, operations
 from tests.runs import largest
 from tests.strategies import pipeline_hazards as hazards
 from tests.strategies import pipeline_refused as refusals
+from tests.strategies import pipeline_zoo as zoo
 from tests.strategies.pipeline_cases import CASES, case, cut
 from tests.strategies.pipeline_compare import (
     SCHEDULES,
@@ -29,6 +30,43 @@ from tests.strategies.pipeline_compare import (
 )
 
 __all__ = ["CASES"]
+
+
+def _zoo() -> None:
+    def add(name: str, fn: Callable[[], Any]) -> None:
+        CASES[f"zoo_{name}"] = fn
+
+    for name, made in zoo.RESIDUALS.items():
+        for schedule in SCHEDULES if name == "Residual" else ("Interleaved1F1B", "ZBVZeroBubble"):
+            add(f"{name}, {schedule}", lambda m=made, s=schedule: zoo.trained(m, s))
+    for name, made in zoo.GIVEN.items():
+        for schedule in SPLIT_BACKWARD:
+            add(f"{name}, {schedule}", lambda m=made, s=schedule: zoo.trained(m, s))
+    for name, made in zoo.LOSSES.items():
+        add(name, lambda m=made: zoo.trained(m))
+    for name, (made, weight) in zoo.WEIGHED.items():
+        add(f"{name}, given", lambda m=made, w=weight: zoo.trained(m, microbatch_weight=w))
+    for kind in (zoo.NO_RULE, zoo.SIDEWAYS, zoo.MOVING, {"NormedResidual": (zoo.NormedResidual, zoo.batches)}):
+        for name, made in kind.items():
+            CASES[f"zoo_refused_{name}"] = lambda m=made: refused(lambda: zoo.set_up(m))
+
+
+_zoo()
+
+
+@case
+def evaluated_otherwise() -> Any:
+    return zoo.evaluated()
+
+
+@case
+def given_weights() -> Any:
+    """Also where a micro-batch weighs nothing."""
+    return {
+        "alike": zoo.in_parts(lambda part: 1.0),
+        "labels": zoo.in_parts(lambda part: float(part["mask"].sum())),
+        "one is left out": zoo.in_parts(lambda part: float(part["mask"][:, 0].sum() * (part["mask"].sum() > 20))),
+    }
 
 
 @case

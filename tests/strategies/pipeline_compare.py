@@ -56,6 +56,11 @@ def pipeline(module: nn.Module, schedule: str = "1F1B", num: int | None = 4, **k
     return Pipeline(module, group=dist.group.WORLD, schedule=schedule, num_microbatches=num, **settings)
 
 
+def number_of_labels(part: Any) -> float:
+    """Of those that count."""
+    return float((part["labels"] != -100).sum()) if "labels" in part else 1.0
+
+
 def reference(
     module: nn.Module,
     batches: list[Any],
@@ -75,7 +80,7 @@ def reference(
         parts = split(batch, num)
         shares = [1.0] * num
         if "labels" in batch and bool((batch["labels"] == -100).any()):  # a mean over the labels that count
-            shares = [float((part["labels"] != -100).sum()) for part in parts]
+            shares = [number_of_labels(part) for part in parts]
         total = 0.0
         for i, part in enumerate(parts):
             with uncut(stack, Stream(seed, "train", number, i)):
@@ -102,6 +107,8 @@ def compare(
 ) -> dict[str, float]:
     """The largest differences from the single process, over all ranks: of losses, gradients (and buffers)."""
     module = make()
+    if schedule != "1F1B":  # what micro-batches weigh does not depend on the schedule, and is looked for under one
+        kwargs.setdefault("microbatch_weight", number_of_labels)
     pipe = pipeline(copy.deepcopy(module), schedule, num, **kwargs)
     losses, gradients, whole = reference(module, batches, num, seed=pipe.seed, layers=kwargs.get("layers"), wrap=wrap)
     Logs(pipe.module)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import pytest
@@ -54,12 +54,34 @@ from tests.processes import free_port
         ({"shard": 3, "data_parallel_size": 4}, r"shard=3\): 3 ranks .* do not divide the 4 .*one of \[2, 4\]"),
         ({"init_on": "rank1"}, r"'all', 'rank0', 'meta'"),
         ({"failure_timeout": 0}, r"seconds > 0"),
+        ({"microbatch_weight": len}, r"microbatch_weight=\.\.\., pipeline_parallel_size=1.*no effect"),
+        (
+            {"microbatch_weight": "no.such.thing", "pipeline_parallel_size": 2},
+            r"microbatch_weight='no.such.thing'.*cannot be imported.*dotted path",
+        ),
+        (
+            {"microbatch_weight": "weight", "pipeline_parallel_size": 2},
+            r"microbatch_weight='weight'.*cannot be imported",
+        ),
         ({"context_parallel_size": 2}, r"GPUs only.*sequence_parallel=True"),
     ],
 )
 def test_arguments_out_of_range(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         HybridParallelStrategy(**settings)
+
+
+def test_a_function_of_the_micro_batch_has_a_dotted_path() -> None:
+    path = f"{batch_size.__module__}.{batch_size.__name__}"
+    for given in (path, batch_size):
+        strategy = HybridParallelStrategy(pipeline_parallel_size=2, microbatch_weight=given)
+        assert strategy.settings.microbatch_weight is batch_size
+    with pytest.raises(TypeError, match=r"microbatch_weight=3\): expected a function"):
+        HybridParallelStrategy(pipeline_parallel_size=2, microbatch_weight=cast("Any", 3))
+
+
+def batch_size(part: Any) -> float:
+    return float(len(part))
 
 
 def test_flags_are_booleans() -> None:

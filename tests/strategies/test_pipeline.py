@@ -6,6 +6,7 @@ import pytest
 
 from tests.conftest import Once
 from tests.runs import largest
+from tests.strategies import pipeline_zoo as zoo
 from tests.strategies.pipeline_around import CASES
 from tests.strategies.pipeline_cases import EXACT, REFUSED
 from tests.strategies.pipeline_compare import SCHEDULES
@@ -230,6 +231,45 @@ def test_four_ranks(four: Results, name: str) -> None:
 @pytest.mark.parametrize("name", SLOW)
 def test_more_models(more: Results, name: str) -> None:
     close(result(more, name))
+
+
+ZOO = [name for name in CASES if name.startswith("zoo_")]
+
+
+@pytest.mark.parametrize("name", [name for name in ZOO if not name.startswith("zoo_refused")])
+def test_ordinary_modules_train_as_one_process_on_whole_batches(two: Results, name: str) -> None:
+    """Twelve steps of AdamW in float64; the first batch has no padding, later ones have."""
+    found = result(two, name)
+    rounded = name in ("zoo_GPT-2", "zoo_Mixtral")  # their losses are in float32 whatever the weights are in
+    assert found["loss"] <= (2e-6 if rounded else 1e-10), found
+    assert found["weights"] <= (1e-7 if rounded else 1e-9), found
+    assert found["learnt"] < -1e-2, "nothing was learnt, so nothing was compared"
+
+
+@pytest.mark.parametrize("name", [name for name in ZOO if name.startswith("zoo_refused")])
+def test_ordinary_modules_that_a_pipeline_would_train_wrongly_are_refused(two: Results, name: str) -> None:
+    for message in results(two, name):
+        assert message.startswith("HybridParallelStrategy") and "pipeline_parallel_size=1" in message
+        kind = name.removeprefix("zoo_refused_")
+        if kind in zoo.NO_RULE:
+            assert "together. That is not their mean" in message and "microbatch_weight=f" in message
+        elif kind in zoo.MOVING:
+            what = {"Averaged": "'average'", "Counting": "'_count'", "Teacher": "'teacher.weight'"}[kind]
+            assert f"training_step changes {what}" in message and "on_train_batch_end" in message
+        elif kind in ("Mixtral, routed", "NormedResidual"):
+            assert "depends on what earlier blocks returned" in message
+        else:
+            assert "leave tensors with gradients" in message
+
+
+def test_a_step_of_evaluation_is_looked_at_by_itself(two: Results) -> None:
+    for found in results(two, "evaluated_otherwise"):
+        assert largest(found.values()) <= 1e-12
+
+
+def test_given_weights_are_taken(two: Results) -> None:
+    for found in result(two, "given_weights").values():
+        assert found["loss"] <= 1e-12 and found["grad"] <= 1e-12
 
 
 def test_a_failure_has_its_own_message() -> None:

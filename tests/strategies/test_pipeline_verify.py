@@ -8,9 +8,9 @@ import torch
 
 from lightning_eff._core.blocks import find_stack
 from lightning_eff.strategies._pipeline import layout as layouts
+from lightning_eff.strategies._pipeline._checks.verify import Verification, reached
 from lightning_eff.strategies._pipeline.memory import Holdings, free
 from lightning_eff.strategies._pipeline.runner import left
-from lightning_eff.strategies._pipeline.verify import Verification, reached
 from lightning_eff.strategies._pipeline.view import Pass, Stack, StageExit
 from tests.strategies import pipeline_hazards as hazards
 from tests.strategies import pipeline_refused as refusals

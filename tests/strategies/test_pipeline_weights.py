@@ -1,7 +1,7 @@
 """What micro-batches weigh: the rule that makes their losses the batch's is found, or its absence said."""
 
 import copy
-import warnings
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from lightning_eff._core.batches import tensors
 from lightning_eff._core.blocks import find_stack
+from lightning_eff.strategies._pipeline._losses.counting import ADDED, EQUAL, Count, Rule
+from lightning_eff.strategies._pipeline._losses.losses import UncutLosses
+from lightning_eff.strategies._pipeline._losses.weights import Weights, tell_of_statistics, weighted
 from lightning_eff.strategies._pipeline.batch import split
 from lightning_eff.strategies._pipeline.logging import Record
-from lightning_eff.strategies._pipeline.losses import UncutLosses
 from lightning_eff.strategies._pipeline.view import Stack
-from lightning_eff.strategies._pipeline.weights import Tokens, Weights, countable, tell_of_statistics, weighted
 from tests.processes import free_port
 from tests.strategies.pipeline_hazards import CLASSES, DIM, Norms, Plain
 
@@ -77,73 +78,211 @@ def noisy(logits: Tensor, batch: Any) -> Tensor:
 
 
 def learnt(
-    loss: Callable[..., Tensor], given: dict[str, Tensor] | None = None, base: type[Tokenwise] = Tokenwise
+    loss: Callable[..., Tensor],
+    given: dict[str, Tensor] | None = None,
+    base: type[Tokenwise] = Tokenwise,
+    *,
+    zero_head: bool = False,
+    parts: int = PARTS,
 ) -> tuple[Weights, nn.Module]:
     module = type("Module", (base,), {"loss": staticmethod(loss)})(dropout=0.2)
+    if zero_head:
+        nn.init.zeros_(module.leave.weight)
+        nn.init.zeros_(module.leave.bias)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
     stack = Stack(find_stack(module, None, who="test"), who="test")
     weights, given = Weights(who="test"), batch() if given is None else given
     losses = UncutLosses(module, stack, lambda b: module.training_step(b, 0), who="test")
-    weights.learn(losses, given, split(given, PARTS))
+    weights.learn(losses, given, parts)
     weights.agree()
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     return weights, module
 
 
-@pytest.mark.parametrize(
-    ("loss", "rule"),
-    [
-        (labelled, Tokens("['labels']", "labels", False)),
-        (shifted, Tokens("['labels']", "labels", True)),
-        (by_sample, None),
-    ],
-)
-def test_the_rule_is_found_and_gives_the_whole_batchs_loss(loss: Callable[..., Tensor], rule: Tokens | None) -> None:
-    weights, module = learnt(loss)
-    assert weights.rule == rule
+def positions(logits: Tensor, labels: Tensor) -> Tensor:
+    found = F.cross_entropy(logits.flatten(0, 1), labels.clamp(min=0).flatten(), reduction="none")
+    return found.view(labels.shape)
+
+
+def labelled_and_by_sample(logits: Tensor, batch: Any) -> Tensor:
+    return labelled(logits, batch) + by_sample(logits, batch)
+
+
+def summed(logits: Tensor, batch: Any) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+
+
+def marked(logits: Tensor, batch: Any) -> Tensor:
+    """Labels of -1 are no labels."""
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].clamp(min=-1).flatten(), ignore_index=-1)
+
+
+def other_than_two(logits: Tensor, batch: Any) -> Tensor:
+    """Class 2 is padding."""
+    inside = batch["labels"] != 2
+    return (positions(logits, batch["labels"]) * inside).sum() / inside.sum()
+
+
+def as_long_as(logits: Tensor, batch: Any) -> Tensor:
+    inside = torch.arange(LENGTH) < batch["lengths"][:, None]
+    return (positions(logits, batch["labels"]) * inside).sum() / batch["lengths"].sum()
+
+
+def by_weight(logits: Tensor, batch: Any) -> Tensor:
+    return (positions(logits, batch["labels"]) * batch["weight"]).sum() / batch["weight"].sum()
+
+
+def by_both(logits: Tensor, batch: Any) -> Tensor:
+    inside = (batch["labels"] >= 0) & batch["mask"]
+    return (positions(logits, batch["labels"]) * inside).sum() / inside.sum()
+
+
+def each_sample(logits: Tensor, batch: Any) -> Tensor:
+    mask = batch["mask"]
+    return ((positions(logits, batch["labels"]) * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
+
+
+def known(logits: Tensor, batch: Any) -> Tensor:
+    """Of targets some are NaN."""
+    return (logits - batch["target"])[~batch["target"].isnan()].pow(2).mean()
+
+
+def by_class(logits: Tensor, batch: Any) -> Tensor:
+    return F.cross_entropy(logits.mean(1), batch["y"], weight=torch.tensor([1.0, 1.0, 3.0, 0.5]))
+
+
+def masked_by_chance(logits: Tensor, batch: Any) -> Tensor:
+    chosen = torch.rand(batch["labels"].shape) < 0.3
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].masked_fill(~chosen, -100).flatten())
+
+
+def denoised(logits: Tensor, batch: Any) -> Tensor:
+    """A diffusion model's: times and noise are drawn in the step."""
+    t = torch.randint(1, 10, (len(logits),))
+    return (logits * t[:, None, None] - torch.randn_like(logits)).pow(2).mean()
+
+
+def whole() -> dict[str, Tensor]:
+    """A batch in which nothing is padded."""
+    found = batch()
+    lengths, weight = torch.full((8,), LENGTH), torch.ones(8, LENGTH)
+    return {
+        **found,
+        "labels": found["labels"].clamp(min=0),
+        "mask": torch.ones_like(found["mask"]),
+        "lengths": lengths,
+        "weight": weight,
+        "target": torch.randn(8, LENGTH, CLASSES),
+    }
+
+
+def padded() -> dict[str, Tensor]:
+    """One that comes later."""
+    found, g = batch(), torch.Generator().manual_seed(3)
+    return {
+        **found,
+        "lengths": found["mask"].sum(1),
+        "weight": torch.rand(8, LENGTH, generator=g),
+        "target": torch.randn(8, LENGTH, CLASSES).masked_fill(~found["mask"][..., None], torch.nan),
+    }
+
+
+RIGHT: dict[Callable[..., Tensor], tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], bool]] = {
+    labelled: (lambda b: b, False),
+    shifted: (lambda b: b, False),
+    marked: (lambda b: b, False),
+    masked: (lambda b: b, False),
+    other_than_two: (lambda b: b, False),
+    as_long_as: (lambda b: b, False),
+    by_weight: (lambda b: b, False),
+    by_both: (lambda b: b, False),
+    known: (lambda b: b, False),
+    each_sample: (lambda b: b, True),
+    by_sample: (lambda b: b, True),
+    summed: (lambda b: b, False),
+}
+
+
+@pytest.mark.parametrize("loss", RIGHT)
+@pytest.mark.parametrize("first", [whole, padded])
+@pytest.mark.parametrize("zero_head", [False, True])
+def test_the_rule_that_is_found_gives_the_loss_of_later_batches(
+    loss: Callable[..., Tensor], first: Callable[[], dict[str, Tensor]], zero_head: bool
+) -> None:
+    """Also where the first batch has no padding, and where the head gives all samples one loss at first."""
+    weights, module = learnt(loss, first(), zero_head=zero_head)
     assert module.training and all(m.training for m in module.modules())
-    given = batch()
-    parts = split(given, PARTS)
     module.eval()
+    module = module.double()
+    nn.init.normal_(cast("Any", module).leave.weight)
+    given = {k: v.double() if v.is_floating_point() else v for k, v in padded().items()}
+    parts = split(given, PARTS)
     found = weights.of(parts)
-    losses = {i: module.training_step(part, 0).detach() for i, part in enumerate(parts)}
-    whole = float(module.training_step(given, 0).detach())
-    assert weighted(losses, found, {}) == pytest.approx(whole, abs=1e-6)
-    assert (found is None) == (rule is None)
-    if found is not None:
-        assert sum(found) == pytest.approx(1) and weighted(losses, None, {}) != pytest.approx(whole, abs=1e-3)
+    losses = {i: cast("Any", module).training_step(part, 0).detach() for i, part in enumerate(parts)}
+    together = float(cast("Any", module).training_step(given, 0).detach())
+    assert weighted(losses, found, {}) == pytest.approx(together, abs=1e-12, rel=1e-12)
+    alike = RIGHT[loss][1]
+    assert (found is None) == alike
+    if not alike:
+        assert weighted(losses, None, {}) != pytest.approx(together, abs=1e-5), "equal weights would have done"
 
 
-def test_a_mask_counts_as_labels_do() -> None:
-    """Labels and mask are of the same places here: either is right."""
-    weights, _ = learnt(masked)
-    assert weights.rule is not None and not weights.rule.shifted
-    assert weights.rule.path in ("['labels']", "['mask']")
-    assert weights.of(split(batch(), PARTS)) == pytest.approx([11 / 45, 9 / 45, 16 / 45, 9 / 45])
+@pytest.mark.parametrize("first", [whole, padded])
+@pytest.mark.parametrize(
+    "loss", [labelled_and_by_sample, contrastive, by_class, masked_by_chance], ids=lambda loss: loss.__name__
+)
+def test_what_no_rule_fits_is_refused(loss: Callable[..., Tensor], first: Callable[[], dict[str, Tensor]]) -> None:
+    with pytest.raises(ValueError, match=r"test: two micro-batches .* together\. .*microbatch_weight=.*GPipe.*"):
+        learnt(loss, first(), zero_head=loss is labelled_and_by_sample)
 
 
-def test_a_loss_that_compares_samples_is_warned_of() -> None:
-    with pytest.warns(UserWarning, match="not their mean: .* no mean over samples"):
-        weights, _ = learnt(contrastive)
-    assert weights.rule is None
+def test_what_samples_draw_is_theirs() -> None:
+    """A step that draws for each sample of its own is a mean over samples like any other."""
+    weights, _ = learnt(denoised)
+    assert weights.rule == EQUAL
 
 
-def test_noise_is_no_reason_to_warn() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        weights, _ = learnt(noisy)
-    assert weights.rule is None
+def test_the_rules_words() -> None:
+    assert learnt(labelled)[0].rule == Rule((Count("['labels']", "not", -100.0, False),))
+    assert learnt(shifted)[0].rule == Rule((Count("['labels']", "not", -100.0, True),))
+    assert learnt(summed)[0].rule == ADDED and str(ADDED) == "samples, over which it is a sum"
+    assert str(learnt(by_both, whole())[0].rule) == (
+        "elements of batch['labels'] that are at least 0 and elements of batch['mask'] that are not 0"
+    )
 
 
-def test_labels_that_come_later_are_warned_of_once() -> None:
-    first = batch()
-    first["labels"], first["mask"] = first["labels"].clamp(min=1), torch.ones_like(first["mask"])
-    weights, _ = learnt(labelled, first)
-    assert weights.rule is None
-    assert weights.of(split(first, PARTS)) is None
-    with pytest.warns(UserWarning, match=r"different numbers of elements of batch\['labels'\] that are not -100"):
-        assert weights.of(split(batch(), PARTS)) is None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        weights.of(split(batch(), PARTS))
+@pytest.mark.parametrize("parts", [1, 2, 8])
+def test_the_number_of_micro_batches_does_not_matter(parts: int) -> None:
+    assert learnt(labelled, whole(), parts=parts)[0].rule == Rule((Count("['labels']", "not", -100.0, False),))
+
+
+def test_a_loss_that_is_the_same_for_all_samples_is_refused() -> None:
+    """Which of two rules holds cannot be told."""
+    with pytest.raises(ValueError, match=r"cannot be told.*microbatch_weight="):
+        learnt(lambda logits, batch: logits.sum() * 0 + (batch["labels"] == 7).sum() * 0.0)
+
+
+def test_a_given_function_says_what_micro_batches_weigh() -> None:
+    weights = Weights(lambda part: float((part["labels"] >= 0).sum()), who="test")
+    parts = split(batch(), PARTS)
+    assert weights.of(parts) == pytest.approx([11 / 45, 9 / 45, 16 / 45, 9 / 45])
+    assert Weights(lambda part: 1.0, who="test").of(parts) is None
+    nothing = Weights(lambda part: float(part is parts[1]), who="test")
+    assert nothing.of(parts) == [0, 1, 0, 0]
+    assert all(part is parts[1] for part in nothing.defined(parts, [0.0, 1.0, 0.0, 0.0]))
+    for wrong in (-1.0, math.nan):
+        with pytest.raises(ValueError, match=r"microbatch_weight returned .*>= 0"):
+            Weights(lambda part, wrong=wrong: wrong, who="test").of(parts)
+
+
+def test_weights_of_two_bytes_are_looked_at_in_four() -> None:
+    module = type("Module", (Tokenwise,), {"loss": staticmethod(labelled)})().bfloat16()
+    stack, weights = Stack(find_stack(module, None, who="test"), who="test"), Weights(who="test")
+    given = {k: v.bfloat16() if v.is_floating_point() else v for k, v in whole().items()}
+    weights.learn(UncutLosses(module, stack, lambda b: module.training_step(b, 0), who="test"), given, PARTS)
+    weights.agree()
+    assert weights.rule == Rule((Count("['labels']", "not", -100.0, False),))
+    assert all(p.dtype == torch.bfloat16 for p in module.parameters())
 
 
 class Strict(Tokenwise):
@@ -157,7 +296,7 @@ class Strict(Tokenwise):
 
 def test_a_step_that_needs_training_mode_tells_its_rule() -> None:
     weights, module = learnt(labelled, base=Strict)
-    assert weights.rule == Tokens("['labels']", "labels", False)
+    assert weights.rule == Rule((Count("['labels']", "not", -100.0, False),))
     assert all(m.training for m in module.modules())
 
 
@@ -192,13 +331,14 @@ def gradients(module: nn.Module, parts: Iterable[tuple[float, Any]]) -> list[Ten
 
 
 def test_ways_to_count() -> None:
-    ways = countable(batch())
-    assert {(way.path, way.kind) for way in ways} == {
-        ("['labels']", "labels"),
-        ("['labels']", "padding"),
-        ("['mask']", "padding"),
-    }
-    assert Tokens("['labels']", "labels", True).counts(split(batch(), 8)) == [2, 7, 4, 3, 7, 7, 1, 6]
+    parts = split(batch(), 8)
+    assert Rule((Count("['labels']", "not", -100, True),)).amounts(parts) == [2, 7, 4, 3, 7, 7, 1, 6]
+    assert Rule((Count("['labels']", "from", 0, False),)).amounts(parts) == [3, 8, 5, 4, 8, 8, 2, 7]
+    assert Rule((Count("['mask']", "sum", 0, False),)).amounts(parts) == [3, 8, 5, 4, 8, 8, 2, 7]
+    lengths = [{"n": torch.tensor([3, 2])}, {"n": torch.tensor([1, 1])}]
+    assert Rule((Count("['n']", "sum", 0, True),)).amounts(lengths) == [3, 0]
+    assert Rule((Count("['other']", "sum", 0, True),)).amounts(lengths) == [0, 0]
+    assert EQUAL.amounts(lengths) == [1, 1]
 
 
 def test_the_logged_loss_has_the_losses_weights() -> None:
@@ -211,14 +351,17 @@ def test_the_logged_loss_has_the_losses_weights() -> None:
     assert float(records["loss"].value()) == 2.5 and float(records["other"].value()) == 2.5
 
 
-def test_ranks_take_the_rules_of_the_first_that_found_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    rule, other = Tokens("['labels']", "labels", True), Tokens("['mask']", "padding", False)
-    told = [([], {rule}), ([rule], {rule}), ([other], {other})]
+def test_ranks_take_the_rule_of_the_first_that_found_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule, other = Rule((Count("['labels']", "not", -100, True),)), EQUAL
+    told: list[Any] = [(None, None), (rule, None), (other, None)]
     monkeypatch.setattr(dist, "get_world_size", lambda: len(told))
     monkeypatch.setattr(dist, "all_gather_object", lambda out, mine: out.__setitem__(slice(None), told))
     weights = Weights(who="test")
     weights.agree()
-    assert weights.rule == rule and weights._tried == {rule, other}
+    assert weights.rule == rule
+    told[2] = (None, "refused elsewhere")
+    with pytest.raises(ValueError, match="refused elsewhere"):
+        weights.agree()
 
 
 @pytest.mark.parametrize("number", [1, 2])

@@ -1,8 +1,9 @@
 """What a run must be for HybridParallelStrategy, looked at before anything is touched."""
 
-from collections.abc import Mapping, Sequence
+import importlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
@@ -28,6 +29,32 @@ class Settings:
     tensor_parallel_plan: Literal["auto"] | Mapping[str, str]
     pipeline_split: Literal["balanced"] | Sequence[int]
     sequence_parallel: bool
+    microbatch_weight: Callable[[Any], float] | None = None
+
+
+def imported(given: Any, *, who: str) -> Callable[[Any], float] | None:
+    """``microbatch_weight`` as a function; it may be the dotted path of one.
+
+    Raises:
+        ValueError: if nothing has that path.
+        TypeError: if it is no function.
+    """
+    function: Any = given
+    if isinstance(given, str):
+        module, _, name = given.rpartition(".")
+        try:
+            function = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"{who}(microbatch_weight={given!r}): cannot be imported ({error}); expected the dotted path of a function"
+                " of a micro-batch, such as 'my_package.my_module.number_of_labels'."
+            ) from None
+    if function is not None and not callable(function):
+        raise TypeError(
+            f"{who}(microbatch_weight={given!r}): expected a function of a micro-batch that returns a number, or its dotted"
+            " path."
+        )
+    return cast("Callable[[Any], float] | None", function)
 
 
 def check_arguments(
@@ -44,6 +71,7 @@ def check_arguments(
     pipeline_split: Any,
     init_on: Any,
     failure_timeout: Any,
+    microbatch_weight: Any = None,
 ) -> None:
     """Raise ``ValueError`` or ``TypeError`` at construction, with what was got, what was expected and the way out."""
     for name, value in sizes.items():
@@ -79,7 +107,11 @@ def check_arguments(
             f"{who}({pipeline_split=}): expected 'balanced', or the number of blocks of each stage, such as [3, 5]."
         )
     idle = {
-        "pipeline_parallel_size": {"num_microbatches": num_microbatches is not None, "pipeline_split": whole},
+        "pipeline_parallel_size": {
+            "num_microbatches": num_microbatches is not None,
+            "pipeline_split": whole,
+            "microbatch_weight": microbatch_weight is not None,
+        },
         "tensor_parallel_size": {
             "tensor_parallel_plan": tensor_parallel_plan != "auto",
             "sequence_parallel": flags["sequence_parallel"],

@@ -199,6 +199,7 @@ class Replica:
                 num_microbatches=settings.num_microbatches,
                 split=settings.pipeline_split,
                 device=self.device,
+                microbatch_weight=settings.microbatch_weight,
                 who=self.who,
             )
             if batch is not None:

@@ -26,11 +26,15 @@ class Through:
     Attributes:
         output: what the step returned on the last stage, where it ran here.
         hidden: the hidden state that left each stage that ran here.
+        received: the one that entered it, if it wants a gradient.
+        passes: the runs of the stages, with which their checkpoints run again, if gradients are wanted.
         likes: its shape and type.
     """
 
     output: Any = None
     hidden: dict[int, Tensor] = field(default_factory=dict)
+    received: dict[int, Tensor] = field(default_factory=dict)
+    passes: dict[int, Pass] = field(default_factory=dict)
     likes: dict[int, Like] = field(default_factory=dict)
 
 
@@ -70,8 +74,10 @@ def through(
             received = received.detach()
             found.likes[stage - 1] = (tuple(received.shape), received.dtype)
             if grad:
-                received = received.clone().requires_grad_()
+                received = found.received[stage] = received.clone().requires_grad_()
         run = Pass(stack, first, end, stream, received, training=grad, taint=taint, learn=True)
+        if grad:
+            found.passes[stage] = run
         with around(stage):
             output, exited = left(run, step, batch)
         if not exited:

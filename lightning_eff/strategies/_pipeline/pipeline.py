@@ -11,11 +11,11 @@ Qi et al. 2024, arXiv:2401.10241; DualPipeV, after DeepSeek-AI 2024, arXiv:2412.
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torchmetrics import Metric
@@ -23,20 +23,22 @@ from torchmetrics import Metric
 from lightning_eff._core import rng
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.blocks import find_stack, refuse_compiled_around
+from lightning_eff._core.steps import silent
 from lightning_eff.strategies._pipeline import layout as layouts
+from lightning_eff.strategies._pipeline._checks.module import check_compiled, check_module
+from lightning_eff.strategies._pipeline._checks.verify import Verification, bypassed, no_reentrant
+from lightning_eff.strategies._pipeline._losses.losses import CutLosses, UncutLosses
+from lightning_eff.strategies._pipeline._losses.weights import Given, Weights, tell_of_statistics, weighted
 from lightning_eff.strategies._pipeline.batch import content, digest, signature, split
 from lightning_eff.strategies._pipeline.evaluation import broadcast, through
 from lightning_eff.strategies._pipeline.gradients import SharedGradients
 from lightning_eff.strategies._pipeline.logging import Agreement, Recorders, metrics_kept, replay
-from lightning_eff.strategies._pipeline.losses import CutLosses, Losses, UncutLosses
 from lightning_eff.strategies._pipeline.memory import Holdings, free, holdings, registered
 from lightning_eff.strategies._pipeline.order import SPLIT_BACKWARD, schedule_name
 from lightning_eff.strategies._pipeline.runner import OuterBuffers, Running, StageRunner, Step
 from lightning_eff.strategies._pipeline.schedules import Schedules
 from lightning_eff.strategies._pipeline.streams import Stream
-from lightning_eff.strategies._pipeline.verify import Verification, bypassed, no_reentrant
-from lightning_eff.strategies._pipeline.view import Stack
-from lightning_eff.strategies._pipeline.weights import Weights, tell_of_statistics, weighted
+from lightning_eff.strategies._pipeline.view import Stack, learn_origins
 
 _CHECKED_PASSES = 2
 
@@ -45,7 +47,8 @@ class Pipeline:
     """One module over the ranks of a pipeline group.
 
     ``training_step`` runs once for each micro-batch and each stage of a rank, so a counter in it counts those; what it
-    logs is the mean over micro-batches (or the sum, minimum or maximum, if ``reduce_fx`` says so).
+    logs is the mean over micro-batches (or the sum, minimum or maximum, if ``reduce_fx`` says so): of ``loss.exp()`` the mean
+    of theirs, which is more than the exponential of the mean loss.
 
     Args:
         module: the LightningModule, or any module; the same weights on all ranks.
@@ -60,6 +63,7 @@ class Pipeline:
         device: of the blocks and of what is sent.
         seed: from which all random numbers of the steps follow, equal on all ranks of the pipeline (and of a tensor
             parallel group). None takes the first pipeline rank's ``torch.initial_seed()``.
+        microbatch_weight: what a micro-batch's loss weighs in its batch's, a number >= 0; None finds it (see :mod:`.weights`).
         who: for messages.
 
     Attributes:
@@ -67,6 +71,7 @@ class Pipeline:
         stages: this rank's stages, first to last; ``stages[i].blocks`` are the modules of the blocks it owns.
         splits_backward: the schedule computes gradients of weights apart from those of inputs, so that parameters must
             not be resharded after the forward pass.
+        unsplit: the stages whose backward pass is not split though the schedule would: all, before a check showed which.
         all_names: keys of the whole module's ``state_dict``.
         owned_names: of these, the ones this rank saves: every key is owned by one rank.
         all_parameters: of the whole module, the name (first of tied ones), shape and type of every parameter in order.
@@ -87,13 +92,14 @@ class Pipeline:
         split: str | Sequence[int],
         device: torch.device | str,
         seed: int | None = None,
+        microbatch_weight: Given | None = None,
         who: str = "HybridParallelStrategy",
     ) -> None:
         self.module, self.group, self.who = module, group, who
         self.device = torch.device(device)
         self.schedule = schedule_name(schedule, who=who)
         self.splits_backward = self.schedule in SPLIT_BACKWARD
-        self._check_module()
+        check_module(module, who=who)
         found = find_stack(module, layers, who=who)
         refuse_compiled_around(module, found.path, who=who, way_out="Compile the blocks one by one (block.compile()).")
         self.stack = Stack(found, who=who)
@@ -108,7 +114,7 @@ class Pipeline:
             who=who,
         )
         layouts.check_num_microbatches(num_microbatches, self.layout, who=who)
-        self._check_compiled()
+        check_compiled(self.stack, self.schedule, who=who)
         self.num_microbatches = num_microbatches
         self.local_stages = self.layout.stages_of(self.rank)
         self.metrics = [m for m in module.modules() if isinstance(m, Metric)]
@@ -125,36 +131,12 @@ class Pipeline:
         self.seed = int(agreed) if seed is None else seed
         self._agreement = Agreement(module, group, self.layout.last_rank, self.device)
         self._shared: SharedGradients | None = None
+        self.unsplit = [*range(self.layout.num_stages)]
         self._schedules = Schedules(self)
-        self._weights = Weights(who=who)
+        self._weights = Weights(microbatch_weight, who=who)
         self._most: int | None = None
 
     # -- setup
-
-    def _check_module(self) -> None:
-        name = type(self.module).__name__
-        if getattr(self.module, "automatic_optimization", True) is False:
-            raise ValueError(
-                f"{self.who}: {name} has automatic_optimization=False; expected True, because the schedule runs the"
-                " backward pass of each micro-batch itself. Use automatic optimization, or pipeline_parallel_size=1."
-            )
-        if (
-            isinstance(self.module, pl.LightningModule)
-            and type(self.module).backward is not pl.LightningModule.backward
-        ):
-            raise ValueError(
-                f"{self.who}: {name} overrides backward; expected LightningModule's own, because the schedule runs the"
-                " backward pass of each micro-batch itself. Take the override out, or use pipeline_parallel_size=1."
-            )
-
-    def _check_compiled(self) -> None:
-        wrapped = [i for i, block in enumerate(self.stack.blocks) if "_orig_mod" in block._modules]
-        if self.splits_backward and wrapped:
-            raise ValueError(
-                f"{self.who}(schedule={self.schedule!r}): block {wrapped[0]} of {self.stack.path!r} is a torch.compile'd"
-                " module; PyTorch's schedules that split the backward pass do not run it. Compile in place by"
-                " block.compile(), or use GPipe, 1F1B, Interleaved1F1B or LoopedBFS."
-            )
 
     def verify(self, step: Step, batch: Any) -> None:
         """Check on one micro-batch of ``batch`` that the cut computes what the whole module does; before :meth:`cut`.
@@ -171,27 +153,47 @@ class Pipeline:
         number, _ = layouts.num_microbatches(size, self.num_microbatches, self.layout, most=None, who=self.who)
         parts = split(batch, number)
         part = parts[0]
+        self._ask(parts)
         checks = Verification(self.module, self.stack, self.layout, step, part, device=self.device, who=self.who)
         holdings_here, found = checks.run()
-        told: list[Any] = [holdings_here]
+        told: list[Any] = [(holdings_here, checks.unsplit)]
         dist.broadcast_object_list(told, group_src=0, group=self.group)
-        self.holdings = told[0]
+        self.holdings, self.unsplit = told[0]
+        if self.unsplit:
+            rank_zero_info(
+                f"{self.who}(schedule={self.schedule!r}): in stages {self.unsplit} the gradients of weights are computed with"
+                " those of inputs and not apart from them, since activations with gradients of their own (a conditioning, a"
+                " skip from the embedding) go to several blocks, which PyTorch's split backward pass cannot follow. They are"
+                " right; the schedule's gaps are filled less well."
+            )
         self._schedules.verified(found, step, part)
-        self._weigh(UncutLosses(self.module, self.stack, step, who=self.who), batch, parts)
+        self._weigh(UncutLosses(self.module, self.stack, step, who=self.who), batch, number)
 
     def learn(self, step: Step, batch: Any) -> None:
         """Find what micro-batches weigh after :meth:`cut`, where :meth:`verify` was not to be had; on all processes."""
         number, _ = layouts.num_microbatches(
             num_samples(batch), self.num_microbatches, self.layout, most=None, who=self.who
         )
+        parts = split(batch, number)
+        self._ask(parts)
+        self._learn_origins(step, parts[0], "train")
         kind = {"group": self.group, "device": self.device, "who": self.who}
         losses = CutLosses(self.module, self.stack, step, self.layout, **kind)
-        self._weigh(losses, batch, split(batch, number))
+        self._weigh(losses, batch, number)
 
-    def _weigh(self, losses: Losses, batch: Any, parts: list[Any]) -> None:
-        self._weights.learn(losses, batch, parts)
+    def _learn_origins(self, step: Step, batch: Any, kind: str) -> None:
+        with silent(cast("Any", self.module)), torch.set_grad_enabled(kind == "train"):
+            learn_origins(self.stack, step, batch, Stream(self.seed, kind, 0, 0))
+
+    def _ask(self, microbatches: list[Any]) -> None:
+        """Let a function that says what micro-batches weigh fail at setup, if it does."""
+        self._weights.of(microbatches)
+
+    def _weigh(self, losses: UncutLosses, batch: Any, number: int) -> None:
+        if self.num_microbatches != 1:
+            self._weights.learn(losses, batch, number)
         self._weights.agree()
-        tell_of_statistics(self.module, len(parts), num_samples(parts[0]), who=self.who)
+        tell_of_statistics(self.module, number, num_samples(batch) // number, who=self.who)
 
     def bypassed(self, stage: int) -> str:
         """What to say when a stage depends on more of the earlier blocks than it receives."""
@@ -234,6 +236,12 @@ class Pipeline:
             else:
                 owner[key] = first.get(key, self.layout.last_rank)
         return [key for key in self.all_names if owner[key] == self.rank]
+
+    @property
+    def loss_dtype(self) -> torch.dtype:
+        """Of the loss that :meth:`run` returns: float32, or float64 where the module's parameters have it."""
+        double = any(dtype == torch.float64 for _, dtype in self.all_parameters.values())
+        return torch.float64 if double else torch.float32
 
     @property
     def shared(self) -> list[nn.Parameter]:
@@ -309,7 +317,7 @@ class Pipeline:
         total = weighted(losses, weights, records) if losses else 0.0
         (loss,), logged = self._agreement.share("train", records, [total])
         replay(self.module, logged)
-        return torch.tensor(loss, dtype=torch.float32, device=self.device)
+        return torch.tensor(loss, dtype=self.loss_dtype, device=self.device)
 
     def _execute(self, schedule: Any, number: int) -> None:
         running = self.running
@@ -366,6 +374,8 @@ class Pipeline:
         What it logs is logged on all pipeline ranks; what it returns, on the last stage, is returned on all.
         """
         self._same(batch, self.evaluations)
+        if any(origin >= 0 for origin in self.stack.origins["train"].values()):
+            self._learn_origins(step, batch, "evaluate")
         stream = Stream(self.seed, "evaluate", self.evaluations, 0)
         recorders = Recorders(self.module, self.local_stages, who=self.who)
         is_last = self.rank == self.layout.last_rank

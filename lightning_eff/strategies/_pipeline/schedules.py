@@ -1,6 +1,7 @@
 """PyTorch's stages and schedules for micro-batches of given shapes, built when such a batch first comes."""
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
     from lightning_eff.strategies._pipeline.pipeline import Pipeline
 
 _KEPT_SHAPES = 4
+
+
+def _nothing_left() -> Callable[[], None]:
+    """For PyTorch's stage: the whole backward pass runs at once, and nothing where the weights' would."""
+    return lambda: None
 
 
 class Schedules:
@@ -85,6 +91,7 @@ class Schedules:
             input_args=() if stage == 0 else (example(likes[stage - 1]),),
             output_args=example(likes[stage]) if stage < last else example(((), torch.float32)),
             group=pipeline.group,
+            dw_builder=_nothing_left if pipeline.splits_backward and stage in pipeline.unsplit else None,
         )
 
     def _stream(self) -> Stream:

@@ -1,13 +1,15 @@
 """One pass of the user's own step with some of its blocks in place: others let the hidden state through, or leave."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from lightning_eff._core import rng
 from lightning_eff._core.blocks import Candidate, hidden_of, split_output
+from lightning_eff.strategies._pipeline.between import RETURNED, Between, version_of
 from lightning_eff.strategies._pipeline.streams import Stream
 
 Like = tuple[tuple[int, ...], torch.dtype]
@@ -51,6 +53,8 @@ class Stack:
             further item its shape and type, or None if it is no tensor; None until a block was seen to run.
         slot: the argument by which blocks take the hidden state, its position or its name, if a block was seen to take
             what the one before it returned; else it is the first floating-point tensor.
+        origins: by kind of step ("train", "evaluate"), whence each block has its hidden state: from the block before it, or
+            from an operation of the caller (see :mod:`.between`). A block of which that is not known has no entry.
     """
 
     def __init__(self, found: Candidate, *, who: str) -> None:
@@ -59,6 +63,7 @@ class Stack:
         self.blocks = [block for block in found.container._modules.values() if block is not None]
         self.form: tuple[Form] | None = None
         self.slot: int | str | None = None
+        self.origins: dict[str, dict[int, int]] = {"train": {}, "evaluate": {}}
         self._returned: Tensor | None = None
 
     def hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -154,6 +159,18 @@ def _named(form: Form) -> str:
     return "a tensor" if form is None else f"a tuple of {1 + len(form)}"
 
 
+class Marks:
+    """Told of the blocks that run in a pass."""
+
+    def entered(self, index: int, hidden: Tensor) -> Tensor:
+        """A block is called with ``hidden``; returns what it is to get instead."""
+        raise NotImplementedError
+
+    def left(self, index: int) -> None:
+        """It has returned."""
+        raise NotImplementedError
+
+
 class Pass:
     """One run of the user's step as a stage sees it.
 
@@ -164,11 +181,15 @@ class Pass:
         stream: the random numbers.
         received: the hidden state that enters block ``first``; None if that is the model's own, or if ``first`` is 0.
         training: gradients are wanted, so that a block called without is an error.
-        taint: blocks that do not run return NaN, so that what depends on them is seen to.
+        taint: all that blocks which do not run return is NaN, so that what depends on it is seen to: also what they return
+            beside the hidden state, and before there is a received one. The hidden state that they return in the place of
+            a received one always is.
         learn: note the form of the output of the blocks that run, and what enters them.
+        marks: is told of them.
 
     Attributes:
         entered: by index, the hidden state that entered each block that ran, if ``learn``.
+        learnt: by index, whence each block had its hidden state, where a :class:`.between.Between` is there to tell.
     """
 
     def __init__(
@@ -182,17 +203,25 @@ class Pass:
         training: bool = False,
         taint: bool = False,
         learn: bool = False,
+        marks: Marks | None = None,
     ) -> None:
+        self.marks = marks
         self.stack, self.first, self.end, self.stream = stack, first, end, stream
         self.training, self.learn = training, learn
         self.expected, self.active = 0, False
         self.entered: dict[int, Tensor] = {}
+        self.learnt: dict[int, int] = {}
         self.entry: Tensor | None = None
+        self.received = received
+        self._placed: tuple[Tensor, int] | None = None
         self.passed: Tensor | None = None
         if received is not None:
             self.entry = cast("Tensor", _Entry.apply(received))
-            self.passed = torch.full_like(received.detach(), torch.nan) if taint else received.detach()
+            self.passed = torch.full_like(received.detach(), torch.nan)
         self.taint = taint
+        kind = "evaluate" if stream.kind == "evaluate" else "train"
+        self.origin = stack.origins[kind].get(first) if self.entry is not None else None
+        self.between = Between(self.origin) if self.origin is not None and self.origin >= 0 else None
         self._shown: dict[str, nn.Module | None] = dict(stack.container._modules)
         for index, key in enumerate(stack.keys):
             self._shown[key] = StandIn.of(self, index, stack.blocks[index])
@@ -203,7 +232,7 @@ class Pass:
         self.active = True
         self.stream.start()
         try:
-            with self.again():
+            with self.again(), self.between or nullcontext():
                 yield
         finally:
             self.active = False
@@ -237,6 +266,40 @@ class Pass:
                 " would lose the gradient of the hidden state it received. A reentrant checkpoint around the block does"
                 " this: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
             )
+
+    def passing(self, index: int, hidden: Tensor) -> Any:
+        """What a block that does not run here returns when it is given ``hidden``."""
+        given = hidden
+        if self.passed is not None:
+            hidden = self.passed
+        elif self.taint:
+            hidden = torch.full_like(hidden.detach(), torch.nan)
+        self.stream.leave(index)
+        if self.between is not None and self.between.at is None:  # to learn where hidden states come from
+            known = self.between.before(given)
+            if known is not None:
+                self.learnt[index] = known
+            self.between.after(hidden)
+        if index == self.first - 1 and self.active and self.entry is not None:
+            if self.origin == RETURNED:
+                self._placed = self.entry, version_of(self.entry)
+                return self.stack.formed(self.entry, taint=self.taint)
+            if self.between is not None:
+                self.between.after(hidden, self.entry)
+        return self.stack.formed(hidden, taint=self.taint)
+
+    def entering(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call of the first block that runs here, with what was received."""
+        assert self.entry is not None and self.received is not None
+        placed = self._placed
+        if self.between is not None and self.active:
+            placed = self.between.placed
+            self.between.before(self.entry)
+        if placed is not None and self.active:
+            if self.stack.hidden(args, kwargs) is placed[0] and version_of(placed[0]) == placed[1]:
+                return args, kwargs
+            self.entry = cast("Tensor", _Entry.apply(self.received))  # the caller changed it since
+        return self.stack.replaced(args, kwargs, self.entry)
 
     def finished(self) -> None:
         """Check that a step that came to its end was to come there.
@@ -288,6 +351,9 @@ class StandIn(nn.Module):
         else:
             super().__setattr__(name, value)
 
+    def __delattr__(self, name: str) -> None:
+        delattr(self.__dict__["_block"], name)
+
     def train(self, mode: bool = True) -> "StandIn":
         self.__dict__["_block"].train(mode)
         return self
@@ -301,22 +367,20 @@ class StandIn(nn.Module):
             if index >= run.end:
                 raise StageExit(run.stack.hidden(args, kwargs))
         if index < run.first or index >= run.end:
-            hidden = run.stack.hidden(args, kwargs)
-            if run.passed is not None:
-                hidden = run.passed
-            elif run.taint:
-                hidden = torch.full_like(hidden.detach(), torch.nan)
-            run.stream.leave(index)
-            return run.stack.formed(hidden, taint=run.taint)
+            return run.passing(index, run.stack.hidden(args, kwargs))
         if index == run.first and run.entry is not None:
-            args, kwargs = run.stack.replaced(args, kwargs, run.entry)
+            args, kwargs = run.entering(args, kwargs)
         if run.learn:
             run.stack.watch(args, kwargs)
             run.entered[index] = run.stack.hidden(args, kwargs)
+        if run.marks is not None:
+            args, kwargs = run.stack.replaced(args, kwargs, run.marks.entered(index, run.stack.hidden(args, kwargs)))
         run.stream.enter(index)
         output = self.__dict__["_block"](*args, **kwargs)
         if run.learn:
             run.stack.note(index, output)
+        if run.marks is not None:
+            run.marks.left(index)
         run.stream.leave(index)
         return output
 
@@ -325,8 +389,22 @@ _PROTOTYPE = StandIn()
 
 
 @contextmanager
-def uncut(stack: Stack, stream: Stream, *, learn: bool = False) -> Iterator[Pass]:
+def uncut(stack: Stack, stream: Stream, *, learn: bool = False, marks: Marks | None = None) -> Iterator[Pass]:
     """Run all blocks, with the random numbers that a pipeline draws."""
-    run = Pass(stack, 0, len(stack.blocks), stream, learn=learn)
+    run = Pass(stack, 0, len(stack.blocks), stream, learn=learn, marks=marks)
     with run.view():
         yield run
+
+
+def learn_origins(stack: Stack, step: Callable[[Any], Any], batch: Any, stream: Stream) -> None:
+    """Learn whence blocks have their hidden states, for steps of the kind of ``stream``.
+
+    No block runs, so this can be done on each rank by itself; what the step makes of that does not matter.
+    """
+    end = len(stack.blocks)
+    run = Pass(stack, end, end, stream)
+    run.between, run.origin = Between(), None
+    with rng.fork(), run.view(), suppress(Exception):
+        step(batch)
+    kind = "evaluate" if stream.kind == "evaluate" else "train"
+    stack.origins[kind] = run.learnt

@@ -11,6 +11,8 @@ from torchmetrics import Metric
 
 from lightning_eff._core import rng
 from lightning_eff._core.steps import silent
+from lightning_eff.strategies._pipeline._checks.sideways import check_sideways
+from lightning_eff.strategies._pipeline._checks.splitting import splits
 from lightning_eff.strategies._pipeline.evaluation import Through, through
 from lightning_eff.strategies._pipeline.layout import Layout
 from lightning_eff.strategies._pipeline.logging import Record, Recorder
@@ -18,7 +20,7 @@ from lightning_eff.strategies._pipeline.memory import Holdings, holdings, names_
 from lightning_eff.strategies._pipeline.order import SPLIT_BACKWARD
 from lightning_eff.strategies._pipeline.runner import Step, left, loss_of
 from lightning_eff.strategies._pipeline.streams import Stream
-from lightning_eff.strategies._pipeline.view import ONE_OUTPUT, Pass, Stack, uncut
+from lightning_eff.strategies._pipeline.view import ONE_OUTPUT, Pass, Stack, learn_origins, uncut
 
 _WAY_OUT = (
     "Let each block see what it needs in its own arguments, name another stack by layers=, or use"
@@ -92,6 +94,10 @@ class Verification:
         module: the whole module, nothing of it cut.
         step: the user's step.
         batch: one micro-batch.
+
+    Attributes:
+        unsplit: under a schedule that splits the backward pass, the stages whose gradients PyTorch's split pass does not
+            compute.
     """
 
     def __init__(
@@ -99,6 +105,7 @@ class Verification:
     ) -> None:
         self.module, self.stack, self.where, self.step, self.batch = module, stack, where, step, batch
         self.device, self.who = device, who
+        self.unsplit: list[int] = []
         self._received: dict[int, Tensor] = {}
         self._spoilt: set[str] = set()
         self.names = {id(p): name for name, p in module.named_parameters()}
@@ -160,6 +167,8 @@ class Verification:
             ValueError: with what the cut would compute wrongly.
         """
         loss, logs, entered = self._whole()
+        with silent(cast("Any", self.module)), torch.enable_grad():
+            learn_origins(self.stack, self.step, self.batch, self._stream())
         expected = float(loss.detach())
         if not math.isfinite(expected):
             raise ValueError(
@@ -194,10 +203,26 @@ class Verification:
                 f" the whole model they do: {sorted(lost)[:8]}. They act between the blocks of {self.stack.path!r}, beside"
                 f" the hidden state. {_WAY_OUT}"
             )
+        check_sideways(self.module, self.stack, self.step, self.batch, self._stream(), who=self.who)
         self._received = {stage + 1: hidden.detach() for stage, hidden in found.hidden.items()}
+        if self.where.schedule in SPLIT_BACKWARD:
+            outputs = {**found.hidden, last: cut_loss}
+            for s, given in found.received.items():
+                with found.passes[s].again(), rng.fork(), silent(cast("Any", self.module)):
+                    if not self._splits(outputs[s], given, reaches[s]):
+                        self.unsplit.append(s)
+            outputs.clear()
+        del cut_loss
+        found.received.clear()
+        found.passes.clear()
         outside = self._used(reaches)
         found.hidden.clear()
         return holdings(self.module, self.stack, self.where, outside), found
+
+    def _splits(self, output: Tensor, received: Tensor, ids: set[int]) -> bool:
+        if not output.requires_grad:
+            return True
+        return splits(output, received, [p for p in self.module.parameters() if id(p) in ids])
 
     def _nothing_beside(self, loss: Tensor, entered: dict[int, Tensor]) -> None:
         """Raise ``ValueError`` if the uncut loss depends on a stage's blocks beside the hidden state that leaves it."""

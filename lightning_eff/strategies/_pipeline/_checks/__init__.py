@@ -1,0 +1,1 @@
+"""What a cut would compute wrongly, looked for at setup."""

@@ -1,0 +1,33 @@
+"""What a module must be for a pipeline, looked at before anything runs."""
+
+import lightning.pytorch as pl
+from torch import nn
+
+from lightning_eff.strategies._pipeline.order import SPLIT_BACKWARD
+from lightning_eff.strategies._pipeline.view import Stack
+
+
+def check_module(module: nn.Module, *, who: str) -> None:
+    """Raise ``ValueError`` if the module runs backward passes itself."""
+    name = type(module).__name__
+    if getattr(module, "automatic_optimization", True) is False:
+        raise ValueError(
+            f"{who}: {name} has automatic_optimization=False; expected True, because the schedule runs the"
+            " backward pass of each micro-batch itself. Use automatic optimization, or pipeline_parallel_size=1."
+        )
+    if isinstance(module, pl.LightningModule) and type(module).backward is not pl.LightningModule.backward:
+        raise ValueError(
+            f"{who}: {name} overrides backward; expected LightningModule's own, because the schedule runs the"
+            " backward pass of each micro-batch itself. Take the override out, or use pipeline_parallel_size=1."
+        )
+
+
+def check_compiled(stack: Stack, schedule: str, *, who: str) -> None:
+    """Raise ``ValueError`` if blocks are compiled modules under a schedule that splits the backward pass."""
+    wrapped = [i for i, block in enumerate(stack.blocks) if "_orig_mod" in block._modules]
+    if schedule in SPLIT_BACKWARD and wrapped:
+        raise ValueError(
+            f"{who}(schedule={schedule!r}): block {wrapped[0]} of {stack.path!r} is a torch.compile'd"
+            " module; PyTorch's schedules that split the backward pass do not run it. Compile in place by"
+            " block.compile(), or use GPipe, 1F1B, Interleaved1F1B or LoopedBFS."
+        )

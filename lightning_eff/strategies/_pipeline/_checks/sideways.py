@@ -1,0 +1,264 @@
+"""What a step leaves behind beside its loss: tensors that blocks put where the step can find them, and state that moves.
+
+A block of another stage does not run, so what it would have put into a list or an attribute is not there; and a counter
+or an average that ``training_step`` keeps moves with each micro-batch, on each stage. Both are looked for whether the
+loss depends on them yet or not, since it may begin to.
+"""
+
+import gc
+import math
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from types import FrameType, FunctionType, MethodType
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torchmetrics import Metric
+
+from lightning_eff._core import rng
+from lightning_eff._core.steps import silent
+from lightning_eff.strategies._pipeline._losses.probing import perturbed
+from lightning_eff.strategies._pipeline.runner import Step
+from lightning_eff.strategies._pipeline.streams import Stream
+from lightning_eff.strategies._pipeline.view import Marks, Stack, uncut
+
+_DEEP = 4
+_OURS = ("lightning_eff.", "torchmetrics.")
+_THEIRS = ("torch.", "torchao.", "torchvision.", "lightning.")
+_PLAIN = {*nn.Module().__dict__, *pl.LightningModule().__dict__}
+
+
+class _Sentinel:
+    """Lives as long as a node of the graph."""
+
+
+class _Mark(torch.autograd.Function):
+    """A copy of a hidden state, with a node of its own in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, anchor: Tensor, sentinel: Any) -> Tensor:
+        ctx.sentinel = sentinel
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None, None
+
+
+class Graph(Marks):
+    """Marks what enters each block, and looks for what was put elsewhere once the last has run.
+
+    Attributes:
+        alive: by block, whether its part of a graph is still held by something.
+        found: where a tensor was that depends on what entered a block.
+    """
+
+    def __init__(self, module: nn.Module, num_blocks: int) -> None:
+        self.module, self.last = module, num_blocks - 1
+        self.alive: dict[int, weakref.ref[Any]] = {}
+        self.found: str | None = None
+
+    def entered(self, index: int, hidden: Tensor) -> Tensor:
+        sentinel = _Sentinel()
+        self.alive[index] = weakref.ref(sentinel)
+        anchor = torch.zeros((), device=hidden.device, requires_grad=True)
+        return cast("Tensor", _Mark.apply(hidden, anchor, sentinel))
+
+    def left(self, index: int) -> None:
+        if index == self.last and torch.is_grad_enabled():
+            self.found = next((name for name, value in everything(self.module) if self.blocks(value)), None)
+
+    def blocks(self, value: Any) -> set[int]:
+        """The blocks on whose input a tensor depends."""
+        if not isinstance(value, Tensor) or value.grad_fn is None:
+            return set()
+        mine = {id(ref()): index for index, ref in self.alive.items() if ref() is not None}
+        found: set[int] = set()
+        seen: set[Any] = set()
+        todo: list[Any] = [value.grad_fn]
+        while todo:
+            node = todo.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                todo.extend(following for following, _ in node.next_functions)
+                index = mine.get(id(getattr(node, "sentinel", None)))
+                if index is not None:
+                    found.add(index)
+        return found
+
+    def kept(self) -> bool:
+        """Whether after the step something still holds a tensor of a block that is no part of what follows all blocks."""
+        if all(ref() is None for ref in self.alive.values()):
+            return False
+        gc.collect()
+        if all(ref() is None for ref in self.alive.values()):
+            return False
+        tensors = [t for t in gc.get_objects() if issubclass(type(t), Tensor) and t.grad_fn is not None]
+        for tensor in tensors:
+            blocks = self.blocks(tensor)
+            if blocks and self.last not in blocks and _held(tensor, tensors):
+                return True
+        return False
+
+
+def everything(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """All that a module's modules have as attributes, or their hooks hold, by name; what is in containers too."""
+    seen: set[int] = set()
+    for path, m in module.named_modules():
+        where = f"{path}." if path else ""
+        for key, value in m.__dict__.get("_block", m).__dict__.items():  # of a stand-in, the block's
+            if key.endswith("_hooks") and isinstance(value, dict):
+                for hook in value.values():
+                    yield from _inside(f"a hook of {path or 'the module'!r}", hook, seen, _DEEP)
+            elif key not in _PLAIN:
+                yield from _inside(f"{where}{key}", value, seen, _DEEP)
+
+
+def _inside(name: str, value: Any, seen: set[int], deep: int) -> Iterator[tuple[str, Any]]:
+    yield name, value
+    if (
+        deep == 0
+        or isinstance(value, str | bytes | int | float | Tensor | nn.Module | type | None)
+        or id(value) in seen
+    ):
+        return
+    seen.add(id(value))
+    items: list[tuple[str, Any]] = []
+    if isinstance(value, dict):
+        items = [(f"{name}[{key!r}]", item) for key, item in [*value.items()][:1000]]
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        items = [(f"{name}[{i}]", item) for i, item in enumerate([*value][:1000])]
+    elif isinstance(value, FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
+        items = [(f"{free!r} in {name}", cell.cell_contents) for free, cell in cells if _filled(cell)]
+        items += [(f"a default of {name}", item) for item in value.__defaults__ or ()]
+    elif isinstance(value, MethodType):
+        items = [(name, value.__func__), (name, value.__self__)]
+    elif isinstance(value, partial):
+        items = [(name, value.func), *((name, item) for item in (*value.args, *value.keywords.values()))]
+    elif type(value).__module__.partition(".")[0] not in ("torch", "lightning", "builtins", "logging", "threading"):
+        items = [(f"{name}.{key}", item) for key, item in getattr(value, "__dict__", {}).items()]
+    for inner, item in items:
+        yield from _inside(inner, item, seen, deep - 1)
+
+
+def _held(tensor: Tensor, beside: list[Tensor]) -> bool:
+    """Whether anything but a graph, a frame and the list ``beside`` refers to a tensor."""
+    return any(other is not beside and not isinstance(other, FrameType) for other in gc.get_referrers(tensor))
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def state_of(module: nn.Module) -> dict[str, Any]:
+    """Numbers that say what each parameter, buffer and plain attribute holds, by name; metrics' and norms' are left out."""
+    found: dict[str, Any] = {}
+    skipped = [path for path, m in module.named_modules() if isinstance(m, Metric | _NormBase) or _from(m, _OURS)]
+    for path, m in module.named_modules():
+        if any(path == other or path.startswith(f"{other}.") for other in skipped if other):
+            continue
+        where = f"{path}." if path else ""
+        for name, t in (*m._parameters.items(), *m._buffers.items()):
+            if t is not None:
+                found[f"{where}{name}"] = _number(t)
+    for name, value in everything(module):
+        if any(name.startswith(f"{other}.") for other in skipped if other):
+            continue
+        if isinstance(value, Tensor):
+            found[name] = _number(value)
+        elif isinstance(value, int | float | str | None):
+            found[name] = repr(value)
+        elif isinstance(value, list | dict | set | deque):
+            found[name] = len(value)
+    return found
+
+
+def _number(t: Tensor) -> Any:
+    t = t.detach()
+    if t.is_meta or t.numel() == 0:
+        return None
+    if t.is_complex():
+        t = torch.view_as_real(t)
+    exact = torch.float64 if t.device.type != "mps" else torch.float32
+    flat = t.reshape(-1).to(exact)
+    weights = torch.arange(1, flat.numel() + 1, device=flat.device, dtype=exact)
+    values = (float(flat.sum()), float(flat.abs().sum()), float((flat * weights).sum()))
+    return tuple("nan" if math.isnan(value) else value for value in values)
+
+
+def _from(module: nn.Module, packages: tuple[str, ...]) -> bool:
+    return f"{type(module).__module__}.".startswith(packages)
+
+
+def check_sideways(module: nn.Module, stack: Stack, step: Step, batch: Any, stream: Stream, *, who: str) -> None:
+    """Run the uncut step twice, and see what it leaves behind.
+
+    Raises:
+        ValueError: if blocks put tensors with gradients where the step, or anything else, can find them; or if a number or a
+            tensor of the module moves with each step.
+    """
+    graph = Graph(module, len(stack.blocks))
+    with rng.fork(), torch.enable_grad():
+        inside = {id(p) for block in stack.blocks for p in block.parameters()}
+        # other weights: a teacher that begins as its student's copy does not move at first
+        with silent(cast("Any", module)), perturbed(module, inside, 1.0):
+            with uncut(stack, stream):
+                step(batch)  # which may fill caches
+            before = state_of(module)
+            with uncut(stack, stream, marks=graph):
+                step(batch)
+            after = state_of(module)
+        kept = graph.found is None and graph.kept()
+    if graph.found is not None or kept:
+        where = f"in {graph.found}" if graph.found else "in a list, a dict or a closure outside the module"
+        raise ValueError(
+            f"{who}: blocks of {stack.path!r} leave tensors with gradients {where}, beside the hidden state that they return:"
+            " an auxiliary loss by a list, an attribute or a hook (a router's logits, say). Blocks of other pipeline stages"
+            " do not run, so a step that uses these, now or later, would train on a part of them. Take out what keeps them"
+            " (in Hugging Face models output_router_logits=False, output_hidden_states=False), keep them detached"
+            " (.detach()) if they are to be looked at alone, or use pipeline_parallel_size=1."
+        )
+    _check_state(module, before, after, who=who)
+
+
+def _check_state(module: nn.Module, before: dict[str, Any], after: dict[str, Any], *, who: str) -> None:
+    moved = [name for name, value in after.items() if name in before and before[name] != value]
+    grown = [name for name in moved if isinstance(after[name], int)]
+    weights = dict(module.named_parameters(remove_duplicate=False))
+    theirs = [
+        name for name in moved if name not in weights and name not in grown and _from(_owner(module, name), _THEIRS)
+    ]
+    mine = [name for name in moved if name not in grown and name not in theirs]
+    if mine:
+        raise ValueError(
+            f"{who}: training_step changes {', '.join(map(repr, sorted(mine)[:5]))} each time it runs (a counter, a moving"
+            " average, a teacher's weights). In a pipeline it runs once for each micro-batch and on each stage, and ends"
+            " early on all but the last, so this would move at another pace, and not alike on all ranks. Change it once"
+            " for each batch, in on_train_batch_end or on_before_zero_grad, or use pipeline_parallel_size=1."
+        )
+    for names, what in ((grown, "grow"), (theirs, "change")):
+        if names:
+            rank_zero_info(
+                f"{who}: {', '.join(map(repr, sorted(names)[:5]))} {what} each time training_step runs; in a pipeline that is"
+                " once for each micro-batch, on each stage that comes to it."
+            )
+
+
+def _owner(module: nn.Module, name: str) -> nn.Module:
+    while "." in name:
+        name = name.rpartition(".")[0]
+        try:
+            return module.get_submodule(name)
+        except AttributeError:
+            continue
+    return module

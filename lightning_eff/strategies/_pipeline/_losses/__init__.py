@@ -1,0 +1,1 @@
+"""What micro-batches weigh in the loss of their batch, and how that is found."""

@@ -1,0 +1,161 @@
+"""What may be counted in a micro-batch: elements of its tensors that are no padding, or the sum of weights in it."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_eff._core.batches import map_tensors, tensors
+
+ALWAYS = (-100.0, -1.0, 0.0, 1.0)  # what padding is marked with, whatever a step was seen to ask for
+
+
+class Count(NamedTuple):
+    """A way to count the elements of one tensor.
+
+    Attributes:
+        path: of the tensor in the batch, whose dimension 0 counts the samples.
+        kind: "not" counts elements other than ``value``, "from" those of at least ``value``, "numbers" those that are not
+            NaN; "sum" adds the elements up.
+        value: see above; 0 where it has no meaning.
+        shifted: without the first position of each sample, as where labels are shifted against logits; of a sum of one
+            number a sample (its length), that number less one.
+    """
+
+    path: str
+    kind: Literal["not", "from", "numbers", "sum"]
+    value: float
+    shifted: bool
+
+    def __str__(self) -> str:
+        where = f"batch{self.path}"
+        if self.kind == "sum":
+            return f"the sum of {where}" + (", less one for each sample or its first position" if self.shifted else "")
+        if self.kind == "numbers":
+            what = f"elements of {where} that are not NaN"
+        else:
+            what = f"elements of {where} that are {'not' if self.kind == 'not' else 'at least'} {self.value:g}"
+        return what + (", but for the first position" if self.shifted else "")
+
+    def of(self, t: Tensor) -> Tensor:
+        """How much each element counts, float64, of the tensor's shape (less a position where shifted)."""
+        if self.shifted and t.ndim > 1:
+            t = t[:, 1:]
+        if self.kind == "not":
+            return t.ne(self.value).double()
+        if self.kind == "from":
+            return t.ge(self.value).double()
+        if self.kind == "numbers":
+            return t.isnan().logical_not().double()
+        return (t.double() - 1).clamp(min=0) if self.shifted and t.ndim == 1 else t.double()
+
+
+class Rule(NamedTuple):
+    """What a loss is the mean of: elements that count by all of ``counts``; by none, samples.
+
+    ``adds`` is a loss that is a sum: two micro-batches' losses are added up.
+    """
+
+    counts: tuple[Count, ...] = ()
+    adds: bool = False
+
+    def __str__(self) -> str:
+        if self.adds:
+            return "samples, over which it is a sum"
+        return " and ".join(map(str, self.counts)) or "samples"
+
+    def amounts(self, batches: Iterable[Any]) -> list[float]:
+        """How much there is in each batch; 0 if it has no such tensor."""
+        found = [self._amount(batch) for batch in batches]
+        return torch.stack(found).tolist()  # at once: each would wait for the device
+
+    def _amount(self, batch: Any) -> Tensor:
+        if not self.counts:
+            return torch.ones((), dtype=torch.float64)
+        held = dict(tensors(batch))
+        if any(count.path not in held for count in self.counts):
+            return torch.zeros((), dtype=torch.float64)
+        marks = [count.of(held[count.path]) for count in self.counts]
+        if any(mark.shape != marks[0].shape for mark in marks):
+            return torch.full((), torch.nan, dtype=torch.float64)
+        return torch.stack(marks).prod(0).sum().cpu() if len(marks) > 1 else marks[0].sum().cpu()
+
+    def with_one(self, batch: Any, others: Sequence[Any]) -> Any:
+        """The batch with the last element of each tensor changed to one that counts, in copies of the tensors.
+
+        Args:
+            others: batches of which some have such elements.
+        """
+        instead: dict[int, tuple[int, Tensor]] = {}
+        held = dict(tensors(batch))
+        for count in self.counts:
+            for other in others:
+                theirs = dict(tensors(other)).get(count.path)
+                if theirs is None:
+                    continue
+                counting = Count(count.path, count.kind, count.value, False).of(theirs).reshape(-1) > 0
+                if bool(counting.any()):
+                    place = int(counting.nonzero()[-1])
+                    instead[id(held[count.path])] = place, theirs.reshape(-1)[place]
+                    break
+
+        def changed(t: Tensor) -> Tensor:
+            if id(t) not in instead:
+                return t
+            t, value = t.clone(memory_format=torch.contiguous_format), instead[id(t)][1]
+            t.view(-1)[-1] = value
+            return t
+
+        return map_tensors(batch, changed)
+
+
+EQUAL, ADDED = Rule(), Rule(adds=True)
+
+
+def held_by_sample(batch: Any, size: int) -> list[tuple[str, Tensor]]:
+    """The tensors of a batch of ``size`` samples that have a row for each of them, each once."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for path, t in tensors(batch):
+        if t.ndim > 0 and t.shape[0] == size and not t.is_complex():
+            found.setdefault(id(t), (path, t))
+    return list(found.values())
+
+
+def values_for(t: Tensor, seen: Iterable[float]) -> list[float]:
+    """What may mark padding in a tensor of this type: the usual numbers, and those that a step was ``seen`` to ask for."""
+    if t.dtype == torch.bool:
+        return [0.0, 1.0]
+    if t.is_floating_point():
+        return list(dict.fromkeys([0.0, *seen]))
+    info = torch.iinfo(t.dtype)
+    return [v for v in dict.fromkeys([*ALWAYS, *seen]) if v == int(v) and info.min <= v <= info.max]
+
+
+def candidates(batch: Any, size: int, seen: Iterable[float]) -> list[Rule]:
+    """Every rule of one count that may hold for batches such as this."""
+    found, seen = [EQUAL, ADDED], [*seen]
+    for path, t in held_by_sample(batch, size):
+        counts = [("not", value) for value in values_for(t, seen)]
+        if t.dtype != torch.bool:
+            counts += [("from", value) for value in dict.fromkeys([0.0, 1.0, *seen, *(value + 1 for value in seen)])]
+        if t.is_floating_point():
+            counts += [("numbers", 0.0)]
+        counts += [("sum", 0.0)]
+        shifts = (False, True) if t.ndim > 1 or t.dtype != torch.bool else (False,)
+        for kind, value in counts:
+            for shifted in shifts if t.ndim > 1 or kind == "sum" else (False,):
+                found.append(Rule((Count(path, kind, value, shifted),)))  # pyright: ignore[reportArgumentType]
+    return found
+
+
+def joined(rules: Sequence[Rule], batch: Any) -> list[Rule]:
+    """Rules of two counts, of tensors of one shape, that each hold somewhere."""
+    held = dict(tensors(batch))
+    singles = list(dict.fromkeys(count for rule in rules for count in rule.counts))
+    return [
+        Rule((first, second))
+        for i, first in enumerate(singles)
+        for second in singles[i + 1 :]
+        if first.shifted == second.shifted and held[first.path].shape == held[second.path].shape
+    ]
