@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_eff._core._stack.compiled import uncompiled as uncompiled
+from lightning_eff._core._stack.compiled import untraced_hooks as untraced_hooks
 from lightning_eff._core._stack.finding import Candidate as Candidate
 from lightning_eff._core._stack.finding import candidates as candidates
 from lightning_eff._core._stack.finding import find_stack as find_stack

@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from typing_extensions import override
 
 from lightning_eff._core.batches import tensors
-from lightning_eff._core.blocks import refuse_compiled_around
+from lightning_eff._core.blocks import refuse_compiled_around, untraced_hooks
 from lightning_eff._core.losses import loss_of
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, needs_memory_bound
 from lightning_eff._core.session import Session
@@ -89,7 +89,7 @@ class Offloading:
 
     def hooks(self) -> saved_tensors_hooks:
         """The context in which saved tensors pass through here; hooks set inside it come before it."""
-        return saved_tensors_hooks(self.pack, self.unpack)
+        return untraced_hooks(self.pack, self.unpack)
 
 
 def _pointless(profile: RunProfile) -> str | None:

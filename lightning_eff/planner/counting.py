@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
+from lightning_eff._core.blocks import uncompiled, untraced_hooks
+
 _aten = torch.ops.aten
 _LINEAR = {_aten.mm, _aten.addmm, _aten._scaled_mm, _aten.convolution, _aten.convolution_backward}
 _BATCHED = {_aten.bmm, _aten.baddbmm}
@@ -159,7 +161,12 @@ class Counter(TorchDispatchMode):
             handles.append(block.register_forward_pre_hook(self._enter(i), with_kwargs=True))
             handles.append(block.register_forward_hook(self._leave(i)))
         try:
-            with _AsOnAccelerators(), torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t), self:
+            with (
+                uncompiled(),
+                _AsOnAccelerators(),
+                untraced_hooks(self._pack, lambda t: t),
+                self,
+            ):
                 yield self
         finally:
             for handle in handles:

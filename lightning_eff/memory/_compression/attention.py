@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from typing_extensions import override
+
+from lightning_eff._core.blocks import untraced_hooks
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _FUSED = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
@@ -110,7 +111,7 @@ class _Attention(torch.autograd.Function):
         needed = ctx.needs_input_grad[:4]
         # no hooks of a forward pass that this backward pass may run in
         with (
-            saved_tensors_hooks(_same, _same),
+            untraced_hooks(_same, _same),
             torch.autocast(saved[0].device.type, enabled=False),
             sdpa_kernel(ctx.backend),
             torch.enable_grad(),

@@ -14,9 +14,9 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
+from lightning_eff._core.blocks import untraced_hooks
 from lightning_eff.kernels.group_quantization import BITS, quantize
 from lightning_eff.memory._compression.affine import Line
 from lightning_eff.memory._compression.attention import OnResult
@@ -151,7 +151,7 @@ class Engine:
         cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
         before = torch.cuda.memory_allocated() if cuda else 0
         try:
-            with self.tensors, saved_tensors_hooks(self._pack, self._unpack):
+            with self.tensors, untraced_hooks(self._pack, self._unpack):
                 yield
             self._count()
             if cuda:

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
+from lightning_eff._core.blocks import untraced_hooks
 from lightning_eff.memory._hosting.host import HostStore, Ticket, can_leave
 from lightning_eff.memory._planning.plan import Plan, span
 
@@ -111,7 +112,7 @@ class Offloading:
             stays = not can_leave(tensor) or tensor.untyped_storage()._cdata in weights or _is_cast(tensor)
             return _Stays(tensor) if stays else self.put(block, tensor)
 
-        return saved_tensors_hooks(pack, _get)
+        return untraced_hooks(pack, _get)
 
 
 def _get(packed: Ticket | _Stays) -> Tensor:

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from lightning_eff._core.blocks import hidden_of
+from lightning_eff._core.blocks import hidden_of, uncompiled, untraced_hooks
 from lightning_eff.memory._planning.plan import Stage
 from lightning_eff.memory._recompute.surroundings import random_state, set_random_state
 
@@ -114,7 +113,8 @@ class _Measured:
 class Profiler:
     """Measures each block at its calls; hand each call of a block in a step to :meth:`call`.
 
-    Run the step in :meth:`around` once, with autograd on: each block runs twice, and its bytes are counted. Then run
+    Run the step in :meth:`around` once, with autograd on: each block runs twice, and its bytes are counted, those of its
+    plain run where it is compiled, because a ledger does not see what compiled code does. Then run
     it so again and again until :meth:`settled`: in each of these rounds a block runs forward and backward once, and is
     timed. What slows the machine down for a while then touches a part of each block's measures, and not some blocks alone.
 
@@ -135,7 +135,7 @@ class Profiler:
     def around(self) -> Iterator[None]:
         """Where the step runs: what it would save for its backward pass is let go."""
         self._order.clear()
-        with torch.enable_grad(), saved_tensors_hooks(_drop, _never):
+        with torch.enable_grad(), untraced_hooks(_drop, _never):
             yield
         self._rounds += 1
 
@@ -186,7 +186,8 @@ class Profiler:
         if self._rounds < 0:
             found = self._found[index] = _Measured()
             known = self._known | {_key(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
-            return self._measure_bytes(found, forward, backward, known, parameters, hidden)
+            with uncompiled():
+                return self._measure_bytes(found, forward, backward, known, parameters, hidden)
         output = self._time(self._found[index], forward, backward, device)
         if not any(isinstance(leaf, Tensor) and leaf.requires_grad and leaf is not hidden for leaf in leaves):
             return output
@@ -210,7 +211,7 @@ class Profiler:
                 last = _mark(device)
             return tensor.detach()
 
-        with saved_tensors_hooks(pack, _itself):
+        with untraced_hooks(pack, _itself):
             began = _mark(device)
             output, inputs = forward()
             between = _mark(device)
@@ -241,7 +242,7 @@ class Profiler:
                 held.append(StorageWeakRef(tensor.untyped_storage()))
             return tensor.detach()
 
-        with saved_tensors_hooks(save, _itself):
+        with untraced_hooks(save, _itself):
             with _allocator(hidden.device) as taken, ledger:
                 output, inputs = forward()
             outputs = {_key(t): _nbytes(t) for t in _tensors(output) if ledger.counts(t)}
@@ -263,7 +264,7 @@ class Profiler:
             found.backward_peak = max(0, peak - (0 if gradient is None else _nbytes(gradient)))
         del output, inputs, gradient
         ledger = Ledger(self._weights, known)
-        with saved_tensors_hooks(_drop, _never), _allocator(hidden.device) as taken, ledger:
+        with untraced_hooks(_drop, _never), _allocator(hidden.device) as taken, ledger:
             output, _ = forward()
         found.forward_peak = max(
             0, ledger.peak - found.output, taken() - ledger.casts - found.output, saving_peak - found.saved

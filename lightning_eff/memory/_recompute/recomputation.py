@@ -1,7 +1,7 @@
 """Recomputation by a plan, over the user's own loop of blocks (Chen et al. 2016; nested, as Herrmann et al. 2019).
 
 No tracing, and no call is merged with another: the graph is that of the plain forward pass. Where a block is to be run
-again, what autograd would save of it is replaced by empty slots (``saved_tensors_hooks``), and of the call its
+again, what autograd would save of it is replaced by empty slots (saved-tensor hooks), and of the call its
 arguments and surroundings are noted. A block's hidden state that is the very tensor which the block before it returned
 is not kept: in the second run it comes from there. When autograd asks for an empty slot, the calls are run again from
 the nearest input that is kept; what they would save goes into the slots, and the graph that comes into being meanwhile
@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from lightning_eff._core.blocks import untraced_hooks
 from lightning_eff.memory._hosting.host import Ticket, can_leave
 from lightning_eff.memory._planning.plan import Item, Segment
 from lightning_eff.memory._recompute.offloading import Offloading
@@ -208,7 +208,7 @@ class Recomputation:
             call.metas.append((tensor.shape, tensor.dtype))
             return slot
 
-        with saved_tensors_hooks(pack, self._value):
+        with untraced_hooks(pack, self._value):
             output = run(*args, **kwargs)
         call.running = False
         call.buffers = block.buffers.changed(before)
@@ -369,7 +369,7 @@ class Recomputation:
             with (
                 rewound(call.buffers),
                 call.surroundings.again(call.block.modules),
-                saved_tensors_hooks(pack, _never),
+                untraced_hooks(pack, _never),
             ):
                 output = call.run(*args, **kwargs)
         except _Done:
