@@ -24,8 +24,8 @@ from lightning_eff.bench.inspection import facts, raw, training_data
 from lightning_eff.bench.machine import memory_in_use
 from lightning_eff.bench.own_rate import OwnRate
 from lightning_eff.bench.pace import WARM_UP, Diverged, Horizon, Incomparable, Pace, Rehearsed, decay
-from lightning_eff.bench.quiet import Quiet
-from lightning_eff.bench.turns import TURN
+from lightning_eff.bench.running.quiet import Quiet
+from lightning_eff.bench.running.turns import TURN
 
 
 class Pacer(Clock):

@@ -6,7 +6,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lightning_eff.bench.jobs import Job
+from lightning_eff.bench.running.jobs import Job
 
 
 class PlanBar:

@@ -8,8 +8,8 @@ from multiprocessing.process import BaseProcess
 
 import pytest
 
-from lightning_eff.bench import placement
-from lightning_eff.bench.turns import in_turns
+from lightning_eff.bench.running import placement
+from lightning_eff.bench.running.turns import in_turns
 
 
 @pytest.fixture

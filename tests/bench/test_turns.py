@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from lightning_eff.bench.turns import in_turns
+from lightning_eff.bench.running.turns import in_turns
 
 
 def test_one_at_a_time_and_in_order() -> None:

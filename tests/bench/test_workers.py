@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from lightning_eff.bench.arms import Arm
-from lightning_eff.bench.jobs import Job
 from lightning_eff.bench.pace import Pace
-from lightning_eff.bench.worker import MARK
+from lightning_eff.bench.running.jobs import Job
+from lightning_eff.bench.running.worker import MARK
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIG = """
@@ -28,8 +28,8 @@ data: {class_path: tests.bench.tasks.Data}
 BENCH = """
 import sys
 from pathlib import Path
-from lightning_eff.bench.jobs import Job
-from lightning_eff.bench.workers import Workers
+from lightning_eff.bench.running.jobs import Job
+from lightning_eff.bench.running.workers import Workers
 import json
 job = Job.of(json.loads(sys.argv[1]))
 for _ in Workers(1, 1, Path(sys.argv[2])).each([job], lambda job, u: print("step", flush=True)):
@@ -83,7 +83,7 @@ def test_a_worker_whose_orders_end_in_the_middle_of_a_job_ends_at_once(order: di
     for job in (order, None):
         worker = subprocess.Popen(
             [
-                *(sys.executable, "-c", "from lightning_eff.bench.worker import main; main()"),
+                *(sys.executable, "-c", "from lightning_eff.bench.running.worker import main; main()"),
                 *(str(tmp_path / "log"), str(os.getpid())),
             ],
             cwd=ROOT,

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from lightning_eff.bench.jobs import Job, Progress, crashed, work, work_all
-from lightning_eff.bench.worker import MARK
+from lightning_eff.bench.running.jobs import Job, Progress, crashed, work, work_all
+from lightning_eff.bench.running.worker import MARK
 
 Done = Iterator[tuple[Job, dict[str, Any]]]
 
@@ -122,7 +122,13 @@ class _Worker:
         limits = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")} if threads else {}
         self.log = log
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "from lightning_eff.bench.worker import main; main()", str(log), str(os.getpid())],
+            [
+                sys.executable,
+                "-c",
+                "from lightning_eff.bench.running.worker import main; main()",
+                str(log),
+                str(os.getpid()),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -16,7 +16,7 @@ from lightning_eff.bench.inspection import acting
 from lightning_eff.bench.machine import EnergyMeter, peak_memory, reset_peak_memory
 from lightning_eff.bench.pace import Diverged, Incomparable, Pace, Rehearsed
 from lightning_eff.bench.pacer import Pacer
-from lightning_eff.bench.turns import Stopped, in_turns
+from lightning_eff.bench.running.turns import Stopped, in_turns
 
 
 @dataclass(frozen=True)

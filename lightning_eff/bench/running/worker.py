@@ -38,7 +38,7 @@ def main() -> None:
 
     import torch
 
-    from lightning_eff.bench.jobs import Job, work_all
+    from lightning_eff.bench.running.jobs import Job, work_all
 
     told: dict[str, float] = {}
 

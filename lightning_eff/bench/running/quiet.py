@@ -3,7 +3,7 @@
 import os
 import time
 
-from lightning_eff.bench.placement import busy_ticks
+from lightning_eff.bench.running.placement import busy_ticks
 
 STRETCH = 0.5  # seconds of training in a stretch
 OTHERS = 0.1  # of one core is what others may take, on average, in a quiet one

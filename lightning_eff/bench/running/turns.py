@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 from lightning_eff._core import rng
-from lightning_eff.bench.placement import on_idle_cores
+from lightning_eff.bench.running.placement import on_idle_cores
 
 TURN = 4  # batches
 
