@@ -1,5 +1,6 @@
 """More cases of the pipeline tests: all that surrounds a step."""
 
+import itertools
 import os
 import warnings
 from collections.abc import Callable
@@ -334,7 +335,7 @@ def fails_in_the_middle() -> None:
     pipe = cut(refusals.Failing())
     pipe.run(steps(pipe.module), hazards.batch())
     last: Any = pipe.stack.blocks[3]
-    last.left = 3
+    last.calls = itertools.count(1)
     try:
         pipe.run(steps(pipe.module), hazards.batch())
     except ZeroDivisionError as error:  # a strategy's watch would end the others; here this process's end does

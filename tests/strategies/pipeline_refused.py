@@ -1,5 +1,6 @@
 """Modules that no pipeline computes rightly: plain code, as users write it."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -85,14 +86,13 @@ class Infinite(Plain):
 
 
 class Failing(Plain):
-    """Blocks that fail when none of their calls is left."""
+    """Blocks of which one that is told so fails at its third call after that."""
 
     class Layer(Layer):
-        left = 10**9
+        calls: Iterator[int] | None = None  # an iterator, since a number that moves is refused at setup
 
         def forward(self, x: Tensor) -> Tensor:
-            self.left -= 1
-            if self.left == 0:
+            if self.calls is not None and next(self.calls) == 3:
                 raise ZeroDivisionError("in block 3")
             return super().forward(x)
 
