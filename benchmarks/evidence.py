@@ -217,6 +217,8 @@ def planted_section(planted: dict[str, Any]) -> list[str]:
         f" {planted['seeds_apart']} other seeds, its loss is {apart['mean']:+.3f} ± {apart['error']:.3f} (standard error) from"
         " the baseline's. An interval of 95 % that is right holds what was planted 19 times in 20."
     )
+    if planted["repetitions"] < 20:
+        text += f" {planted['repetitions']} repetitions are too few to tell how often these do: 20 are meant, and not yet run."
     lines = [
         *textwrap.wrap(text, 128),
         "",
