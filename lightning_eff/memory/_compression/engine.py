@@ -128,6 +128,7 @@ class Engine:
         self._unfit = 0
         self._counted = 0  # tensors saved when the ledger was filled last
         self._entries: list[Entry] = []
+        self._installed: Callable[[Tensor], Any] | None = None  # the pack hook as autograd has it
         self._known: dict[tuple[Identity, bool], ReferenceType[Held]] = {}
         self._storages = Storages()
         self._occurrences: dict[str, int] = {}
@@ -150,8 +151,10 @@ class Engine:
         self.tensors.on_attention = self._on_attention
         cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
         before = torch.cuda.memory_allocated() if cuda else 0
+        hooks = untraced_hooks(self._pack, self._unpack)
+        self._installed = hooks.pack_hook
         try:
-            with self.tensors, untraced_hooks(self._pack, self._unpack):
+            with self.tensors, hooks:
                 yield
             self._count()
             if cuda:
@@ -306,7 +309,7 @@ class Engine:
     def _on_attention(self) -> OnResult | None:
         """What hears of attention's result, unless what it saves goes elsewhere: a checkpoint will run it outside of this."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
-        if hooks is None or hooks[0] != self._pack or (self.only is not None and not self.only()):
+        if hooks is None or hooks[0] is not self._installed or (self.only is not None and not self.only()):
             return None
         return self._attended
 
