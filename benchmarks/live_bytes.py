@@ -16,6 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
@@ -113,11 +114,40 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {storage._cdata: storage.nbytes() for storage in found}
 
 
-class MeasureMemory(Callback):
-    """Measures the peak of one step of a fit, and what it consists of.
+class Stepped:
+    """Notes what each optimizer step of this process takes: parameters, gradients and states, as they lie here.
 
-    ``result`` has bytes: ``weights``, ``gradients`` and ``optimizer``, each as it lies between steps, ``activations``, all
-    else that lived at the peak but the data set's integers, and ``total``.
+    By torch's own hook, and not a callback's: of a module that is divided each process steps its part, and this is meant to
+    count that part.
+
+    Attributes:
+        steps: of each step, the storages of "weights", "gradients" and "optimizer" with their bytes.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, dict[int, int]]] = []
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor) and t.ndim]
+        grads = [p.grad for p in params if p.grad is not None]
+        self.steps.append({"weights": storages(params), "gradients": storages(grads), "optimizer": storages(states)})
+
+    @contextmanager
+    def noting(self) -> Iterator["Stepped"]:
+        """For the length of a run."""
+        handle = register_optimizer_step_post_hook(self)
+        try:
+            yield self
+        finally:
+            handle.remove()
+
+
+class WatchPeak(Callback):
+    """Watches one step of a fit: what lived when the most did.
+
+    Attributes:
+        at_peak: the storages that lived then, by key, with their bytes, but for the data set's integers.
 
     Args:
         step: which batch, from 0; late enough for optimizer states and earlier gradients to be there.
@@ -125,10 +155,9 @@ class MeasureMemory(Callback):
 
     def __init__(self, step: int = 2) -> None:
         self.step = step
-        self.result: dict[str, int] = {}
-        self._live: LiveBytes | None = None
+        self.at_peak: dict[int, int] = {}
+        self._live = LiveBytes()
         self._scope: Any = None
-        self._gradients: dict[int, int] = {}
         self._outside: dict[int, int] = {}
 
     @override
@@ -137,30 +166,29 @@ class MeasureMemory(Callback):
             gc.collect()
             tensors = [t for t in gc.get_objects() if issubclass(type(t), Tensor) and not t.is_floating_point()]
             self._outside = storages(tensors)
-            self._live = LiveBytes()
             self._scope = self._live.watching()
             self._scope.__enter__()
-
-    @override
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        if self._live is not None and not self.result:
-            self._gradients = storages(p.grad for p in pl_module.parameters() if p.grad is not None)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._live is None or not self._gradients or self.result:
-            return
-        self._scope.__exit__(None, None, None)
-        at_peak = self._live.at_peak
-        weights = storages(pl_module.parameters())
-        states = [s for optimizer in trainer.optimizers for s in optimizer.state.values()]
-        optimizer = storages(t for state in states for t in state.values() if isinstance(t, Tensor) and t.ndim)
-        rest = sum(at_peak.values()) - sum(size for key, size in at_peak.items() if key in self._outside)
-        parts = {"weights": weights, "gradients": self._gradients, "optimizer": optimizer}
-        self.result = {name: sum(found.values()) for name, found in parts.items()}
-        counted = {key for found in (weights, optimizer) for key in found}
-        rest -= sum(size for key, size in at_peak.items() if key in counted)
-        self.result["total"] = rest + self.result["weights"] + self.result["optimizer"]
-        self.result["activations"] = self.result["total"] - sum(self.result[name] for name in parts)
+        if self._scope is not None:
+            self._scope.__exit__(None, None, None)
+            self._scope = None
+            self.at_peak = {key: size for key, size in self._live.at_peak.items() if key not in self._outside}
+
+
+def parts(watched: WatchPeak, stepped: Stepped) -> dict[str, int]:
+    """Bytes on this process: weights, gradients and optimizer states as they lie between steps; all else at the peak; all.
+
+    Args:
+        watched: of a fit that is over, without accumulation.
+        stepped: of the same.
+    """
+    found = stepped.steps[watched.step]
+    sizes = {name: sum(held.values()) for name, held in found.items()}
+    still = {key for name in ("weights", "optimizer") for key in found[name]}
+    rest = sum(size for key, size in watched.at_peak.items() if key not in still)
+    total = rest + sizes["weights"] + sizes["optimizer"]
+    return {**sizes, "total": total, "activations": total - sum(sizes.values())}

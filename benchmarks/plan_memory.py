@@ -4,8 +4,8 @@
 
 Writes a recipe (the GPT example at small size) into a temporary folder, lets `lightning-eff plan` write its best layout as a
 config, and starts that many processes, each of which runs `lightning-eff fit --config recipe.yaml --config plan.yaml` on the
-CPU with gloo. Nothing of the plan is changed but the accelerator, and the nodes, which are one machine here. A callback
-counts the bytes of all tensors that live during the third step (benchmarks/live_bytes.py), as the run has them.
+CPU with gloo. Nothing of the plan is changed but the accelerator, and the nodes, which are one machine here. The bytes of all
+tensors that live during the third step are counted (benchmarks/live_bytes.py), as the run has them.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def fit(folder: Path) -> None:
 
     import torch
 
-    from benchmarks.live_bytes import MeasureMemory
+    from benchmarks.live_bytes import Stepped, WatchPeak, parts
     from lightning_eff import cli
 
     warnings.filterwarnings("ignore")
@@ -88,21 +88,22 @@ def fit(folder: Path) -> None:
             "accelerator": "cpu",
             "num_nodes": 1,
             "devices": int(os.environ["WORLD_SIZE"]),
-            "callbacks+": [{"class_path": "benchmarks.live_bytes.MeasureMemory"}],
+            "callbacks+": [{"class_path": "benchmarks.live_bytes.WatchPeak"}],
         }
     }
     path = folder / f"here{rank}.yaml"
     path.write_text(yaml.safe_dump(here))
-    measured: list[MeasureMemory] = []
-    setup = MeasureMemory.setup
+    watching: list[WatchPeak] = []
+    setup = WatchPeak.setup
 
-    def noted(self: MeasureMemory, *args: Any, **kwargs: Any) -> None:
-        measured.append(self)
+    def noted(self: WatchPeak, *args: Any, **kwargs: Any) -> None:
+        watching.append(self)
         setup(self, *args, **kwargs)
 
-    MeasureMemory.setup = noted
-    cli.main(["fit", *(f"--config={folder / name}" for name in ("recipe.yaml", "plan.yaml", path.name))])
-    (folder / f"rank{rank}.json").write_text(json.dumps(measured[0].result))
+    WatchPeak.setup = noted
+    with Stepped().noting() as stepped:
+        cli.main(["fit", *(f"--config={folder / name}" for name in ("recipe.yaml", "plan.yaml", path.name))])
+    (folder / f"rank{rank}.json").write_text(json.dumps(parts(watching[0], stepped)))
 
 
 def run(folder: Path, processes: int, timeout: float) -> list[dict[str, int]]:
