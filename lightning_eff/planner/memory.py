@@ -123,7 +123,8 @@ class MemoryModel:
         # with two stages here what is in no block is not divided
         divided, rest = (p, 0) if layout.stages_per_rank == 1 else (sum(blocks), outside)
         own = divided / k + rest
-        return own * w, divided * w, again * own * g, divided * g, own * states
+        gathered = divided + max(blocks)  # and the last block's flat buffer, until the next one's has come
+        return own * w, gathered * w, again * own * g, divided * g, own * states
 
     def _states_elsewhere(self, layout: Layout, rank: int) -> tuple[float, float, float, float, float]:
         costs, profile = self.costs, self.costs.profile
@@ -175,8 +176,8 @@ class MemoryModel:
                 first, last = stage == 0, stage == layout.num_stages - 1
                 if pack and layout.pp > 1:
                     # torch makes them for all micro-batches at once, and those that are received keep their gradients too;
-                    # what is received is what the first block keeps
-                    buffers += layout.num_microbatches * hidden * (2 * (not first) + (not last))
+                    # what is received is what the first block keeps; and beside each is what earlier blocks return here
+                    buffers += layout.num_microbatches * hidden * (3 * (not first) + (not last))
                     size -= 0.0 if first else hidden
                 for i in costs.indices(stage, layout.num_stages):
                     remat = "none" if i in kept else layout.remat

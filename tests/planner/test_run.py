@@ -29,4 +29,4 @@ def test_eight_processes_take_what_was_predicted() -> None:
     found = experiment(8, [word for each in only for word in ("--only", each)], **SIZES)
     arguments = found["config"]["trainer"]["strategy"]["init_args"]
     assert (arguments["pipeline_parallel_size"], arguments["tensor_parallel_size"], arguments["shard"]) == (2, 2, True)
-    check(found, 0.9, 1.4)
+    check(found, 0.85, 1.3)  # seen: 0.91 on the last stage, where FSDP's flat buffers are a tenth of so small a model

@@ -113,7 +113,7 @@ def test_states_are_counted_by_hand() -> None:
     stage = memory.by_rank(layout(dp=2, pp=2, shard="zero3", schedule="1F1B", num_microbatches=4))[1]
     mine = evaluator.costs.parameters(1, 2)
     assert (stage.weights, stage.gradients, stage.optimizer) == (2 * mine, 4 * mine, 4 * mine)
-    assert (stage.gathered, stage.unreduced) == (4 * mine, 4 * mine)
+    assert (stage.gathered, stage.unreduced) == (4 * (mine + block), 4 * mine), "a flat buffer of one block beside it"
 
 
 def test_states_elsewhere_are_counted_by_hand() -> None:
