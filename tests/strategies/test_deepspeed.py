@@ -16,6 +16,7 @@ from lightning_eff.strategies._communication.onebit_adam import OneBitAdam
 from lightning_eff.strategies._communication.onebit_lamb import OneBitLamb
 from lightning_eff.strategies._communication.onebit_optimizer import check_source
 from lightning_eff.strategies._communication.zero_one_adam import ZeroOneAdam
+from lightning_eff.strategies._names import NAMES
 from lightning_eff.strategies.deep_speed import DeepSpeedEffStrategy
 from tests.conftest import Once
 from tests.runs import largest
@@ -227,10 +228,12 @@ def test_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_strings_are_registered() -> None:
     """Under names that Lightning does not use."""
     available = StrategyRegistry.available_strategies()
-    for name, (_, settings) in deep_speed._STRINGS.items():
-        assert name in available
-        assert StrategyRegistry[name]["strategy"] is DeepSpeedEffStrategy
-        assert StrategyRegistry[name]["init_params"] == settings
+    ours = [one for one in NAMES if one.cls == "DeepSpeedEffStrategy"]
+    assert len(ours) == 9
+    for one in ours:
+        assert one.name in available
+        assert StrategyRegistry[one.name]["strategy"] is DeepSpeedEffStrategy
+        assert StrategyRegistry[one.name]["init_params"] == one.arguments
     assert StrategyRegistry["deepspeed_stage_2"]["strategy"] is pl.strategies.DeepSpeedStrategy
 
 
