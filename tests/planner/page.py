@@ -244,12 +244,12 @@ not yet reduced, buffers and what is at work.
 
 {measured}
 
-**Stated error: 3 % below to 21 % above; 9 % below at width 64 (tests/planner/test_run.py).** What lies still is exact but for norms and other small tensors that tensor
-parallelism leaves whole. Above are, on purpose: the blocks' activations under tensor parallelism, since this module carries
-no plan for it and setup finds the pairs of its MLPs all the same; a block that runs again, which gives back what it
-saved as it goes; and blocks that a GPU fetches ahead, where a CPU gathers them one by one. Not seen here is what a caching
-allocator, NCCL and kernels' workspaces take (`usable_memory`), nor any run on GPUs, nor `ActivationCompression`, `"optimal"`,
-FP8 and `OptimizerOffload`, whose memory is by their own descriptions.
+**Stated error: 3 % below to 21 % above; 9 % below at width 64 (tests/planner/test_run.py).** What lies still is exact but for
+norms and other small tensors that tensor parallelism leaves whole. Above are, on purpose: the blocks' activations under
+tensor parallelism, since this module carries no plan for it and setup finds the pairs of its MLPs all the same; a block
+that runs again, which gives back what it saved as it goes; and blocks that a GPU fetches ahead, where a CPU gathers them
+one by one. Not seen here is what a caching allocator, NCCL and kernels' workspaces take (`usable_memory`), nor any run on
+GPUs, nor `ActivationCompression`, `"optimal"`, FP8 and `OptimizerOffload`, whose memory is by their own descriptions.
 
 ## The table
 
