@@ -99,6 +99,7 @@ def run(work: Work) -> None:
     workers = s.get("workers") or min(MOST_WORKERS, (os.cpu_count() or 1) // 2)
     os.environ["LIGHTNING_EFF_TEST_ACCELERATOR"] = "cpu" if work.tiny else s["accelerator"]
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.pop(WORKER, None)  # of a run of tests that this one is part of
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "done.json")
         file.write_text(json.dumps(done))

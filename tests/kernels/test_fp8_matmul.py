@@ -81,9 +81,9 @@ def test_tiles_change_nothing_but_the_order(kernel: torch.device) -> None:
         y = torch.full((300, 270), math.nan, device=kernel)
         way.matmul(a, b, y, configuration=configuration)
         found.append(y)
-    if kernel.type == "cpu":
-        assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-    assert largest(error(y, found[0]) for y in found) < TENSOR_CORE
+    # the interpreter's products are a BLAS's, which orders its sums by the tile's shape and the processor
+    of_order = TENSOR_CORE if kernel.type == "cuda" else torch.finfo(torch.float32).eps
+    assert largest(error(y, found[0]) for y in found) < of_order
 
 
 def test_results_in_other_types(kernel: torch.device) -> None:
