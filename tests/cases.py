@@ -22,6 +22,10 @@ class Case:
         neutral: builds it with settings that make it plain training.
         model: the module of ``tests.models`` it is tried on, unless a test says otherwise.
         exact: whether it saves memory or time and leaves weights bit for bit those of plain training.
+        figure: of an exact technique, whose effect weights do not show: the quantity of its report that is above zero once
+            it has acted.
+        lossy: whether what it computes depends on which tensors autograd saves.
+        saves_less: whether autograd saves other tensors with it.
         refuses_manual: whether these settings refuse manual optimization; None where the class says it.
         on_classifier: builds it for ``classifier``, where ``active`` does not suit that module.
         lost: a module on which it can find nothing to act on, with what the error must say; None where any will do.
@@ -32,6 +36,9 @@ class Case:
     neutral: Callable[[], Technique]
     model: str = "tiny_gpt"
     exact: bool = False
+    figure: str = ""
+    lossy: bool = False
+    saves_less: bool = False
     refuses_manual: bool | None = None
     on_classifier: Callable[[], Technique] | None = None
     lost: tuple[Callable[[], pl.LightningModule], str, str] | None = None
@@ -89,16 +96,20 @@ CASES: dict[str, Case] = {
     "ActivationCompression": Case(
         active=lambda: eff.ActivationCompression(bits=2),
         neutral=lambda: eff.ActivationCompression(bits=32),
+        lossy=True,
         lost=(_classifier, "classifier", "none of the [0-9,]+ bytes that the first step saves could be compressed"),
     ),
     "ActivationOffload": Case(
         active=lambda: eff.ActivationOffload(min_bytes=64),
         neutral=lambda: eff.ActivationOffload(min_bytes=inf),
         exact=True,
+        figure="bytes_to_host",
         lost=(_classifier, "classifier", "is as large"),
         as_is=lambda: eff.ActivationOffload(),
     ),
-    "ExactResume": Case(active=lambda: eff.ExactResume(), neutral=lambda: eff.ExactResume(), exact=True),
+    "ExactResume": Case(
+        active=lambda: eff.ExactResume(), neutral=lambda: eff.ExactResume(), exact=True, figure="batches"
+    ),
     "ImportanceSampling": Case(
         active=lambda: eff.ImportanceSampling(presample=2.0, threshold=0.5),
         neutral=lambda: eff.ImportanceSampling(threshold=inf),
@@ -112,11 +123,13 @@ CASES: dict[str, Case] = {
         active=lambda: eff.LocalSGD(interval=3, warmup_steps=2),
         neutral=lambda: eff.LocalSGD(warmup_steps=inf),
         exact=True,
+        figure="local_steps",
     ),
     "OptimizerOffload": Case(
         active=lambda: eff.OptimizerOffload(),
         neutral=lambda: eff.OptimizerOffload(),
         exact=True,
+        figure="bytes_to_host",
         lost=(_lbfgs, "classifier", "LBFGS evaluates"),
     ),
     "ProgressiveLayerDropping": Case(
@@ -134,6 +147,8 @@ CASES: dict[str, Case] = {
         active=lambda: eff.Rematerialization(policy="optimal", memory_budget=0.65),
         neutral=lambda: eff.Rematerialization(policy="optimal", memory_budget=1.0),
         exact=True,
+        figure="recomputed_calls",
+        saves_less=True,
         refuses_manual=True,
         on_classifier=lambda: eff.Rematerialization(),
         lost=(_no_blocks, "classifier", "no stack of repeated blocks"),

@@ -24,6 +24,23 @@ if os.environ.get("LIGHTNING_EFF_TEST_ACCELERATOR", "cpu") != "cpu":  # there, s
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 Once = Callable[[str, Callable[[], Any]], Any]
+BEGAN = pytest.StashKey[float]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Notes when the processor began with a test, its fixtures included."""
+    item.stash[BEGAN] = processes.processor_seconds()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """What a test took of the processor, its ended processes included, stands in the report of ``--junitxml``."""
+    result = yield
+    taken = processes.processor_seconds() - item.stash[BEGAN]
+    item.user_properties.append(("processor_seconds", f"{taken:.3f}"))
+    return result
 
 
 @pytest.fixture(scope="session")

@@ -23,12 +23,14 @@ class PluginCase:
         build: makes it around a precision, so that it acts within a run of 12 steps of 4 samples.
         precisions: around which it is tried.
         refuses: techniques that it cannot train with.
+        lossy: whether what it computes depends on which tensors autograd saves.
         restores_dtypes: whether the module has its own dtypes again after the run, where Lightning's precision leaves others.
     """
 
     build: Callable[[Any], WrappingPrecision]
     precisions: tuple[str, ...] = ("32-true", "bf16-mixed")
     refuses: tuple[str, ...] = ()
+    lossy: bool = False
     restores_dtypes: bool = False
 
 
@@ -37,6 +39,7 @@ PLUGINS: dict[str, PluginCase] = {
         build=lambda precision: ACTPrecision(bits=2, inner=precision),
         precisions=("32-true", "bf16-mixed", "bf16-true"),
         refuses=("ActivationCompression", "ActivationOffload"),
+        lossy=True,
     ),
     "FP8Precision": PluginCase(
         build=lambda precision: FP8Precision("rowwise", base=precision, backend="emulated"),

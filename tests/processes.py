@@ -13,6 +13,12 @@ from pathlib import Path
 from typing import Any
 
 
+def processor_seconds() -> float:
+    """What this process and those of its children that ended have had of processors, in seconds."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
 def free_port() -> int:
     """A TCP port that nobody listens on."""
     with socket.socket() as s:
