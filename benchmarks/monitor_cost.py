@@ -26,8 +26,8 @@ from lightning.pytorch import Callback
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.overhead import steps_per_second
-from lightning_eff.bench.machine import fingerprint
-from lightning_eff.bench.monitor import EfficiencyMonitor
+from lightning_eff.monitor.efficiency_monitor import EfficiencyMonitor
+from lightning_eff.monitor.machine import fingerprint
 
 
 class StepTimes(Callback):

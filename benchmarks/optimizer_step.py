@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from examples.gpt.module import GPT
-from lightning_eff.bench.machine import fingerprint
+from lightning_eff.monitor.machine import fingerprint
 from lightning_eff.optim.optimizers.muon import Muon
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import lightning_eff as eff
 from examples.gpt.data import StdlibText
 from examples.gpt.module import GPT
-from lightning_eff.bench.machine import fingerprint
+from lightning_eff.monitor.machine import fingerprint
 
 
 def idle(num_layers: int) -> list[Callback]:

@@ -42,11 +42,11 @@ from examples.gpt.module import GPT  # noqa: E402
 from lightning_eff import Benchmark  # noqa: E402
 from lightning_eff.bench import calibration  # noqa: E402
 from lightning_eff.bench.arms import Arm  # noqa: E402
-from lightning_eff.bench.machine import fingerprint  # noqa: E402
 from lightning_eff.bench.pace import Budget, Pace  # noqa: E402
 from lightning_eff.bench.references import References  # noqa: E402
 from lightning_eff.bench.reports.statistics import speed_up  # noqa: E402
 from lightning_eff.bench.running.jobs import Job, work  # noqa: E402
+from lightning_eff.monitor.machine import fingerprint  # noqa: E402
 
 BASE, FAST, SLOW = 1.1, 1.0, 1.1 * 1.2  #: times a plain step's time
 SPEED = {"copy": 1.0, "fast": BASE / FAST, "slow": BASE / SLOW}  #: planted speed-ups

@@ -106,7 +106,6 @@ def _lightning(argv: list[str]) -> None:
             f'{error.name} is not installed; LightningCLI needs it. Run: pip install "jsonargparse[signatures]"'
         ) from error
 
-    import lightning_eff.bench.monitor  # noqa: F401 - configs may name it by class name alone
     from lightning_eff.report import TrainingReport
 
     ConfigCLI(argv, save_config_kwargs={"overwrite": True}, trainer_defaults={"callbacks": [TrainingReport()]})

@@ -8,9 +8,9 @@ import lightning.pytorch as pl
 
 import lightning_eff as eff
 from lightning_eff._core.technique import Technique
-from lightning_eff.data._random_subset import RandomSubset
-from lightning_eff.data.sequence_length_warmup import ShortSequences
-from lightning_eff.model._shallower import Shallower
+from lightning_eff.data.curriculum.sequence_length_warmup import ShortSequences
+from lightning_eff.data.selection._random_subset import RandomSubset
+from lightning_eff.model.growth._shallower import Shallower
 
 
 @dataclass(frozen=True)

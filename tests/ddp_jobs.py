@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_eff.data.exact_resume import ExactResume
-from lightning_eff.optim.latest_weight_averaging import LatestWeightAveraging
-from lightning_eff.optim.sharpness_aware_minimization import SharpnessAwareMinimization
+from lightning_eff.optim.averaging.latest_weight_averaging import LatestWeightAveraging
+from lightning_eff.optim.sharpness.sharpness_aware_minimization import SharpnessAwareMinimization
 from tests.cases import ALL
 from tests.models import Samples, flat, loader, module, trainer
 from tests.plugins import PLUGINS

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.cli import LightningCLI
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -146,7 +147,7 @@ ON_OBJECTS: dict[str, Callable[[], Any]] = {
     "_optimizer_step_pre_hooks": scheduled,
     "_orig_cls_mro_index": fsdp,
     "_parameters": nn.Module,
-    "_parser": lambda: pl.cli.LightningCLI,
+    "_parser": lambda: LightningCLI,
     "_post_forward_hook_handle": fsdp_state,
     "_post_load_hook_handle": lambda: fsdp_state()._fsdp_param_groups[0].fsdp_params[0],
     "_pre_forward_hook_handle": fsdp_state,

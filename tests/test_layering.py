@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import itertools
 import os
 import subprocess
 import sys
@@ -156,16 +157,31 @@ def test_core_knows_no_technique() -> None:
         assert ours(imported(path)) <= {"_core"}, path
 
 
-@pytest.mark.parametrize("folder", [f for f in FOLDERS if f not in ("_core", "bench", "planner")])
-def test_a_technique_imports_core_kernels_and_its_own_shared_pieces(folder: str) -> None:
-    for path in files(PACKAGE / folder):
-        names = imported(path)
-        assert ours(names) <= {"_core", "kernels", folder}, path
-        own = {n for n in names if n.startswith(f"lightning_eff.{folder}.") and n.count(".") >= 2}
-        # a folder's room is no technique, and what it shares begins with an underscore
-        rooms = {f"lightning_eff.{folder}.{p.name}" for p in (PACKAGE / folder).iterdir() if p.is_dir()}
-        shared = {n for n in own if any(part.startswith("_") for part in n.split(".")[2:])}
-        assert own - shared <= rooms, f"{path} imports another technique: {own - shared - rooms}"
+@pytest.mark.parametrize("family", [f for f in FOLDERS if f not in ("_core", "bench", "monitor", "planner", "tune")])
+def test_a_technique_imports_core_kernels_and_its_own_rooms_shared_pieces(family: str) -> None:
+    """What a room, or the family that it is a room of, shares begins with an underscore; all else there is a technique."""
+    for path in files(PACKAGE / family):
+        home = room_of(path)
+        taken = {tuple(n.split(".")[1:]) for n in imported(path) if n.startswith("lightning_eff.")}
+        wrong = {n for n in taken if n[0] not in ("_core", "kernels") and not shared_with(home, n)}
+        assert not wrong, f"{path} may use lightning_eff._core, kernels and what {'/'.join(home)} shares, not {wrong}"
+
+
+def room_of(path: Path) -> tuple[str, ...]:
+    """The folder of techniques that a file stands in or is shared by: ``("data", "selection")``, ``("memory",)``."""
+    folders = path.relative_to(PACKAGE).parts[:-1]
+    return tuple(itertools.takewhile(lambda part: not part.startswith("_"), folders))
+
+
+def shared_with(room: tuple[str, ...], name: tuple[str, ...]) -> bool:
+    """Whether a dotted name, in parts, is of something that the room or one around it shares, or that folder itself."""
+    folders = [room[:depth] for depth in range(1, len(room) + 1)]
+    return any(name == f or (name[: len(f)] == f and name[len(f)].startswith("_")) for f in folders)
+
+
+def test_the_monitor_knows_no_technique() -> None:
+    for path in files(PACKAGE / "monitor"):
+        assert ours(imported(path)) <= {"_core", "monitor"}, path
 
 
 def test_nothing_imports_examples_or_tests() -> None:

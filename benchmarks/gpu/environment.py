@@ -23,7 +23,7 @@ def environment(*, tiny: bool) -> dict[str, Any]:
     import torch
 
     from benchmarks.memory.show import cpu
-    from lightning_eff.bench.machine import driver
+    from lightning_eff.monitor.machine import driver
 
     cuda = torch.cuda.is_available() and not tiny
     found: dict[str, Any] = {

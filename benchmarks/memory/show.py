@@ -8,7 +8,7 @@ from typing import Any
 import lightning
 import torch
 
-from lightning_eff.bench.machine import driver
+from lightning_eff.monitor.machine import driver
 
 INK, COLOURS = "#1b1f24", ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")  # Okabe and Ito 2008
 

@@ -23,9 +23,9 @@ from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_eff._core import rng
 from lightning_eff._core.technique import Technique
-from lightning_eff.bench.monitor import EfficiencyMonitor
 from lightning_eff.bench.pace import Incomparable
 from lightning_eff.bench.pacer import Pacer
+from lightning_eff.monitor.efficiency_monitor import EfficiencyMonitor
 from lightning_eff.report import TrainingReport
 
 #: What a bench leaves out of every arm: it paces, reports and saves by itself, and every arm uses up its budget.

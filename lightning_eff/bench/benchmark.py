@@ -14,7 +14,6 @@ from lightning.pytorch.loggers import Logger
 from lightning_eff.bench import calibration as rehearsal
 from lightning_eff.bench import several
 from lightning_eff.bench.arms import Arm, lay_out, short
-from lightning_eff.bench.machine import fingerprint
 from lightning_eff.bench.pace import SCHEDULES, Budget, Incomparable, Pace, mode_of, warm_up_share
 from lightning_eff.bench.progress import PlanBar
 from lightning_eff.bench.references import References, mean_cost
@@ -24,6 +23,7 @@ from lightning_eff.bench.reports.statistics import summarize
 from lightning_eff.bench.results import SCHEMA, now, save, write_json
 from lightning_eff.bench.running.jobs import Job, crashed
 from lightning_eff.bench.running.workers import InProcess, Place, Workers
+from lightning_eff.monitor.machine import fingerprint
 
 Build = Callable[[], Any]
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Build

@@ -21,11 +21,11 @@ from lightning_eff._core.patches import Patches
 from lightning_eff._core.progress import Clock
 from lightning_eff._core.technique import Technique
 from lightning_eff.bench.inspection import facts, raw, training_data
-from lightning_eff.bench.machine import memory_in_use
 from lightning_eff.bench.own_rate import OwnRate
 from lightning_eff.bench.pace import WARM_UP, Diverged, Horizon, Incomparable, Pace, Rehearsed, decay
 from lightning_eff.bench.running.quiet import Quiet
 from lightning_eff.bench.running.turns import TURN
+from lightning_eff.monitor.machine import memory_in_use
 
 
 class Pacer(Clock):

@@ -1,1 +1,1 @@
-"""Techniques that change what the network computes at a step: how many of its blocks run, and which."""
+"""What the network computes at a step."""

@@ -1,1 +1,1 @@
-"""How weights move: optimizers, sharpness, large batch, averaging."""
+"""How weights move."""

@@ -74,7 +74,6 @@ def read_recipe(configs: Sequence[str], *, real: bool) -> Recipe:
     try:
         from jsonargparse import Namespace
 
-        import lightning_eff.bench.monitor  # noqa: F401 - configs may name it by class name alone
         from lightning_eff._config import ConfigCLI
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(

@@ -8,9 +8,9 @@ import torch
 
 from lightning_eff.bench.arms import Arm, lay_out
 from lightning_eff.bench.benchmark import Benchmark
-from lightning_eff.bench.machine import fingerprint
 from lightning_eff.bench.pace import Incomparable, decay, warm_up_share
 from lightning_eff.bench.references import References
+from lightning_eff.monitor.machine import fingerprint
 from tests.bench.tasks import Constant, Small, arm
 from tests.bench.test_pacer import KIND, reference, run
 

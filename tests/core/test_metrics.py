@@ -12,8 +12,8 @@ from typing_extensions import override
 from lightning_eff import EfficiencyMonitor
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Technique
-from tests.bench.test_monitor import Memo
 from tests.models import loader, module, trainer
+from tests.monitor.test_efficiency_monitor import Memo
 
 
 class Counts(Technique):

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 from lightning_eff.memory._compression.saved import is_weight_copy
 from lightning_eff.memory._hosting.host import HostStore
 from lightning_eff.memory.activation_offload import ActivationOffload, Offloading
-from lightning_eff.model.progressive_layer_dropping import ProgressiveLayerDropping
-from lightning_eff.optim.sharpness_aware_minimization import SharpnessAwareMinimization
+from lightning_eff.model.growth.progressive_layer_dropping import ProgressiveLayerDropping
+from lightning_eff.optim.sharpness.sharpness_aware_minimization import SharpnessAwareMinimization
 from tests.models import TinyClassifier, TinyGPT, flat, loader, module, trainer
 from tests.runs import MODES, NUM_STEPS, checkpoints, differences, final_state, fit
 

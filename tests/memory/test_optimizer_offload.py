@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 from lightning_eff.memory.optimizer_offload import HostUpdate, OptimizerOffload, check_optimizer
-from lightning_eff.model.progressive_stacking import ProgressiveStacking
+from lightning_eff.model.growth.progressive_stacking import ProgressiveStacking
 from tests.models import TinyClassifier, TinyGPT, flat, loader, module, trainer
 from tests.runs import MODES, NUM_STEPS, checkpoints, differences, final_state, fit
 

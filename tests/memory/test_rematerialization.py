@@ -27,9 +27,9 @@ from lightning_eff.memory._planning.rotor import optimal, smallest_budget
 from lightning_eff.memory._recompute.optimum import parse_budget
 from lightning_eff.memory._recompute.profile import MOST_ROUNDS, ROUNDS
 from lightning_eff.memory.rematerialization import Rematerialization
-from lightning_eff.model.progressive_layer_dropping import ProgressiveLayerDropping
-from lightning_eff.model.progressive_stacking import ProgressiveStacking
-from lightning_eff.optim.sharpness_aware_minimization import SharpnessAwareMinimization
+from lightning_eff.model.growth.progressive_layer_dropping import ProgressiveLayerDropping
+from lightning_eff.model.growth.progressive_stacking import ProgressiveStacking
+from lightning_eff.optim.sharpness.sharpness_aware_minimization import SharpnessAwareMinimization
 from tests.memory.test_recomputation import PLANS, Chain, Live, Residual, counting, following
 from tests.models import HuggingFace, TinyGPT, loader, module, trainer
 from tests.runs import MODES, differences, final_state, fit, resume_from_every_step

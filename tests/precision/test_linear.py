@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_eff.model.progressive_stacking import ProgressiveStacking
+from lightning_eff.model.growth.progressive_stacking import ProgressiveStacking
 from lightning_eff.precision._linear.maps import LinearMap, heads, linear_maps, sort_out
 from lightning_eff.precision._linear.plugin import Arithmetic, LinearPrecision
 from tests.models import TinyGPT, hugging_face, loader, trainer

@@ -13,10 +13,10 @@ import torch
 
 from lightning_eff.bench.arms import Arm, Built, ready, undisturbed
 from lightning_eff.bench.inspection import acting
-from lightning_eff.bench.machine import EnergyMeter, peak_memory, reset_peak_memory
 from lightning_eff.bench.pace import Diverged, Incomparable, Pace, Rehearsed
 from lightning_eff.bench.pacer import Pacer
 from lightning_eff.bench.running.turns import Stopped, in_turns
+from lightning_eff.monitor.machine import EnergyMeter, peak_memory, reset_peak_memory
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,0 @@
-"""What the efficiency monitor looks at a run with."""

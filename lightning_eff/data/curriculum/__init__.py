@@ -1,0 +1,1 @@
+"""How long, large, hard and many the samples are over the run."""

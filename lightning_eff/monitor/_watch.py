@@ -1,0 +1,404 @@
+"""What the monitor hangs into a run to see its steps, passes and phases, and takes out again."""
+
+import functools
+import inspect
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_eff._core.batches import num_samples, num_tokens, tensors
+from lightning_eff._core.steps import Proceed, Stage, Step
+from lightning_eff._core.technique import Technique
+from lightning_eff.monitor import _counting as counting
+from lightning_eff.monitor._held import held_bytes
+from lightning_eff.monitor._phases import PHASES, PhaseClock, Seconds
+
+_MISSING = object()
+_WITHIN = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
+
+
+@dataclass
+class Record:
+    """One batch, on this rank.
+
+    Attributes:
+        model: FLOPs of one forward and one backward pass.
+        more: FLOPs of extra passes and of what activation checkpointing computes a second time.
+        known: whether the FLOPs are.
+        counted: it was counted, so that its time tells nothing.
+    """
+
+    batches: int = 0
+    samples: int = 0
+    tokens: int = 0
+    model: int = 0
+    more: int = 0
+    known: bool = True
+    counted: bool = False
+
+
+@dataclass
+class Totals:
+    """Sums over batches; ``rated_`` over those that were not counted, ``known_`` over those of known FLOPs among them."""
+
+    batches: int = 0
+    samples: int = 0
+    tokens: int = 0
+    counted: int = 0
+    rated_batches: int = 0
+    rated_samples: int = 0
+    rated_tokens: int = 0
+    rated_seconds: float = 0.0
+    known_batches: int = 0
+    known_seconds: float = 0.0
+    model: int = 0
+    more: int = 0
+
+
+class Watch:
+    """Sees one fit, from :meth:`install` to :meth:`remove`.
+
+    Phases come from Lightning's own profiler actions and from ``strategy.backward``; passes from a wrapper around the
+    user's own ``training_step``, inside all techniques' links wherever the monitor stands among the callbacks.
+
+    Args:
+        max_counts: of how many kinds of step to count the FLOPs.
+        activations: whether to count bytes kept for the backward pass too.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule, *, max_counts: int, activations: bool) -> None:
+        self.trainer, self.module = trainer, module
+        self.max_counts, self.activations = max_counts, activations
+        techniques = [c for c in trainer.callbacks if isinstance(c, Technique)]  # pyright: ignore[reportAttributeAccessIssue]
+        self.session = techniques[0]._session if techniques else None
+        self.device = trainer.strategy.root_device
+        self.kinds: dict[Any, counting.Kind] = {}
+        self.unknown: set[str] = set()
+        self.reason: str | None = None if max_counts else "max_counts=0"
+        self.busy = False  # whether torch's record was another's when a kind of step was last to be counted
+        self.counting_seconds = 0.0  # of the counted passes alone, on the host
+        self.seconds: Seconds = defaultdict(float)
+        self.totals = Totals()
+        self.running = self.over = False
+        self._record = Record()
+        self._clock: PhaseClock[Record] | None = None
+        self._undo: list[tuple[dict[str, Any], str, Any, Any]] = []
+        self._parameters = list(module.parameters())
+        self._actions = self._known_actions()
+        self._chained = False  # whether the pass at hand is the training chain's, and not a technique's own
+        self._calls = 0  # of the training chain, since the last backward pass
+        self._pending: counting.Kind | None = None  # the pass whose backward is to come
+        self._last: counting.Kind | None = None
+        self._counter: counting.Counter | None = None  # of the pass at hand, where it is counted as a whole
+        self._root: torch.Tensor | None = None  # the loss of the pass whose backward is to come
+        self._apart: list[torch.Tensor] = []  # that pass's batch
+        self._held: int | None = None  # in manual optimization: of the pass at hand
+        self._backward_passes = 0
+
+    # -- in and out
+
+    def install(self) -> None:
+        trainer, module = self.trainer, self.module
+        profiler: Any = trainer.profiler  # pyright: ignore[reportAttributeAccessIssue]
+        validation = trainer.fit_loop.epoch_loop.val_loop
+        self._set(profiler, "start", self._starting(profiler.start))
+        self._set(profiler, "stop", self._stopping(profiler.stop))
+        self._set(trainer.strategy, "backward", self._backward(trainer.strategy.backward))
+        self._set(validation, "run", self._validating(validation.run))
+        if self.session is None:
+            self._set(module, "training_step", self._training(module.training_step))
+        else:
+            self._set(self.session.chain, "original", self._training(self.session.chain.original))
+            self.session.chain.add(Stage.REWEIGHT, self._link)  # the innermost: it was added last
+
+    def _set(self, obj: object, name: str, value: Any) -> None:
+        namespace = obj.__dict__
+        self._undo.append((namespace, name, value, namespace.get(name, _MISSING)))
+        namespace[name] = value
+
+    def remove(self) -> None:
+        """Put back what is still ours to put back; others may have taken theirs out, and ours with it, before."""
+        self.running = False
+        while self._undo:
+            namespace, name, ours, old = self._undo.pop()
+            if namespace.get(name) is not ours:
+                continue
+            if old is _MISSING:
+                del namespace[name]
+            else:
+                namespace[name] = old
+        if self.session is not None:
+            self.session.chain.links = [item for item in self.session.chain.links if item[1] != self._link]
+
+    def _known_actions(self) -> dict[str, str]:
+        """What Lightning's profiler actions mean for the clock."""
+        trainer = self.trainer
+        strategy, module = type(trainer.strategy).__name__, type(self.module).__name__
+        actions = {
+            "run_training_epoch": "begin",
+            "[_TrainingEpochLoop].train_dataloader_next": "data",
+            f"[Strategy]{strategy}.batch_to_device": "data",
+            f"[LightningModule]{module}.on_before_batch_transfer": "data",
+            f"[Strategy]{strategy}.training_step": "forward",
+            f"[LightningModule]{module}.optimizer_step": "optimizer",
+            "optimizer_step": "optimizer",  # in manual optimization
+            f"[Strategy]{strategy}.on_train_end": "end",
+        }
+        for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+            for hook in _WITHIN:
+                if getattr(type(callback), hook) is not getattr(Callback, hook):
+                    actions[f"[Callback]{callback.state_key}.{hook}"] = "other"
+        return actions
+
+    # -- phases
+
+    def _starting(self, original: Callable[[str], None]) -> Callable[[str], None]:
+        fetch = "[_TrainingEpochLoop].train_dataloader_next"
+
+        def start(action_name: str) -> None:
+            phase = self._actions.get(action_name)
+            if phase == "begin":
+                self._begin()
+            elif phase is not None and phase != "end" and self.running:
+                assert self._clock is not None
+                if action_name == fetch:
+                    self._end_step(self._clock.end_step)
+                self._clock.enter(phase)
+            original(action_name)
+
+        return start
+
+    def _stopping(self, original: Callable[[str], None]) -> Callable[[str], None]:
+        def stop(action_name: str) -> None:
+            original(action_name)
+            phase = self._actions.get(action_name)
+            if phase == "end":
+                self.end()
+            elif phase is not None and phase != "begin" and self.running:
+                assert self._clock is not None
+                self._clock.leave()
+
+        return stop
+
+    def _validating(self, original: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            if not self.running:
+                return original()
+            return self._within("validation", original)
+
+        return run
+
+    def _within(self, phase: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        assert self._clock is not None
+        self._clock.enter(phase)
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            self._clock.leave()
+
+    def _begin(self) -> None:
+        """Training begins, unless it is a tuner's trial run, which has other callbacks."""
+        awake = any(getattr(c, "watch", None) is self for c in self.trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
+        if self.running or self.over or not awake:
+            return
+        self._backward_passes = self._cost("backward_passes")
+        self._clock = PhaseClock(self.device, lambda: self._cost("seconds"), self._take)
+        self.running = True
+
+    def _cost(self, name: str) -> Any:
+        return getattr(self.session.chain.cost, name) if self.session is not None else 0
+
+    def end(self) -> None:
+        """Training is over."""
+        if self.running:
+            assert self._clock is not None
+            self._end_step(self._clock.stop)
+            self.running, self.over = False, True
+
+    def _end_step(self, end: Callable[[Record], None]) -> None:
+        if self._pending is not None:  # no backward pass came
+            self._record.model += self._pending.forward
+        passes, last = self._cost("backward_passes"), self._last
+        if last is not None:
+            self._record.more += (passes - self._backward_passes) * (last.backward or 0)
+        self._backward_passes, self._pending, self._calls = passes, None, 0
+        self._root, self._apart = None, []
+        record, self._record = self._record, Record()
+        end(record)
+
+    def _take(self, record: Record, seconds: Seconds) -> None:
+        for phase, value in seconds.items():
+            self.seconds["counting" if record.counted and phase != "validation" else phase] += value
+        totals, spent = self.totals, sum(seconds[phase] for phase in PHASES)
+        totals.batches += record.batches
+        totals.samples += record.samples
+        totals.tokens += record.tokens
+        totals.counted += record.batches * record.counted
+        if record.counted:
+            return
+        totals.rated_batches += record.batches
+        totals.rated_samples += record.samples
+        totals.rated_tokens += record.tokens
+        totals.rated_seconds += spent
+        if record.known:
+            totals.known_batches += record.batches
+            totals.known_seconds += spent
+            totals.model += record.model
+            totals.more += record.more
+
+    @property
+    def counting_now(self) -> bool:
+        """Whether the batch at hand is one that is counted."""
+        return self._record.counted
+
+    def batch(self, batch: Any) -> None:
+        """The batch that has been trained on, as the loader gave it."""
+        self._record.batches += 1
+        with suppress(ValueError):  # batches of no tensors have no samples to count
+            self._record.samples += num_samples(batch)
+        self._record.tokens += num_tokens(batch)
+
+    # -- passes
+
+    def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
+        self._chained = True
+        try:
+            return proceed(batch)
+        finally:
+            self._chained = False
+
+    def _training(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            if not self.running or not self.trainer.training:
+                return original(*args, **kwargs)
+            return self._pass(original, args, kwargs)
+
+        training_step.__wrapped__ = inspect.unwrap(original)  # Lightning looks through one wrapper only
+        return training_step
+
+    def _pass(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        clock, record = self._clock, self._record
+        assert clock is not None
+        batch = args[0] if args else None
+        training = self.session is None or self._chained
+        key = self._key(batch)
+        kind = self.kinds.get(key)
+        if not training and clock.cuda:
+            clock.enter("extra")
+        try:
+            if kind is None and self._may_count():
+                output, kind = self._count(original, args, kwargs, [t for _, t in tensors(batch)])
+                if kind is not None:
+                    self.kinds[key] = kind
+            else:
+                output = original(*args, **kwargs)
+        finally:
+            if not training and clock.cuda:
+                clock.leave()
+        if not training:
+            record.more += kind.forward if kind is not None else 0
+            return output
+        record.known &= kind is not None
+        if self._pending is not None:  # the pass before was not the one that is trained on
+            record.more += self._pending.forward
+        self._calls += 1
+        if clock.cuda:  # from the first pass of a step to the last, all is extra
+            clock.mark("extra" if self._calls > 1 else None)
+        self._pending, self._last = kind, kind or self._last
+        if kind is not None and kind.backward is None:
+            self._root, self._apart = _loss(output), [t for _, t in tensors(batch)]
+        if kind is not None and not self.module.automatic_optimization:
+            record.model += kind.forward + (kind.backward or 0)
+            record.more += kind.again
+            self._pending = None
+        return output
+
+    def _key(self, batch: Any) -> Any:
+        shapes = tuple((path, tensor.shape, tensor.dtype) for path, tensor in tensors(batch))
+        blocks = self.session.signature() if self.session is not None else ()
+        return shapes, blocks, torch.is_grad_enabled(), tuple([p.requires_grad for p in self._parameters])
+
+    def _may_count(self) -> bool:
+        if self.reason is None and counting.compiled(self.module):
+            self.reason = "the module is compiled"
+        return self.reason is None and len(self.kinds) < self.max_counts
+
+    def _count(
+        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch: list[torch.Tensor]
+    ) -> tuple[Any, counting.Kind | None]:
+        start = time.perf_counter()
+        manual = not self.module.automatic_optimization
+        counter, self._held = counting.Counter(), None
+        self._apart = batch
+        try:
+            with counter:
+                self._counter = counter if manual else None
+                output = original(*args, **kwargs)
+        finally:
+            self._counter = None
+        flops, self.busy = counter.flops, counter.flops is None
+        if flops is None:
+            return output, None
+        self.unknown |= counter.unknown
+        backward = flops["backward"] if manual or not torch.is_grad_enabled() else None
+        self._record.counted = True
+        self.counting_seconds += time.perf_counter() - start
+        return output, counting.Kind(flops["forward"], backward, flops["again"], self._held)
+
+    def _measure(self, loss: torch.Tensor | None) -> int | None:
+        """Bytes held for the backward pass that begins."""
+        if not self.activations or loss is None:
+            return None
+        apart = [*self.module.parameters(), *self.module.buffers(), *self._apart]
+        return held_bytes([loss], apart, self.device)
+
+    def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            if not self.running:
+                return original(*args, **kwargs)
+            return self._within("backward", self._run_backward, original, args, kwargs)
+
+        return backward
+
+    def _run_backward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kind, self._pending, self._calls = self._pending, None, 0
+        loss, self._root = self._root, None
+        if self._counter is not None:  # manual optimization, in a pass that is counted as a whole
+            held = self._measure(_loss(args[0]) if args else None)
+            self._held = held if self._held is None or held is None else max(self._held, held)
+            with self._counter.backward():
+                return original(*args, **kwargs)
+        if kind is None:
+            return original(*args, **kwargs)
+        if kind.backward is None:
+            start = time.perf_counter()
+            kind.activation_bytes = self._measure(loss)
+            counter = counting.Counter(backward=True)
+            with counter:
+                output = original(*args, **kwargs)
+            if counter.flops is None:
+                self._record.known = False
+                return output
+            kind.backward, kind.again = counter.flops["backward"], counter.flops["again"]
+            self.unknown |= counter.unknown
+            self._record.counted = True
+            self.counting_seconds += time.perf_counter() - start
+        else:
+            output = original(*args, **kwargs)
+        self._record.model += kind.forward + kind.backward
+        self._record.more += kind.again
+        return output
+
+
+def _loss(output: Any) -> torch.Tensor | None:
+    """The loss in what a training step returned."""
+    found = output.get("loss") if isinstance(output, Mapping) else output
+    return found if isinstance(found, torch.Tensor) else None

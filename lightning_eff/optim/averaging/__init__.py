@@ -1,0 +1,1 @@
+"""Averaged weights, which validation and checkpoints see."""

@@ -1,0 +1,319 @@
+"""Latest weight averaging (LAWA): the mean of the last k snapshots of the weights (Kaddour 2022, arXiv:2209.14981)."""
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from copy import deepcopy
+from typing import Any, ClassVar, Literal
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_eff._core.search_space import Choice, Integer, SearchSpace, Survey
+from lightning_eff._core.session import Session
+from lightning_eff._core.technique import Control, OtherWeights
+from lightning_eff.optim.averaging._batch_norm import batch_norms, modes, recompute_statistics
+
+
+@torch.no_grad()
+def latest_mean(snapshots: Iterable[Tensor], *, device: torch.device) -> Tensor:
+    """``mean = (1/k) sum_j w_j``, summed in double precision and rounded once.
+
+    Args:
+        snapshots: k >= 1 tensors of one shape and dtype, on any device.
+        device: where to compute; on MPS, which has no double precision, the sum is in single.
+
+    Returns:
+        The mean, of the shape and dtype of the snapshots, on ``device``.
+    """
+    first, *rest = snapshots
+    wide = torch.promote_types(first.dtype, torch.float32 if device.type == "mps" else torch.float64)
+    total = first.to(device, wide, copy=True)
+    for w in rest:
+        total += w.to(device)
+    return (total / (1 + len(rest))).to(first.dtype)
+
+
+class LatestWeightAveraging(OtherWeights):
+    """Validate, test and keep the mean of the last ``window`` snapshots, while training goes on from the raw weights.
+
+    A snapshot holds every parameter that takes gradients; one that is unfrozen later is averaged over the snapshots
+    since. While the trainer validates, and from the end of fit on, the module holds the mean. Every checkpoint's
+    ``state_dict`` is the mean too, once there is a snapshot, so what ``ModelCheckpoint`` keeps as best is what was
+    validated; the raw weights and the snapshots (``window`` copies of the weights) are in this callback's state, and a
+    resumed fit goes on from them. A second fit without a checkpoint starts from the mean, with an empty window. A
+    checkpoint that is saved because of an exception, after this callback has put everything back, holds raw weights.
+
+    BatchNorm statistics are not averaged: they are recomputed for each mean that is used, by the rule of torch's
+    ``update_bn``, from forward passes of ``training_step`` that leave no trace in the run: no log, no draw from the
+    global generators, the training loader where it was. Their cost is counted. Other buffers keep their latest values.
+    If another technique changes which blocks the network has, the window is emptied: earlier snapshots are of another
+    network.
+
+    Lightning's own ``WeightAveraging`` does not serve: it keeps one running average in a deep copy of the module, from
+    which a snapshot that leaves the window cannot be taken out again.
+
+    Args:
+        window: how many of the latest snapshots the mean is over, >= 1; 1 means the latest alone.
+        interval: "epoch" takes a snapshot after each complete epoch, a number N >= 1 after every N optimizer steps
+            (under manual optimization as Lightning counts them: each optimizer's).
+        start: take snapshots only of steps from this fraction of the budget on, in [0, 1]; 1 takes none, which is
+            plain training.
+        offload: keep the snapshots in CPU memory.
+        bn_batches: how many training batches, on each rank, BatchNorm statistics are recomputed from; None takes a
+            whole epoch. Wu & Johnson (2021, arXiv:2105.07576) find 1,000 to 10,000 samples to be enough.
+
+    Raises:
+        ValueError: if an argument is out of its range; at setup, if the trainer has another weight averaging, if
+            ``start`` needs a budget that it has not, or if BatchNorm meets manual optimization.
+    """
+
+    saves = "epochs while the learning rate is high; nothing once it is fully decayed"
+    paper = "Kaddour 2022, arXiv:2209.14981"
+    constraints = "single device or DDP; window + 1 copies of the weights; BatchNorm needs automatic optimization"
+    survey: ClassVar[Survey | None] = Survey("latest weight averaging (LAWA)", zhuang="2.1", shen="5.4")
+    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+        {
+            "window": Integer(3, 12),
+            "interval": Integer(5, 500, log=True),
+            "start": Choice((0.0, 0.5, 0.75)),
+        },
+        lambda profile: (
+            "the learning rate ends at zero, where the last weights are as good" if profile.decayed_rate else None
+        ),
+    )
+    control = Control("the baseline for as many seconds with its learning rate decayed to zero, where the gain shrinks")
+    needs_automatic_optimization = False
+
+    def __init__(
+        self,
+        *,
+        window: int = 6,
+        interval: Literal["epoch"] | int = "epoch",
+        start: float = 0.0,
+        offload: bool = False,
+        bn_batches: int | None = 100,
+    ) -> None:
+        if not _is_count(window):
+            raise ValueError(
+                f"LatestWeightAveraging({window=}): expected an integer >= 1; 1 keeps the latest snapshot alone."
+            )
+        if interval != "epoch" and not _is_count(interval):
+            raise ValueError(
+                f"LatestWeightAveraging({interval=}): expected 'epoch' or a number of optimizer steps >= 1."
+            )
+        if not 0.0 <= start <= 1.0:
+            raise ValueError(f"LatestWeightAveraging({start=}): expected a fraction of the budget in [0, 1].")
+        if bn_batches is not None and not _is_count(bn_batches):
+            raise ValueError(
+                f"LatestWeightAveraging({bn_batches=}): expected a number of training batches >= 1, or None for an"
+                " epoch's."
+            )
+        self.window = window
+        self.interval: Literal["epoch"] | int = interval
+        self.start = start
+        self.offload = offload
+        self.bn_batches = bn_batches
+        self._reset()
+
+    def _reset(self) -> None:
+        self._snapshots: deque[dict[str, Tensor]] = deque()
+        self._taken = 0
+        self._raw: dict[str, Tensor] | None = None  # set while the module holds the mean
+        self._statistics: dict[str, Tensor] | None = None  # BatchNorm's, at the mean; None until they are needed
+        self._modes: dict[str, bool] = {}
+        self._step = 0
+        self._finished = False
+
+    # -- the run
+
+    @property
+    @override
+    def neutral(self) -> bool:
+        return self.start == 1.0
+
+    @override
+    def check(self, session: Session) -> None:
+        for other in session.trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+            if isinstance(other, WeightAveraging | StochasticWeightAveraging):
+                raise ValueError(
+                    f"LatestWeightAveraging and {type(other).__name__} cannot train together: both replace the weights"
+                    " that are validated and kept. Take one of them out of the trainer's callbacks."
+                )
+        if self.start > 0.0 and not session.progress.limits():
+            raise ValueError(
+                f"LatestWeightAveraging(start={self.start}): the Trainer has no end (max_steps=-1, max_epochs=-1,"
+                " max_time=None) that it could be a fraction of. Set one of them, or start=0.0."
+            )
+
+    @override
+    def check_checkpoint(self, session: Session, state: dict[str, Any] | None) -> None:
+        if not session.fitting or not state or not state["snapshots"]:
+            return
+        shapes = {name: p.shape for name, p in session.module.named_parameters()}
+        wrong = [name for name, w in state["snapshots"][-1].items() if shapes.get(name) != w.shape]
+        if wrong:
+            raise ValueError(
+                f"LatestWeightAveraging: the checkpoint's snapshots hold {len(wrong)} parameters that"
+                f" {type(session.module).__name__} has not, or has in another shape, such as {wrong[0]!r}; expected a"
+                " checkpoint of the same model. Resume with the model it was saved from."
+            )
+
+    @override
+    def attach(self, session: Session) -> None:
+        self._reset()
+        strategy = session.trainer.strategy
+        original = strategy.lightning_module_state_dict
+
+        def averaged_state_dict() -> dict[str, Any]:
+            if self._raw is not None or not self._snapshots:
+                return original()
+            with self.shown(session):
+                return deepcopy(original())  # tied weights stay one tensor
+
+        session.patches.set(strategy, "lightning_module_state_dict", averaged_state_dict)
+
+    @override
+    def on_model(self, session: Session) -> None:
+        if not session.fitting:
+            return
+        if batch_norms(session.module) and not session.module.automatic_optimization:
+            raise ValueError(
+                f"LatestWeightAveraging: {type(session.module).__name__} has BatchNorm layers and"
+                " automatic_optimization=False; expected automatic optimization, because their statistics are"
+                " recomputed by running training_step without training, which is impossible where it steps by itself."
+                " Use automatic optimization, or layers without running statistics."
+            )
+        self._modes = modes(session.module)
+        self.take_out(session)
+
+    @override
+    def on_optimizers(self, session: Session) -> None:
+        if not self.offload:
+            devices = {name: p.device for name, p in session.module.named_parameters()}
+            for snapshot in self._snapshots:
+                snapshot.update({name: w.to(devices[name]) for name, w in snapshot.items()})
+
+    @override
+    def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
+        self._step = session.trainer.global_step
+
+    @override
+    def on_batch_end(self, session: Session, batch_idx: int) -> None:
+        trainer = session.trainer
+        if self.interval == "epoch":
+            due = trainer.is_last_batch
+        else:
+            due = trainer.global_step // self.interval > self._step // self.interval
+        if due and session.progress.u >= self.start:
+            self._take(session)
+
+    @override
+    def on_blocks_changed(self, session: Session) -> None:
+        self._snapshots.clear()
+        self._statistics = None
+
+    # -- snapshots and their mean
+
+    @torch.no_grad()
+    def _take(self, session: Session) -> None:
+        held = self._snapshots[-1] if self._snapshots else {}
+        while len(self._snapshots) >= self.window:
+            self._snapshots.popleft()
+        self._snapshots.append(
+            {
+                name: p.detach().to("cpu" if self.offload else p.device, copy=True)
+                for name, p in session.module.named_parameters()
+                if p.requires_grad or name in held
+            }
+        )
+        self._taken += 1
+        self._statistics = None
+        self._modes = modes(session.module)
+
+    @override
+    def put_in(self, session: Session) -> None:
+        """Put the mean into the module, if there is one and it is not there."""
+        if self._raw is not None or not self._snapshots:
+            return
+        parameters, buffers = dict(session.module.named_parameters()), dict(session.module.named_buffers())
+        with torch.inference_mode(False), torch.no_grad():
+            self._raw = {}
+            for name in self._snapshots[-1]:
+                p = parameters[name]
+                self._raw[name] = p.detach().clone()
+                p.copy_(latest_mean((s[name] for s in self._snapshots if name in s), device=p.device))
+            if self._statistics is None:
+                self._statistics = recompute_statistics(session, self._modes, self.bn_batches, epoch=self._taken)
+            for name, value in self._statistics.items():
+                self._raw[name] = buffers[name].clone()
+                buffers[name].copy_(value)
+
+    @override
+    @torch.no_grad()
+    def take_out(self, session: Session) -> None:
+        """Put the raw weights back, if the mean is in the module."""
+        held = {**dict(session.module.named_parameters()), **dict(session.module.named_buffers())}
+        for name, value in (self._raw or {}).items():
+            held[name].copy_(value)
+        self._raw = None
+
+    # -- Lightning's hooks
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        if self.neutral:
+            return
+        self.take_out(self.session)  # a tuner's trial run may have loaded its checkpoint over the weights
+        batches = trainer.num_training_batches
+        steps = math.ceil(batches / trainer.accumulate_grad_batches) if math.isfinite(batches) else 1
+        first = steps if self.interval == "epoch" else self.interval
+        if -1 < trainer.max_steps < first and not self._taken:
+            rank_zero_warn(
+                f"LatestWeightAveraging(interval={self.interval!r}): the run ends after max_steps={trainer.max_steps}"
+                f" steps and the first snapshot would be taken after {first}, so nothing will be averaged. Give a"
+                " smaller number of steps as interval=."
+            )
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        raw = self._raw
+        if raw is None and self._snapshots and self._session is not None:
+            module = self._session.module
+            held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+            raw = {name: held[name].detach() for name in (*self._snapshots[-1], *(self._statistics or ()))}
+        return {
+            "taken": self._taken,
+            "snapshots": [dict(snapshot) for snapshot in self._snapshots],
+            "raw": raw,
+            "statistics": self._statistics,
+        }
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.neutral or (self._session is not None and not self._session.fitting):
+            return  # the weights that the checkpoint holds are the ones to be validated or tested
+        snapshots = state_dict["snapshots"]
+        self._taken = state_dict["taken"]
+        self._snapshots = deque(dict(snapshot) for snapshot in snapshots[-self.window :])
+        self._raw = state_dict["raw"]
+        self._statistics = state_dict["statistics"] if len(snapshots) <= self.window else None
+
+    @override
+    def report(self) -> dict[str, float | int | Tensor]:
+        return {"snapshots": len(self._snapshots), "taken": self._taken}
+
+    @override
+    def summary(self) -> str:
+        if not self._snapshots:
+            return f"no snapshot to average (of {self._taken} taken): the weights are the raw ones"
+        return f"mean of the last {len(self._snapshots)} of {self._taken} snapshots"
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

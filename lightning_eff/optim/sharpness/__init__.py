@@ -1,0 +1,1 @@
+"""Gradients taken elsewhere than at the weights."""
