@@ -377,7 +377,7 @@ def test_blocks_checkpointed_by_hand_train_the_same() -> None:
 
 
 def test_manual_optimization_drops_in_every_pass_of_a_step() -> None:
-    from tests.model.test_progressive_stacking import Manual
+    from tests.model.growth.test_progressive_stacking import Manual
 
     technique = dropping()
     calls = Calls(technique)
