@@ -17,7 +17,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from typing_extensions import override
 
-import lightning_eff
+from lightning_eff import _public
 from lightning_eff._errors import ConfigError, UsageError, check_configs, did_you_mean
 
 #: Where each kind of class belongs in a config.
@@ -107,7 +107,7 @@ def explained(message: str, parser: Any) -> str:
 def _is_of_another_kind(fault: Fault) -> bool:
     """Whether a union's alternative is none since the class, which exists, is of another kind."""
     name = re.match(r"Expected a dot import path string: (\S+)", fault.text)
-    return bool(_MISPLACED.match(fault.text)) or (name is not None and name[1] in lightning_eff.__all__)
+    return bool(_MISPLACED.match(fault.text)) or (name is not None and name[1] in _public.HOMES)
 
 
 def faults(message: str) -> list[Fault]:
@@ -167,9 +167,9 @@ def _sentence(fault: Fault, parser: Any) -> str:
 
 
 def _unknown_class(name: str, key: str) -> str:
-    if name in lightning_eff.__all__:
+    if name in _public.HOMES:
         return _misplaced(name, "")
-    known = {name for name in lightning_eff.__all__ if inspect.isclass(getattr(lightning_eff, name))}
+    known = {name for name in _public.HOMES if inspect.isclass(_public.found(name))}
     for base in (Callback, Precision, Strategy, LightningModule, LightningDataModule):
         known |= {cls.__name__ for cls in _subclasses(base) if not cls.__name__.startswith("_")}
     return (
@@ -222,7 +222,7 @@ def _unknown_argument(name: str, class_path: str) -> str:
 def _imported(path: str) -> Any:
     """What a dotted path, or the name of something exported, stands for."""
     module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module or "lightning_eff"), name)
+    return getattr(importlib.import_module(module), name) if module else _public.found(name)
 
 
 def _arguments(cls: Any) -> list[str]:

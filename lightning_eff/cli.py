@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-import lightning_eff
+from lightning_eff import _public
 from lightning_eff._errors import Arguments, UsageError, check_configs, did_you_mean, told
 
 _USAGE = """\
@@ -35,7 +35,7 @@ def technique_classes() -> list[Any]:
     from lightning_eff._core.technique import Technique
     from lightning_eff._core.wrapping import WrappingPrecision
 
-    exported = (getattr(lightning_eff, name) for name in sorted(lightning_eff.__all__))
+    exported = (_public.found(name) for name in sorted(_public.HOMES))
     how = Technique | WrappingPrecision | Strategy
     return [cls for cls in exported if isinstance(cls, type) and issubclass(cls, how)]
 

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -11,38 +12,13 @@ from pathlib import Path
 import pytest
 
 import lightning_eff
+from lightning_eff import _public
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "lightning_eff"
 FOLDERS = sorted(p.name for p in PACKAGE.iterdir() if (p / "__init__.py").exists())
 
-PUBLIC = [
-    "ACTPrecision",
-    "ActivationCompression",
-    "ActivationOffload",
-    "Benchmark",
-    "CompressedDDPStrategy",
-    "DeepSpeedEffStrategy",
-    "EfficiencyMonitor",
-    "ExactResume",
-    "FP8Precision",
-    "HybridParallelStrategy",
-    "INT8Precision",
-    "ImportanceSampling",
-    "LatestWeightAveraging",
-    "LocalSGD",
-    "Muon",
-    "OptimizerOffload",
-    "ProgressiveLayerDropping",
-    "ProgressiveStacking",
-    "Rematerialization",
-    "S2FP8Precision",
-    "SelectiveBackprop",
-    "SequenceLengthWarmup",
-    "SharpnessAwareMinimization",
-    "StochasticRoundingBF16",
-    "Wang2018FP8Precision",
-]
+STUB = PACKAGE / "__init__.pyi"  # the one list of public names
 
 
 def imported(path: Path) -> set[str]:
@@ -65,26 +41,62 @@ def files(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.py"))
 
 
-def test_public_names_are_frozen() -> None:
-    assert sorted(lightning_eff.__all__) == PUBLIC
-    assert all(hasattr(lightning_eff, name) for name in PUBLIC)
+def test_the_list_of_public_names_is_whole() -> None:
+    """A line for each, of which type checkers, the package itself and its completion all know; and none beside them."""
+    _, *lines = ast.parse(STUB.read_text()).body
+    assert all(isinstance(line, ast.ImportFrom) and len(line.names) == 1 for line in lines)
+    listed = {line.names[0].name: line.module for line in lines}  # pyright: ignore[reportAttributeAccessIssue]
+    assert len(listed) == len(lines), "a name that stands twice"
+    assert all(line.names[0].asname == line.names[0].name for line in lines)  # pyright: ignore[reportAttributeAccessIssue]
+    assert listed == {**_public.HOMES, **dict.fromkeys(_public.FOLDERS, "lightning_eff")}
+    assert sorted(lightning_eff.__all__) == sorted(_public.HOMES)
+    assert set(listed) <= set(dir(lightning_eff))
     public = {name for name in vars(lightning_eff) if not name.startswith("_")}
-    assert public - set(PUBLIC) <= {*FOLDERS, "cli", "kernels", "report"}, "a name beside the frozen ones"
+    assert public - set(listed) <= {*FOLDERS, "cli", "report"}, "a name beside the listed ones"
 
 
-def test_names_are_imported_when_they_are_asked_for() -> None:
-    """What is exported, where it is and what a type checker is told are one list; ``dir`` has all of it."""
-    told = {
-        name.rpartition(".")[::2] for name in imported(PACKAGE / "__init__.py") if name.rpartition(".")[2] in PUBLIC
-    }
-    assert {name: home for home, name in told} == lightning_eff._HOMES
-    assert set(PUBLIC) <= set(dir(lightning_eff))
-    for name, home in lightning_eff._HOMES.items():
-        assert getattr(importlib.import_module(home), name) is getattr(lightning_eff, name)
+@pytest.mark.parametrize("name", sorted(_public.HOMES))
+def test_a_public_name_is_imported_from_where_it_stands_when_it_is_asked_for(name: str) -> None:
+    found = getattr(lightning_eff, name)
+    assert (found.__module__, found.__name__) == (_public.HOMES[name], name)
+
+
+def test_a_name_that_is_not_listed_is_no_attribute() -> None:
     with pytest.raises(AttributeError, match="module 'lightning_eff' has no attribute 'Rematerialisation'"):
         lightning_eff.Rematerialisation  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(ImportError, match="cannot import name 'Rematerialisation'"):
         exec("from lightning_eff import Rematerialisation")
+    for name in _public.FOLDERS:
+        assert getattr(lightning_eff, name) is importlib.import_module(f"lightning_eff.{name}")
+
+
+def test_a_package_without_its_list_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_public.pkgutil, "get_data", lambda package, name: (ROOT / name).read_bytes())
+    with pytest.raises(ImportError, match=r"lightning_eff/__init__\.pyi cannot be read; expected it beside"):
+        _public._listed()
+
+
+@pytest.mark.slow
+def test_a_type_checker_knows_the_names_and_what_they_are(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import lightning_eff\n"
+        "from lightning_eff import SharpnessAwareMinimization\n"
+        "reveal_type(SharpnessAwareMinimization(rho=0.1).neutral)\n"
+        "lightning_eff.Rematerialisation\n"
+        "lightning_eff.ProgressiveStacking(staged=[])\n"
+    )
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [str(ROOT)]}))
+    done = subprocess.run(
+        [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--project", str(tmp_path), str(program)],
+        capture_output=True,
+        text=True,
+    )
+    told = [line.partition(" - ")[2] for line in done.stdout.splitlines() if "program.py:" in line]
+    bool_, unknown, argument = told
+    assert 'is "bool"' in bool_
+    assert '"Rematerialisation" is not a known attribute of module' in unknown
+    assert 'No parameter named "staged"' in argument
 
 
 _TAKES = """
@@ -212,17 +224,17 @@ assert lightning_eff.ProgressiveStacking
 
 
 def test_import_loads_little_beside_lightning() -> None:
-    """The 0.2 s that an import may cost on top of lightning's is a matter of modules: only our own and a few small ones."""
+    """The 0.2 s that an import may cost on top of lightning's is a matter of modules: few, and as few with more names."""
     code = """
 import sys, lightning
 before = set(sys.modules)
 import lightning_eff
-print(*sorted({m.split(".")[0] for m in set(sys.modules) - before}))
-"""
+print(*sorted(set(sys.modules) - before))"""
     out = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code], check=True, cwd=ROOT, capture_output=True, text=True
     )
-    assert set(out.stdout.split()) <= {"lightning_eff"}, out.stdout
+    own = {f"lightning_eff{name}" for name in ("", "._lazy", "._public", "._source_tree", ".strategies")}
+    assert set(out.stdout.split()) <= own | {"lightning_eff.strategies._names"}, out.stdout
 
 
 def test_files_stay_small() -> None:

@@ -1,0 +1,41 @@
+"""The public names of ``lightning_eff``, each with where it is: the one list.
+
+Type checkers read it, and ``__init__.py`` reads it as the package is imported, so that each is imported when it is asked for. A
+new technique adds its line, and nothing else anywhere.
+"""
+
+from lightning_eff import data as data
+from lightning_eff import kernels as kernels
+from lightning_eff import memory as memory
+from lightning_eff import model as model
+from lightning_eff import monitor as monitor
+from lightning_eff import optim as optim
+from lightning_eff import precision as precision
+from lightning_eff import strategies as strategies
+from lightning_eff.bench.benchmark import Benchmark as Benchmark
+from lightning_eff.data.curriculum.sequence_length_warmup import SequenceLengthWarmup as SequenceLengthWarmup
+from lightning_eff.data.exact_resume import ExactResume as ExactResume
+from lightning_eff.data.selection.importance_sampling import ImportanceSampling as ImportanceSampling
+from lightning_eff.data.selection.selective_backprop import SelectiveBackprop as SelectiveBackprop
+from lightning_eff.memory.act_precision import ACTPrecision as ACTPrecision
+from lightning_eff.memory.activation_compression import ActivationCompression as ActivationCompression
+from lightning_eff.memory.activation_offload import ActivationOffload as ActivationOffload
+from lightning_eff.memory.optimizer_offload import OptimizerOffload as OptimizerOffload
+from lightning_eff.memory.rematerialization import Rematerialization as Rematerialization
+from lightning_eff.model.growth.progressive_layer_dropping import ProgressiveLayerDropping as ProgressiveLayerDropping
+from lightning_eff.model.growth.progressive_stacking import ProgressiveStacking as ProgressiveStacking
+from lightning_eff.monitor.efficiency_monitor import EfficiencyMonitor as EfficiencyMonitor
+from lightning_eff.optim.averaging.latest_weight_averaging import LatestWeightAveraging as LatestWeightAveraging
+from lightning_eff.optim.optimizers.muon import Muon as Muon
+from lightning_eff.optim.sharpness.sharpness_aware_minimization import (
+    SharpnessAwareMinimization as SharpnessAwareMinimization,
+)
+from lightning_eff.precision.fp8 import FP8Precision as FP8Precision
+from lightning_eff.precision.int8 import INT8Precision as INT8Precision
+from lightning_eff.precision.s2fp8 import S2FP8Precision as S2FP8Precision
+from lightning_eff.precision.stochastic_rounding_bf16 import StochasticRoundingBF16 as StochasticRoundingBF16
+from lightning_eff.precision.wang_2018_fp8 import Wang2018FP8Precision as Wang2018FP8Precision
+from lightning_eff.strategies.compressed_ddp import CompressedDDPStrategy as CompressedDDPStrategy
+from lightning_eff.strategies.deep_speed import DeepSpeedEffStrategy as DeepSpeedEffStrategy
+from lightning_eff.strategies.hybrid_parallel import HybridParallelStrategy as HybridParallelStrategy
+from lightning_eff.strategies.local_sgd import LocalSGD as LocalSGD
