@@ -27,6 +27,7 @@ from lightning_eff.model.growth.progressive_stacking import ProgressiveStacking 
 from lightning_eff.monitor.efficiency_monitor import EfficiencyMonitor as EfficiencyMonitor
 from lightning_eff.optim.averaging.latest_weight_averaging import LatestWeightAveraging as LatestWeightAveraging
 from lightning_eff.optim.optimizers.muon import Muon as Muon
+from lightning_eff.optim.optimizers.replace_optimizer import ReplaceOptimizer as ReplaceOptimizer
 from lightning_eff.optim.sharpness.sharpness_aware_minimization import (
     SharpnessAwareMinimization as SharpnessAwareMinimization,
 )

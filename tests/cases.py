@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 
 import lightning.pytorch as pl
@@ -26,6 +27,8 @@ class Case:
             it has acted.
         lossy: whether what it computes depends on which tensors autograd saves.
         saves_less: whether autograd saves other tensors with it.
+        own_optimizer: whether its checkpoints hold the state of another optimizer than the module's, which a plain run
+            refuses to go on from.
         refuses_manual: whether these settings refuse manual optimization; None where the class says it.
         on_classifier: builds it for ``classifier``, where ``active`` does not suit that module.
         lost: a module on which it can find nothing to act on, with what the error must say; None where any will do.
@@ -39,6 +42,7 @@ class Case:
     figure: str = ""
     lossy: bool = False
     saves_less: bool = False
+    own_optimizer: bool = False
     refuses_manual: bool | None = None
     on_classifier: Callable[[], Technique] | None = None
     lost: tuple[Callable[[], pl.LightningModule], str, str] | None = None
@@ -82,6 +86,10 @@ def _classifier() -> pl.LightningModule:
     from tests.models import TinyClassifier
 
     return TinyClassifier()
+
+
+def _rising(u: float) -> float:
+    return 0.85 + 0.1 * u
 
 
 def _half(num_blocks: int) -> float:
@@ -152,6 +160,12 @@ CASES: dict[str, Case] = {
         refuses_manual=True,
         on_classifier=lambda: eff.Rematerialization(),
         lost=(_no_blocks, "classifier", "no stack of repeated blocks"),
+    ),
+    "ReplaceOptimizer": Case(
+        active=lambda: eff.ReplaceOptimizer(partial(eff.Muon, momentum=_rising), group_lr={"vector": 2e-2}),
+        neutral=lambda: eff.ReplaceOptimizer(),
+        own_optimizer=True,
+        lost=(_no_blocks, "classifier", "no hidden matrix among the .* parameters of its SGD"),
     ),
     "SelectiveBackprop": Case(
         active=lambda: eff.SelectiveBackprop(keep=0.5, history=16),

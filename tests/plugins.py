@@ -50,7 +50,7 @@ PLUGINS: dict[str, PluginCase] = {
     "StochasticRoundingBF16": PluginCase(
         build=lambda precision: StochasticRoundingBF16(),
         precisions=("bf16-true",),
-        refuses=("OptimizerOffload",),
+        refuses=("OptimizerOffload", "ReplaceOptimizer"),
         restores_dtypes=True,
     ),
     "Wang2018FP8Precision": PluginCase(

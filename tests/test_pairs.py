@@ -15,6 +15,7 @@ REFUSED = {
     ("ActivationCompression", "ActivationOffload"),
     ("ImportanceSampling", "SelectiveBackprop"),
     ("LatestWeightAveraging", "LocalSGD"),
+    ("OptimizerOffload", "ReplaceOptimizer"),
 }
 PAIRS = list(combinations(sorted(CASES), 2))
 

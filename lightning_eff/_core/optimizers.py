@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_eff._core._optim.combined import CombinedOptimizer
+
 # torch.optim's own whose step asks, for each parameter, for its gradient and its own state alone
 PER_PARAMETER = (
     "Adadelta",
@@ -78,6 +80,8 @@ def keeps_state(optimizer: Optimizer, parameter: Tensor) -> bool | None:
     Found by one step of a copy of the optimizer on a small stand-in, with the settings of the parameter's group; the
     optimizer itself is not touched. One that wraps another cannot be copied so.
     """
+    if isinstance(optimizer, CombinedOptimizer):
+        return keeps_state(optimizer.part_of(parameter), parameter)
     if any(isinstance(value, Optimizer) for value in optimizer.__dict__.values()):
         return None
     groups = [group for group in optimizer.param_groups if any(p is parameter for p in group["params"])]

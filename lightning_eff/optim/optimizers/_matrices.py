@@ -5,7 +5,9 @@ positions and tables are not, whatever their shape; fused projections are severa
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -169,16 +171,43 @@ def _layout_in(owner: nn.Module, own: str, path: str, p: Tensor) -> Layout | Non
         return Layout(transposed=True)
     if p.ndim == 3 and "expert" in path.lower():
         return Layout("stack", transposed=bool(getattr(owner, "is_transposed", False)))  # transformers says so
-    if own in ("weight", "q_proj_weight", "k_proj_weight", "v_proj_weight") and p.ndim == 2 and _maps(owner):
+    if own in ("weight", "q_proj_weight", "k_proj_weight", "v_proj_weight") and p.ndim == 2 and is_linear(owner):
         return Layout()
     return None
 
 
-def _maps(owner: Any) -> bool:
+def is_linear(owner: Any) -> bool:
     """Whether a module with a 2-D weight is a linear map: torch's own, or one that has its shape's names."""
     if isinstance(owner, nn.Linear | nn.MultiheadAttention):
         return True
     return hasattr(owner, "in_features") and hasattr(owner, "out_features")
+
+
+_MODULE: ContextVar[nn.Module | None] = ContextVar("module", default=None)
+
+
+@contextmanager
+def parameters_of(module: nn.Module) -> Iterator[None]:
+    """Optimizers that are made within may know the module whose parameters they get."""
+    token = _MODULE.set(module)
+    try:
+        yield
+    finally:
+        _MODULE.reset(token)
+
+
+def layouts_of(module: nn.Module | None, split: Split) -> dict[int, Layout | None] | None:
+    """How each parameter of ``module`` is made of matrices, by its id; None for those that are none.
+
+    Args:
+        module: any; None for that of :func:`parameters_of`, without which nothing is known.
+        split: as in :class:`Muon`.
+    """
+    module = _MODULE.get() if module is None else module
+    if module is None:
+        return None
+    found = hidden_matrices(module, split)
+    return {id(p): found.get(name) for name, p in module.named_parameters()}
 
 
 def named(params: Any) -> list[tuple[str | None, Tensor]]:

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_eff.optim.optimizers import _lists as lists
 from lightning_eff.optim.optimizers._division import Division
-from lightning_eff.optim.optimizers._matrices import Layout, Split, hidden_matrices, layout_by_name, named
+from lightning_eff.optim.optimizers._matrices import Layout, Split, layout_by_name, layouts_of, named
 from lightning_eff.optim.optimizers._muon_settings import DTYPES, SCALES, Scheduled, check_settings, checked_adam
 from lightning_eff.optim.optimizers._orthogonalization import orthogonalize
 
@@ -163,19 +163,16 @@ class Muon(Optimizer):
 
     def _groups(self, params: nn.Module | Iterable[Any]) -> list[dict[str, Any]]:
         """Each group as given, in up to two: its matrices, and all else."""
-        known: dict[int, Layout | None] | None = None
+        known = layouts_of(params if isinstance(params, nn.Module) else None, self._split)
         if isinstance(params, nn.Module):
-            layouts = hidden_matrices(params, self._split)
-            pairs = [(name, p) for name, p in params.named_parameters() if p.requires_grad]
-            known = {id(p): layouts.get(name) for name, p in pairs}
-            params = pairs
+            params = [(name, p) for name, p in params.named_parameters() if p.requires_grad]
         given = list(params)
         if not given:
             raise ValueError("Muon: got no parameters; expected a module, its named_parameters(), or groups of them.")
         groups = given if isinstance(given[0], dict) else [{"params": given}]
         return [part for group in groups for part in self._parted(group, known)]
 
-    def _parted(self, group: dict[str, Any], known: dict[int, Layout | None] | None) -> list[dict[str, Any]]:
+    def _parted(self, group: dict[str, Any], known: Mapping[int, Layout | None] | None) -> list[dict[str, Any]]:
         held, rest = group["params"], {key: value for key, value in group.items() if key != "params"}
         pairs = named([held] if isinstance(held, Tensor) else held)
         algorithm = rest.pop("algorithm", None)
@@ -183,7 +180,7 @@ class Muon(Optimizer):
             raise ValueError(f'Muon: a parameter group has "algorithm": {algorithm!r}; expected "muon" or "adamw".')
         parts: dict[str, list[Any]] = {"muon": [], "adamw": []}
         for name, p in pairs:
-            layout = known[id(p)] if known is not None else layout_by_name(name, p, self._split)
+            layout = known.get(id(p)) if known is not None else layout_by_name(name, p, self._split)
             if algorithm == "muon" and layout is None:
                 if p.ndim < 2:
                     raise ValueError(

@@ -1,0 +1,1 @@
+"""One optimizer made of several, and the module's schedulers around it."""

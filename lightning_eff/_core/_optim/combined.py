@@ -1,0 +1,284 @@
+"""Several optimizers that are one ``torch.optim.Optimizer``, whose rates follow the schedulers of the module's own."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+_OF_PARAMETERS = ("params", "param_names")
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
+
+
+@dataclass(frozen=True)
+class Following:
+    """How a parameter group follows the group that the module made for the same parameters.
+
+    Attributes:
+        origin: index of the module's group.
+        ratio: of the group's rate to the one that the module's schedulers give to theirs; None for a group without a rate.
+        settings: whether what schedulers change beside rates (momenta, betas) is taken over too.
+    """
+
+    origin: int
+    ratio: float | None
+    settings: bool
+
+
+class Origins(Optimizer):
+    """The module's parameter groups as it made them, for its schedulers to act on; steps nothing."""
+
+    def __init__(self, made: Optimizer) -> None:
+        state = {"defaults": made.defaults, "param_groups": list(made.param_groups), "state": defaultdict(dict)}
+        super().__setstate__(state)
+        self.combined: CombinedOptimizer | None = None
+
+    @property
+    def _opt_called(self) -> bool:
+        """What schedulers ask in order to warn of steps in the wrong order."""
+        return self.combined is None or self.combined._opt_called
+
+    @override
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        return None if closure is None else closure()
+
+
+class _Seen:
+    """Stands in for a step that schedulers have wrapped, which they look for."""
+
+    _wrapped_by_lr_sched = True
+
+    def __call__(self, closure: Callable[[], Any] | None = None) -> Any:
+        return None if closure is None else closure()
+
+
+class CombinedOptimizer(Optimizer):
+    """Steps its parts one after the other, and is one optimizer for all that look at it.
+
+    Parameter groups are the parts' own, state is looked up in the part that has the parameter, and a ``state_dict`` has the
+    plain form over all of them.
+
+    Args:
+        parts: optimizers of disjoint parameters, one at least.
+        origins: the groups that schedulers act on.
+        following: for each group of the parts in their order, how it follows them.
+    """
+
+    _opt_called = False
+
+    def __init__(self, parts: list[Optimizer], origins: Origins, following: list[Following]) -> None:
+        self.parts, self.origins, self.following = parts, origins, following
+        groups = [group for part in parts for group in part.param_groups]
+        if len(groups) != len(following):
+            raise ValueError(f"CombinedOptimizer: got {len(following)} ways to follow for {len(groups)} groups.")
+        # what looks at the defaults expects every group to have it: LearningRateMonitor reads momenta so
+        defaults = {k: v for k, v in parts[0].defaults.items() if all(k in group for group in groups)}
+        super().__setstate__({"defaults": defaults, "param_groups": groups, "state": _States(self)})
+        self._owners: dict[int, Optimizer] = {}
+        origins.combined = self
+        vars(origins)["step"] = _Seen()
+
+    # -- a step
+
+    @override
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of every part.
+
+        Args:
+            closure: computes the loss anew, with gradients on, and returns it.
+        """
+        self._opt_called = True
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+    @contextmanager
+    def moved(self) -> Iterator[None]:
+        """Schedulers act on :attr:`origins` within; afterwards every group follows them."""
+        before = [{k: v for k, v in group.items() if k not in _OF_PARAMETERS} for group in self.origins.param_groups]
+        yield
+        changed = [
+            {k: v for k, v in group.items() if k in old and k not in (*_OF_PARAMETERS, *_RATES) and v is not old[k]}
+            for group, old in zip(self.origins.param_groups, before, strict=True)
+        ]
+        self.follow()
+        for group, how in zip(self.param_groups, self.following, strict=False):
+            if how.settings:
+                group.update(changed[how.origin])
+
+    def follow(self) -> None:
+        """Give every group its rate: its part of what schedulers have set in :attr:`origins`."""
+        # groups that somebody added later follow nothing
+        for group, how in zip(self.param_groups, self.following, strict=False):
+            if how.ratio is not None:
+                set_rate(group, float(self.origins.param_groups[how.origin]["lr"]) * how.ratio)
+
+    # -- groups and state
+
+    @override
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the last part, which is the module's own optimizer where that steps anything."""
+        part = self.parts[-1]
+        count = len(part.param_groups)
+        part.add_param_group(param_group)
+        self.param_groups += part.param_groups[count:]
+        self._owners.clear()
+
+    def part_of(self, parameter: Any) -> Optimizer:
+        """The part that has ``parameter``; the first one for what is none."""
+        if not self._owners:
+            self._owners = {id(p): part for part in self.parts for p in _parameters(part.param_groups)}
+        return self._owners.get(id(parameter), self.parts[0])
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """The plain form over all groups, and what schedulers have set in the groups that they act on."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        numbers = {id(p): i for i, p in enumerate(_parameters(self.param_groups))}
+        state: dict[Any, Any] = {}
+        groups: dict[int, dict[str, Any]] = {}
+        others: list[dict[str, Any]] = []
+        for part in self.parts:
+            found = part.state_dict()
+            held = [numbers[id(p)] for p in _parameters(part.param_groups)]
+            beside = {k: v for k, v in found["state"].items() if not isinstance(k, int)}
+            state.update({held[k]: v for k, v in found["state"].items() if isinstance(k, int)})
+            for group, saved in zip(part.param_groups, found["param_groups"], strict=True):
+                groups[id(group)] = {**saved, "params": [held[i] for i in saved["params"]]}
+            own = {k: v for k, v in found.items() if k not in ("state", "param_groups")}
+            others.append({"optimizer": type(part).__name__, "state": beside, "own": own})
+        origins = [{k: v for k, v in group.items() if k not in _OF_PARAMETERS} for group in self.origins.param_groups]
+        whole = {
+            "state": state,
+            "param_groups": [groups[id(group)] for group in self.param_groups],
+            "parts": others,
+            "origins": origins,
+        }
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed: Any = after(self, whole)
+            whole = whole if changed is None else changed
+        return whole
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: if it is of other groups, or of another optimizer.
+        """
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed: Any = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        names = [type(part).__name__ for part in self.parts]
+        here = [len(group["params"]) for group in self.param_groups]
+        there = [len(group["params"]) for group in state_dict["param_groups"]]
+        if here != there or len(state_dict.get("parts", ())) != len(self.parts):
+            raise ValueError(
+                f"The state of an optimizer whose groups hold {there} parameters was to be loaded into {' and '.join(names)},"
+                f" whose groups hold {here}; expected a checkpoint of a run with the same parts. Resume with the settings it"
+                " was saved under, or load its weights alone."
+            )
+        saved = [beside["optimizer"] for beside in state_dict["parts"]]
+        if saved != names:
+            raise ValueError(
+                f"The state of an optimizer was saved of {' and '.join(saved)}, and to be loaded into {' and '.join(names)};"
+                " expected the same. Resume with the settings it was saved under, or load its weights alone."
+            )
+        at = {id(group): i for i, group in enumerate(self.param_groups)}
+        numbers = {id(p): i for i, p in enumerate(_parameters(self.param_groups))}
+        order = [[at[id(group)] for group in part.param_groups] for part in self.parts]
+        for part, wanted, beside in zip(self.parts, order, state_dict["parts"], strict=True):
+            held = {numbers[id(p)]: i for i, p in enumerate(_parameters(part.param_groups))}
+            groups = [state_dict["param_groups"][i] for i in wanted]
+            part.load_state_dict(
+                {
+                    **beside["own"],
+                    "state": {
+                        **beside["state"],
+                        **{held[k]: v for k, v in state_dict["state"].items() if k in held},
+                    },
+                    "param_groups": [{**group, "params": [held[i] for i in group["params"]]} for group in groups],
+                }
+            )
+        for part, wanted in zip(self.parts, order, strict=True):
+            for i, group in zip(wanted, part.param_groups, strict=True):
+                self.param_groups[i] = group
+        for group, settings in zip(self.origins.param_groups, state_dict["origins"], strict=True):
+            group.update(settings)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in ("step", "state")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "state": _States(self)})
+
+    def __repr__(self) -> str:
+        return " and ".join(map(repr, self.parts))
+
+
+class _States(MutableMapping[Any, Any]):
+    """The states of all parts, looked up in the one that has the parameter."""
+
+    def __init__(self, optimizer: CombinedOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._optimizer.part_of(key).state[key]  # a part makes what is missing
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._optimizer.part_of(key).state[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._optimizer.part_of(key).state[key]
+
+    def __contains__(self, key: object) -> bool:
+        return any(key in part.state for part in self._optimizer.parts)
+
+    def __iter__(self) -> Iterator[Any]:
+        for part in self._optimizer.parts:
+            yield from part.state
+
+    def __len__(self) -> int:
+        return sum(len(part.state) for part in self._optimizer.parts)
+
+    @override
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self._optimizer.part_of(key).state.get(key, default)
+
+
+def _parameters(groups: list[dict[str, Any]]) -> Iterator[Tensor]:
+    for group in groups:
+        yield from group["params"]
+
+
+def set_rate(group: dict[str, Any], rate: float) -> None:
+    """Set a group's rate, which may be a tensor that others hold."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
+def take_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Let ``optimizer`` have these groups alone; it forgets what it keeps for parameters that are in none of them."""
+    held = {id(p) for p in _parameters(groups)}
+    for p in [p for p in optimizer.state if isinstance(p, Tensor) and id(p) not in held]:
+        del optimizer.state[p]
+    optimizer.param_groups = groups

@@ -1,0 +1,120 @@
+"""The schedulers that ``configure_optimizers`` returned: found, taken out, and put around a :class:`CombinedOptimizer`."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lightning_eff._core._optim.combined import CombinedOptimizer
+
+
+def optimizers_of(configured: Any) -> list[Optimizer]:
+    """The optimizers in what ``configure_optimizers`` returned, in any of Lightning's forms."""
+    if isinstance(configured, Optimizer):
+        return [configured]
+    if isinstance(configured, dict):
+        return optimizers_of(configured.get("optimizer"))
+    if isinstance(configured, list | tuple):
+        if _is_pair(configured):
+            return [o for o in configured[0] if isinstance(o, Optimizer)]
+        return [o for item in configured for o in optimizers_of(item)]
+    return []
+
+
+def schedulers_of(configured: Any) -> list[Any]:
+    """The schedulers in it, without what Lightning is told beside them."""
+    found: list[Any] = []
+    if isinstance(configured, dict):
+        found = [configured["lr_scheduler"]] if configured.get("lr_scheduler") is not None else []
+    elif isinstance(configured, list | tuple):
+        if _is_pair(configured):
+            found = list(configured[1]) if isinstance(configured[1], list | tuple) else [configured[1]]
+        else:
+            return [s for item in configured for s in schedulers_of(item)]
+    return [s["scheduler"] if isinstance(s, dict) else s for s in found]
+
+
+def without_schedulers(configured: Any) -> Any:
+    """It without any scheduler: an optimizer, or a list of them."""
+    found = optimizers_of(configured)
+    return found[0] if len(found) == 1 else found
+
+
+def _is_pair(configured: list[Any] | tuple[Any, ...]) -> bool:
+    return len(configured) == 2 and isinstance(configured[0], list | tuple)
+
+
+def reference_rates(optimizer: Optimizer, schedulers: list[Any]) -> list[float | None]:
+    """For each group, the rate that its schedule is a multiple of: the highest where the schedulers name one.
+
+    That is ``max_lr`` of a cycle; else the rate that the group was made with, before a scheduler's first value came over
+    it. None for a group without a number for a rate.
+
+    Args:
+        optimizer: the module's.
+        schedulers: around it.
+    """
+    peaks: list[Any] = [None] * len(optimizer.param_groups)
+    for scheduler in schedulers:
+        for one in _all_in(scheduler, optimizer):
+            highest = getattr(one, "max_lrs", None)
+            if isinstance(highest, list) and len(highest) == len(peaks):
+                peaks = highest
+    found: list[float | None] = []
+    for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+        rates = (peak, group.get("max_lr"), group.get("initial_lr"), group.get("lr"), optimizer.defaults.get("lr"))
+        known = [float(rate) for rate in rates if rate is not None]
+        found.append(next((rate for rate in known if rate), known[0]) if known else None)
+    return found
+
+
+def _all_in(scheduler: Any, optimizer: Optimizer) -> Iterator[Any]:
+    """``scheduler`` and those within it, of one optimizer, outermost first."""
+    waiting, seen = [scheduler], set()
+    while waiting:
+        one = waiting.pop(0)
+        if id(one) in seen or getattr(one, "optimizer", None) is not optimizer:
+            continue
+        seen.add(id(one))
+        yield one
+        for value in vars(one).values():
+            values = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            )
+            waiting += [v for v in values if hasattr(v, "optimizer") and hasattr(v, "__dict__")]
+
+
+class InProportion:
+    """What is added to a scheduler's class: it acts on the groups that the module made, and the optimizer follows."""
+
+    optimizer: Any
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        combined = self.optimizer
+        with combined.moved():
+            self.optimizer = combined.origins
+            try:
+                return super().step(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+            finally:
+                self.optimizer = combined
+
+    def get_last_lr(self) -> list[Any]:
+        """The rates of the optimizer's groups."""
+        return [group.get("lr") for group in self.optimizer.param_groups]
+
+
+def put_around(combined: CombinedOptimizer, made: Optimizer, schedulers: list[Any]) -> None:
+    """Let ``schedulers``, made around ``made``, be around ``combined``: each group's rate in its own proportion.
+
+    They stay the same objects and of their own kinds, and act as before on the groups that the module made, whatever they
+    read of them; then the groups of ``combined`` follow.
+
+    Raises:
+        TypeError: for a scheduler whose class cannot be added to.
+    """
+    for scheduler in schedulers:
+        for one in list(_all_in(scheduler, made)):
+            one.optimizer = combined.origins
+        kind = type(scheduler)
+        scheduler.__class__ = type(kind.__name__, (InProportion, kind), {"__module__": kind.__module__})
+        scheduler.optimizer = combined

@@ -1,0 +1,110 @@
+"""An optimizer as LightningCLI has it: a function of parameters, or a class path with its ``init_args``."""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_eff.optim.optimizers._matrices import parameters_of
+
+Making = Callable[[Any], Optimizer]
+
+
+def making(optimizer: Any) -> Making:
+    """The function of parameters that makes the optimizer.
+
+    Args:
+        optimizer: such a function (a class is one), a class path, or a mapping with ``class_path`` and ``init_args``.
+
+    Raises:
+        ValueError: for a path that leads to no optimizer.
+        TypeError: for something else, such as an optimizer that is made already.
+    """
+    if isinstance(optimizer, Mapping):
+        unknown = sorted(set(optimizer) - {"class_path", "init_args"})
+        if unknown or "class_path" not in optimizer:
+            raise ValueError(
+                f"ReplaceOptimizer(optimizer={dict(optimizer)}): expected the keys class_path and init_args, such as"
+                " {'class_path': 'lightning_eff.Muon', 'init_args': {'lr': 0.02}}."
+            )
+        return functools.partial(_imported(optimizer["class_path"]), **(optimizer.get("init_args") or {}))
+    if isinstance(optimizer, str):
+        return _imported(optimizer)
+    if isinstance(optimizer, Optimizer) or not callable(optimizer):
+        raise TypeError(
+            f"ReplaceOptimizer(optimizer of {type(optimizer).__name__}): expected a function that makes an optimizer from"
+            " parameters, such as its class or functools.partial(Muon, lr=0.02), or its class path. The parameters are"
+            " chosen when the module is complete."
+        )
+    made_by: Any = optimizer
+    return made_by
+
+
+def _imported(path: str) -> Making:
+    home, _, name = path.rpartition(".")
+    try:
+        found: Any = getattr(importlib.import_module(home), name) if home else getattr(torch.optim, name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"ReplaceOptimizer: no class is found at {path!r} ({error}); expected a class path, such as lightning_eff.Muon,"
+            " torch.optim.SGD or pytorch_optimizer.Lion, and its package installed."
+        ) from error
+    if not inspect.isclass(found) or Optimizer not in inspect.getmro(found):
+        raise ValueError(f"ReplaceOptimizer: {path!r} is no torch.optim.Optimizer; expected the class path of one.")
+    make: Any = found
+    return make
+
+
+def made(make: Making, groups: list[dict[str, Any]], module: nn.Module) -> Optimizer:
+    """The optimizer of these groups.
+
+    Args:
+        make: see :func:`making`.
+        groups: with ``params`` and what else a group shall have of its own.
+        module: whose parameters these are.
+
+    Raises:
+        ValueError: if it does not take such groups, holds other parameters afterwards, or needs to compute losses anew.
+    """
+    bare = len(groups) == 1 and set(groups[0]) == {"params"}
+    who = getattr(getattr(make, "func", make), "__name__", "the optimizer")
+    try:
+        with parameters_of(module):
+            optimizer = make(list(groups[0]["params"]) if bare else [dict(group) for group in groups])
+    except (ValueError, TypeError, KeyError, AssertionError, RuntimeError, NotImplementedError) as error:
+        shapes = sorted(
+            {tuple(p.shape) for group in groups for p in group["params"]}, key=lambda shape: (len(shape), shape)
+        )
+        keys = sorted({key for group in groups for key in group} - {"params"})
+        raise ValueError(
+            f"ReplaceOptimizer: {who} does not take these parameters, {len(groups)} groups"
+            f"{f' with their own {keys}' if keys else ''} of tensors of shapes {shapes[:5]}{' ...' if len(shapes) > 5 else ''}:"
+            f" {error} Expected an optimizer of parameter groups that takes tensors of these shapes: choose others with"
+            " parameters=, or another optimizer."
+        ) from error
+    who = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(
+            f"ReplaceOptimizer: what makes the optimizer returned {who}; expected a torch.optim.Optimizer."
+        )
+    closure = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"ReplaceOptimizer: {who} evaluates the loss anew within its step, which two optimizers that step as one cannot"
+            " do; expected an optimizer that needs gradients alone."
+        )
+    wanted = {id(p) for group in groups for p in group["params"]}
+    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    if set(held) != wanted or len(held) != len(wanted):
+        names = {id(p): name for name, p in module.named_parameters()}
+        lost = [names.get(one, "a parameter") for one in wanted - set(held)]
+        raise ValueError(
+            f"ReplaceOptimizer: {who} holds {len(held)} parameters and was given {len(wanted)}"
+            f"{f', without {lost[:3]}' if lost else ''}; expected it to hold what it is given."
+        )
+    return optimizer

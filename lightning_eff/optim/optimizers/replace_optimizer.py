@@ -1,0 +1,310 @@
+"""Another optimizer in the place of the module's, for the parameters that it suits, and rates by kind of parameter.
+
+What a matrix optimizer needs in an unchanged module: Muon for hidden matrices beside AdamW for all else (Jordan et al. 2024),
+as one optimizer under plain automatic optimization.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_eff._core._optim.combined import CombinedOptimizer, Following, Origins, set_rate, take_groups
+from lightning_eff._core._optim.scheduled import optimizers_of, put_around, reference_rates, schedulers_of
+from lightning_eff._core.optimizers import rewrite_configured
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
+from lightning_eff._core.session import Session
+from lightning_eff._core.technique import Control, Technique
+from lightning_eff.optim.optimizers._replacing.assignment import Share, group_of, shares
+from lightning_eff.optim.optimizers._replacing.making import made, making
+
+
+def combine(
+    own: Optimizer,
+    schedulers: list[Any],
+    parts: list[Share],
+    make: Callable[[list[dict[str, Any]]], Optimizer] | None,
+    lr: float | None,
+) -> CombinedOptimizer:
+    """One optimizer of the module's own and another; ``schedulers`` are put around it.
+
+    Args:
+        own: the module's; it keeps the groups that stay with it, and is left out where none does.
+        schedulers: of ``own``, as ``configure_optimizers`` made them.
+        parts: the fate of all its parameters, those that stay first.
+        make: makes the other optimizer from groups; None where no parameter is replaced.
+        lr: its rate; None for that it is made with.
+
+    Raises:
+        ValueError: for a group whose rate is to be in proportion to a rate of zero.
+    """
+    references = reference_rates(own, schedulers)
+    origins = Origins(own)
+    stay, go = [p for p in parts if not p.replaced], [p for p in parts if p.replaced]
+    groups = [group_of(part, own.param_groups[part.origin]) for part in stay]
+    following: list[Following] = []
+    for part, group in zip(stay, groups, strict=True):
+        ratio = 1.0 if part.rate is None else _ratio(part.rate, references[part.origin], part, bool(schedulers))
+        for name in ("lr", "initial_lr", "max_lr", "min_lr"):
+            if part.rate is not None and isinstance(group.get(name), int | float | Tensor):
+                group[name] = group[name] * ratio
+        following.append(Following(part.origin, ratio, settings=True))
+    optimizers: list[Optimizer] = []
+    if stay:
+        take_groups(own, groups)
+        optimizers.append(own)
+    if make is not None and go:
+        rates = [part.rate if part.rate is not None else lr for part in go]
+        asked = [
+            {"params": list(p.parameters)} | ({} if r is None else {"lr": r}) for p, r in zip(go, rates, strict=True)
+        ]
+        other = make(asked)
+        home = {id(p): part for part in go for p in part.parameters}
+        for group in other.param_groups:
+            part = home[id(group["params"][0])]
+            if part.rate is not None and group.get("lr") is not None:
+                set_rate(group, part.rate)
+            if part.exempt and "weight_decay" in group:
+                group["weight_decay"] = 0.0
+            rate = None if group.get("lr") is None else float(group["lr"])
+            ratio = None if rate is None else _ratio(rate, references[part.origin], part, bool(schedulers))
+            if rate is not None and schedulers:
+                group["initial_lr"] = rate
+            following.append(Following(part.origin, ratio, settings=False))
+        optimizers.append(other)
+    combined = CombinedOptimizer(optimizers, origins, following)
+    put_around(combined, own, schedulers)
+    if schedulers:
+        combined.follow()
+    return combined
+
+
+def _ratio(rate: float, reference: float | None, part: Share, scheduled: bool) -> float:
+    if reference:
+        return rate / reference
+    if not scheduled:
+        return 1.0
+    raise ValueError(
+        f"ReplaceOptimizer: the module's optimizer has {', '.join(part.names[:3])} in a group of rate {reference}, to which"
+        f" {rate:g} is in no proportion, and a scheduler moves it; expected a rate above zero there."
+    )
+
+
+def _search(cls: Any, values: Mapping[str, Any], profile: RunProfile) -> Any:
+    return cls({"class_path": "lightning_eff.Muon", "init_args": dict(values)})
+
+
+def _same_rates(technique: Any) -> Mapping[str, Technique]:
+    if technique.optimizer is None or not technique.group_lr:
+        return {}
+    return {"rates": ReplaceOptimizer(group_lr=technique.group_lr)}
+
+
+class ReplaceOptimizer(Technique):
+    """Step chosen parameters with another optimizer; the module's own keeps the rest, its groups and its decay settings.
+
+    Both step as one ``torch.optim.Optimizer``, so that automatic optimization, clipping, accumulation, gradient scalers,
+    ``lr_find``, ``LearningRateMonitor`` and checkpoints go on as they are. The module's schedulers, of whatever kind, stay what
+    they are and act on the groups that the module made; after each of their steps every group of the optimizer gets its own
+    rate times what the schedule has made of the module's (of a cycle: of its highest rate). Parameters that the module had
+    in different groups stay apart, so that a list of functions holds for each; groups that the module does not decay, where
+    it decays others, are not decayed by the other optimizer either. Its momentum is its own: where a scheduler cycles
+    momenta, that holds for what stays.
+
+    What went where is printed as training begins. An optimizer with an attribute ``u``, such as :class:`Muon` with settings
+    that are functions of it, is told the run's progress before each step.
+
+    A run resumes under the same settings; without this callback the checkpoint's weights can be loaded, and not the state
+    of its optimizer.
+
+    Args:
+        optimizer: how the other one is made from parameters: a function or class, as LightningCLI's ``OptimizerCallable``; in
+            YAML a class path with ``init_args``, of this package, torch or any other. From Python that mapping or a class
+            path will do as well. None leaves the module's own, for ``group_lr`` alone.
+        parameters: "matrices" for the hidden matrices of any module (linear maps and convolutions of blocks; never embeddings,
+            heads, positions), "all", or a list of patterns of parameter names, as in ``["blocks.*.weight"]``, and of kinds
+            as in ``group_lr``.
+        lr: the rate of the other optimizer, >= 0, before the module's schedule; None for that it is made with.
+        group_lr: rates, >= 0, by kind of parameter ("embedding", "head", "vector", "matrix" or "other") or by pattern of names,
+            whichever optimizer has them; the first that matches counts.
+
+    Raises:
+        ValueError: for other values; at setup, for a module without a hidden matrix, with several optimizers or none, or with
+            manual optimization; for an optimizer that does not take such groups or evaluates the loss anew; for a pattern or
+            a kind that matches nothing.
+        TypeError: if ``optimizer`` is made already, or makes none.
+
+    Sources:
+        Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Wen et al. 2025, arXiv:2509.02046, for
+        the control.
+    """
+
+    saves: ClassVar[str] = "steps: another update rule for the parameters it suits, a rate for each kind of parameter"
+    paper: ClassVar[str] = "Jordan et al. 2024, Muon; Wen et al. 2025, arXiv:2509.02046"
+    constraints: ClassVar[str] = (
+        "one optimizer, which needs gradients alone; automatic optimization; a single device or DDP"
+    )
+    survey: ClassVar[Survey | None] = Survey("optimizers", zhuang="2.1", shen="5.2")
+    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+        {
+            "lr": Uniform(0.005, 0.1, log=True),
+            "momentum": Choice((0.8, 0.9, 0.95)),
+            "weight_decay": Choice((0.0, 0.05, 0.15)),
+        },
+        make=_search,
+    )
+    control: ClassVar[Control] = Control(
+        "the module's own optimizer with the same rates by group, and the baseline with its rate tuned as long",
+        _same_rates,
+    )
+    conflicts: ClassVar[Mapping[str, str]] = {
+        "OptimizerOffload": "it moves one optimizer of torch.optim's own to the host, and here two step as one",
+        "StochasticRoundingBF16": "it makes each step of one of torch.optim's own optimizers, and here two step as one",
+    }
+
+    def __init__(
+        self,
+        optimizer: Callable[[Any], Optimizer] | None = None,
+        parameters: str | Sequence[str] = "matrices",
+        lr: float | None = None,
+        *,
+        group_lr: Mapping[str, float] | None = None,
+    ) -> None:
+        self._make = None if optimizer is None else making(optimizer)
+        if isinstance(parameters, str) and parameters not in ("matrices", "all"):
+            raise ValueError(
+                f"ReplaceOptimizer({parameters=}): expected 'matrices', 'all', or a list of patterns: [{parameters!r}]."
+            )
+        patterns = [] if isinstance(parameters, str) else list(parameters)
+        if not isinstance(parameters, str) and not (patterns and all(isinstance(p, str) and p for p in patterns)):
+            raise ValueError(
+                f"ReplaceOptimizer({parameters=}): expected patterns of parameter names, such as ['blocks.*.weight']."
+            )
+        if optimizer is None and (lr is not None or parameters != "matrices"):
+            raise ValueError(
+                "ReplaceOptimizer(optimizer=None): lr and parameters are of the other optimizer, and there is none; give one,"
+                " or rates by group_lr= alone."
+            )
+        rates = {"lr": lr} if lr is not None else {}
+        for name, rate in {**rates, **(group_lr or {})}.items():
+            if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < math.inf:
+                where = f"group_lr={{{name!r}: {rate!r}}}" if name in (group_lr or {}) else f"{lr=}"
+                raise ValueError(f"ReplaceOptimizer({where}): expected a finite rate >= 0.")
+        self.optimizer = optimizer
+        self.parameters: str | Sequence[str] = parameters
+        self.lr = lr
+        self.group_lr = dict(group_lr or {})
+        self._reset()
+
+    def _reset(self) -> None:
+        self._combined: CombinedOptimizer | None = None
+        self._last: dict[str, float | int] = {}
+        self._who = ""
+
+    @property
+    @override
+    def neutral(self) -> bool:
+        return self.optimizer is None and not self.group_lr
+
+    @override
+    def check_checkpoint(self, session: Session, state: dict[str, Any] | None) -> None:
+        if session.fitting and state is None:
+            raise ValueError(
+                "ReplaceOptimizer: the checkpoint was saved without it, so its optimizer's state is of other groups; expected a"
+                " checkpoint of a run with the same settings. Resume without ReplaceOptimizer, or start anew from the"
+                " checkpoint's weights alone."
+            )
+
+    @override
+    def attach(self, session: Session) -> None:
+        self._reset()
+        configure = session.module.configure_optimizers
+
+        def configure_optimizers() -> Any:
+            configured = configure()
+            found = optimizers_of(configured)
+            if len(found) != 1:
+                raise ValueError(
+                    f"ReplaceOptimizer: {type(session.module).__name__}.configure_optimizers returned"
+                    f" {len(found) or 'no'} optimizers{'' if not found else f' ({[type(o).__name__ for o in found]})'};"
+                    " expected one, a part of whose parameters it replaces. Let one optimizer have all parameters, in groups."
+                )
+            return rewrite_configured(configured, lambda own: self._replaced(session, own, schedulers_of(configured)))
+
+        session.patches.set(session.module, "configure_optimizers", configure_optimizers)
+
+    def _replaced(self, session: Session, own: Optimizer, schedulers: list[Any]) -> Optimizer:
+        module, make = session.module, self._make
+        parts = shares(module, own, self.parameters if make is not None else None, self.group_lr)
+        name = type(own).__name__
+        self._combined = combine(
+            own, schedulers, parts, None if make is None else (lambda groups: made(make, groups, module)), self.lr
+        )
+        self._who = type(self._combined.parts[-1]).__name__
+        rank_zero_info(_told(name, self._combined, parts, [type(s).__name__ for s in schedulers]))
+        return self._combined
+
+    @override
+    def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
+        for part in self._combined.parts if self._combined is not None else ():
+            if hasattr(part, "u"):
+                part.u = session.progress.u  # pyright: ignore[reportAttributeAccessIssue]
+
+    @override
+    def detach(self, session: Session) -> None:
+        self._last = self._quantities()
+        self._combined = None
+
+    def _quantities(self) -> dict[str, float | int]:
+        if self._combined is None:
+            return self._last
+        own = [not how.settings for how in self._combined.following]
+        groups = [group for group, other in zip(self._combined.param_groups, own, strict=False) if other]
+        groups = groups if self.optimizer is not None else self._combined.param_groups
+        tensors = [p for group in groups for p in group["params"]]
+        rates = [float(group["lr"]) for group in groups if group.get("lr") is not None]
+        return {"tensors": len(tensors), "weights": sum(p.numel() for p in tensors), "rate": max(rates, default=0.0)}
+
+    @override
+    def report(self) -> dict[str, float | int | Tensor]:
+        return dict(self._quantities())
+
+    @override
+    def summary(self) -> str:
+        found = self._quantities()
+        if not found:
+            return "no optimizer was made"
+        what = "at rates by group" if self.optimizer is None else f"by {self._who}"
+        return f"{found['tensors']} tensors ({found['weights']:,} weights) stepped {what}"
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.neutral else {"optimizer": self._who}
+
+
+def _told(own: str, combined: CombinedOptimizer, parts: list[Share], schedulers: list[str]) -> str:
+    """What went where, a line for each group."""
+    names = {id(p): name for part in parts for name, p in zip(part.names, part.parameters, strict=True)}
+    lines = ["ReplaceOptimizer:"]
+    of = {id(group): part for part in combined.parts for group in part.param_groups}
+    for group, how in zip(combined.param_groups, combined.following, strict=True):
+        who = type(of[id(group)]).__name__
+        who += f" ({group['algorithm']})" if isinstance(group.get("algorithm"), str) else ""
+        held = [names[id(p)] for p in group["params"]]
+        origin = combined.origins.param_groups[how.origin]
+        full = group.get("initial_lr", group.get("lr"))
+        rate = "a rate of its own" if full is None else f"rate {float(full):g}"
+        was = (
+            f" ({own} had {float(origin.get('initial_lr', origin['lr'])):g})"
+            if not how.settings or how.ratio != 1
+            else ""
+        )
+        lines.append(
+            f"  {who}, {rate}{was}{f' under {schedulers[0]}' if schedulers else ''}: {len(held)} tensors,"
+            f" {sum(p.numel() for p in group['params']):,} weights: {', '.join(held[:4])}{', ...' if len(held) > 4 else ''}"
+        )
+    return "\n".join(lines)
