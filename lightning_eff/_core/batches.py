@@ -1,6 +1,7 @@
 """Batches of any make: their number of samples, and the same batch with other samples in it."""
 
 import copy
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -23,6 +24,13 @@ def tensors(batch: Any, path: str = "") -> list[tuple[str, Tensor]]:
     if is_dataclass(batch) and not isinstance(batch, type):
         return [found for f in fields(batch) for found in tensors(getattr(batch, f.name), f"{path}.{f.name}")]
     return []
+
+
+def lies_at(path: str, key: str | int) -> bool:
+    """Whether a tensor at ``path``, as :func:`tensors` tells it, lies at the position, or under the name, ``key``."""
+    if isinstance(key, int):
+        return path.startswith(f"[{key}]") or (path == "" and key == 0)
+    return f"[{key!r}]" in path or re.search(rf"\.{re.escape(key)}(\W|$)", path) is not None
 
 
 def num_samples(batch: Any) -> int:

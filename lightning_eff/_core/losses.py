@@ -79,8 +79,27 @@ def _by_sample(rows: Tensor, size: int, name: str) -> Tensor:
     return rows.reshape(size, -1)
 
 
-def _counts(fn: Callable[..., Tensor], arguments: dict[str, Any], rows: Tensor) -> Tensor:
-    """What each entry of ``rows`` counts in the mean's denominator."""
+def bind_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """The arguments of a call of one of :data:`LOSSES` by name, defaults included; None for any other function.
+
+    ``reduction`` is what the call's legacy arguments ``size_average`` and ``reduce`` say, where it has them.
+    """
+    signature = _SIGNATURES.get(func)
+    if signature is None:
+        return None
+    if func is F.l1_loss and (weight := _lost_weight()) is not None:
+        kwargs = {**kwargs, "weight": weight}
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    arguments = dict(bound.arguments)
+    average, reduce = arguments.pop("size_average", None), arguments.pop("reduce", None)
+    if average is not None or reduce is not None:
+        arguments["reduction"] = "none" if reduce is False else "sum" if average is False else "mean"
+    return arguments
+
+
+def counts_of(fn: Callable[..., Tensor], arguments: dict[str, Any], rows: Tensor) -> Tensor:
+    """What each entry of ``rows``, a call's losses without reduction, counts in the mean's denominator."""
     weight = arguments.get("weight")
     if fn in (F.mse_loss, F.l1_loss) and weight is not None:
         return weight.to(rows.dtype).expand_as(rows)
@@ -123,17 +142,11 @@ class _LossMode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        signature = _SIGNATURES.get(func)
-        if signature is None:
+        arguments = bind_loss(func, args, kwargs)
+        if arguments is None or (arguments["reduction"] not in self.reductions and func is not F.l1_loss):
             return func(*args, **kwargs)
-        if func is F.l1_loss and (weight := _lost_weight()) is not None:
-            kwargs = {**kwargs, "weight": weight}
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        arguments = dict(bound.arguments)
-        legacy = arguments.pop("size_average", None) is not None, arguments.pop("reduce", None) is not None
-        if arguments["reduction"] not in self.reductions or any(legacy):
-            return func(*args, **kwargs)
+        if arguments["reduction"] not in self.reductions:
+            return func(**arguments)
         return self.on_loss(func, arguments)
 
     def on_loss(self, fn: Callable[..., Tensor], arguments: dict[str, Any]) -> Tensor:
@@ -192,7 +205,7 @@ class ObserveLosses(_LossMode):
                 if self.bounds:
                     (gradient,) = torch.autograd.grad(rows.sum(), z)
                     bound = _by_sample(gradient, size, name).float().norm(dim=1)
-            counted = _by_sample(_counts(fn, part, rows.detach()), size, name)
+            counted = _by_sample(counts_of(fn, part, rows.detach()), size, name)
             found.append((by_sample.detach(), counted, bound))
         rows, counted, bounds = zip(*found, strict=True)
         return LossCall(mean, torch.cat(rows), torch.cat(counted), torch.cat(bounds) if self.bounds else None)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_eff._core.batches import map_tensors, num_samples, tensors
+from lightning_eff._core.batches import lies_at, map_tensors, num_samples, tensors
 
 
 def truncate(t: Tensor, dims: tuple[int, ...], length: int) -> Tensor:
@@ -119,7 +119,7 @@ def find_sequences(batch: Any, keys: Sequence[str | int] | None, multiple_of: in
         size = num_samples([t for t in integers if t.shape[0] not in (1, t.shape[1])] or integers)
         chosen = [t for t in integers if t.shape[0] == size]
     else:
-        by_key = [[t for path, t in named if _matches(path, key)] for key in keys]
+        by_key = [[t for path, t in named if lies_at(path, key)] for key in keys]
         chosen = [t for found in by_key for t in found]
         missing = [key for key, found in zip(keys, by_key, strict=True) if not found]
         if missing or any(t.ndim < 2 for t in chosen):
@@ -152,13 +152,6 @@ def find_sequences(batch: Any, keys: Sequence[str | int] | None, multiple_of: in
 
 def _is_integer(t: Tensor) -> bool:
     return not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)
-
-
-def _matches(path: str, key: str | int) -> bool:
-    """Whether a tensor at ``path`` lies at the position, or anywhere under the name, ``key``."""
-    if isinstance(key, int):
-        return path.startswith(f"[{key}]") or (path == "" and key == 0)
-    return f"[{key!r}]" in path or re.search(rf"\.{re.escape(key)}(\W|$)", path) is not None
 
 
 def shorten(batch: Any, found: Sequences, length: int, *, reshape: bool, who: str) -> Any:

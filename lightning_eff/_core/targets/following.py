@@ -1,0 +1,416 @@
+"""A batch's labels followed through what a ``training_step`` makes of them, up to the loss calls that they are targets of.
+
+Each tensor that is made of labels has, beside its values, a *place* for each entry: which entry of the labels it stands
+for. Operations that move entries (shifts, reshapes, selections) are run on the places as well; those that compute a
+value for each entry (casts, masks, one-hot codes) leave them where they are. The same operations, run on other labels,
+give what the loss call would have got, had the batch had those.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: The first argument's entries, in other places; the other arguments say where.
+MOVING = frozenset(
+    [
+        "view",
+        "view_as",
+        "reshape",
+        "reshape_as",
+        "flatten",
+        "ravel",
+        "unflatten",
+        "squeeze",
+        "unsqueeze",
+        "transpose",
+        "swapaxes",
+        "swapdims",
+        "permute",
+        "t",
+        "T",
+        "mT",
+        "H",
+        "mH",
+        "movedim",
+        "moveaxis",
+        "adjoint",
+        "contiguous",
+        "clone",
+        "detach",
+        "alias",
+        "getitem",
+        "index_select",
+        "gather",
+        "take",
+        "take_along_dim",
+        "masked_select",
+        "narrow",
+        "select",
+        "chunk",
+        "split",
+        "split_with_sizes",
+        "tensor_split",
+        "hsplit",
+        "vsplit",
+        "unbind",
+        "iter",
+        "unfold",
+        "repeat",
+        "repeat_interleave",
+        "tile",
+        "expand",
+        "expand_as",
+        "broadcast_to",
+        "flip",
+        "fliplr",
+        "flipud",
+        "roll",
+        "rot90",
+        "diagonal",
+        "pad",
+        "atleast_1d",
+        "atleast_2d",
+        "atleast_3d",
+        "as_subclass",
+    ]
+)
+#: Lists of tensors, put together.
+JOINING = frozenset(
+    ["cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "row_stack", "column_stack"]
+)
+#: Masks that say which entries count, and not what they are.
+COMPARING = frozenset(
+    [
+        "eq",
+        "ne",
+        "gt",
+        "ge",
+        "lt",
+        "le",
+        "greater",
+        "greater_equal",
+        "less",
+        "less_equal",
+        "not_equal",
+        "isin",
+        "isnan",
+        "isfinite",
+    ]
+)
+#: A value for each entry.
+POINTWISE = COMPARING | frozenset(
+    [
+        "to",
+        "type",
+        "type_as",
+        "long",
+        "int",
+        "short",
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "bool",
+        "cpu",
+        "cuda",
+        "add",
+        "sub",
+        "subtract",
+        "mul",
+        "multiply",
+        "div",
+        "divide",
+        "true_divide",
+        "floor_divide",
+        "floordiv",
+        "truediv",
+        "remainder",
+        "fmod",
+        "mod",
+        "pow",
+        "radd",
+        "rsub",
+        "rmul",
+        "rdiv",
+        "rtruediv",
+        "rfloordiv",
+        "rmod",
+        "rpow",
+        "iadd",
+        "isub",
+        "imul",
+        "itruediv",
+        "neg",
+        "negative",
+        "abs",
+        "absolute",
+        "sign",
+        "round",
+        "floor",
+        "ceil",
+        "trunc",
+        "clamp",
+        "clip",
+        "clamp_min",
+        "clamp_max",
+        "minimum",
+        "maximum",
+        "exp",
+        "log",
+        "log1p",
+        "expm1",
+        "sqrt",
+        "square",
+        "reciprocal",
+        "sigmoid",
+        "logit",
+        "tanh",
+        "nan_to_num",
+        "masked_fill",
+        "where",
+        "lerp",
+        "logical_not",
+        "logical_and",
+        "logical_or",
+        "logical_xor",
+        "bitwise_not",
+        "bitwise_and",
+        "bitwise_or",
+        "bitwise_xor",
+        "and",
+        "or",
+        "xor",
+        "rand",
+        "ror",
+        "rxor",
+        "invert",
+    ]
+)
+
+
+def name_of(func: Any) -> str:
+    """The name of a function of torch: ``masked_fill`` for ``Tensor.masked_fill_``, ``add`` for ``Tensor.__add__``."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":  # of a property, such as Tensor.T
+        name = getattr(getattr(func, "__self__", None), "__name__", "")
+    return name[2:-2] if name.startswith("__") and name.endswith("__") else name.rstrip("_")
+
+
+@dataclass
+class Trace:
+    """What is known of a tensor made of labels.
+
+    Attributes:
+        label: the labels' path in the batch.
+        places: for each entry, which entry of the flattened labels it stands for; -1 for none. Of the tensor's shape.
+        others: what the tensor would be, had the batch had each of the other labels.
+        selects: it says which entries count, as ``labels != -100`` does.
+    """
+
+    label: str
+    places: Tensor
+    others: list[Tensor]
+    selects: bool = False
+
+
+@dataclass
+class Stray:
+    """An operation, not a loss call that can be seen, in which labels met what the network computed."""
+
+    name: str
+    label: str
+    output: Tensor
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+def _replaced(value: Any, by: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return by(value)
+    if isinstance(value, list | tuple):
+        return type(value)([_replaced(item, by) for item in value])
+    return value
+
+
+class Follower:
+    """The tensors made of a batch's labels, in one pass.
+
+    Attributes:
+        strays: where labels met the network's output outside of a loss call, as in a loss written by hand.
+    """
+
+    def __init__(self) -> None:
+        self._traces: dict[int, tuple[Tensor, Trace]] = {}  # tensors are kept, since an id is one only while they live
+        self.strays: list[Stray] = []
+
+    def begin(self, label: str, tensor: Tensor, others: Sequence[Tensor] = ()) -> None:
+        """Follow ``tensor``, the batch's labels at the path ``label``, and ``others`` of the same shape beside it."""
+        places = torch.arange(tensor.numel(), device=tensor.device).reshape(tensor.shape)
+        self._record(tensor, Trace(label, places, [other.clone() for other in others]))
+
+    def get(self, value: Any) -> Trace | None:
+        """What is known of ``value``, if it is a tensor that is made of labels."""
+        found = self._traces.get(id(value))
+        return None if found is None else found[1]
+
+    def clear(self) -> None:
+        self._traces.clear()
+        self.strays.clear()
+
+    def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Look at a call of torch that has been made, and return its output."""
+        if not self._traces:
+            return output
+        used = [t for t in _tensors((args, kwargs)) if id(t) in self._traces]
+        if not used:
+            return output
+        name = name_of(func)
+        if name in MOVING and args and self.get(args[0]) is not None:
+            return self._moved(name, func, args, kwargs, output)
+        if name in JOINING:
+            self._joined(func, args, kwargs, output)
+        elif name in ("setitem", "copy"):
+            self._written(func, args, kwargs)
+        elif name == "one_hot":
+            self._coded(func, args, kwargs, output)
+        elif name in POINTWISE and not self._meets(args, kwargs):
+            self._computed(name, func, args, kwargs, output)
+        else:
+            self._strayed(name, used, args, kwargs, output)
+        return output
+
+    def _record(self, tensor: Tensor, trace: Trace) -> None:
+        self._traces[id(tensor)] = (tensor, trace)
+
+    def _moved(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        trace = self._traces[id(args[0])][1]
+        if any(
+            isinstance(value, torch.dtype) for value in (*args, *kwargs.values())
+        ):  # the bits, read as another dtype
+            return output
+        if name == "iter":
+            output = list(output)
+        if not isinstance(output, Tensor | list | tuple):
+            return output
+        rest, constant = args[1:], kwargs
+        if name == "pad" and kwargs.get("mode", rest[1] if len(rest) > 1 else "constant") == "constant":
+            rest, constant = rest[:1], {**kwargs, "value": -1}
+            constant.pop("mode", None)
+        places = func(trace.places, *rest, **constant)
+        others = [func(other, *args[1:], **kwargs) for other in trace.others]
+        if isinstance(output, Tensor):
+            self._record(output, Trace(trace.label, places, others, trace.selects))
+            return output
+        made = [list(places), *(list(other) for other in others)]
+        for part, place, *rest in zip(output, *made, strict=True):
+            self._record(part, Trace(trace.label, place, list(rest), trace.selects))
+        return iter(output) if name == "iter" else output
+
+    def _joined(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        listed = args[0] if args else kwargs["tensors"]
+        rest, options = args[1:], {key: value for key, value in kwargs.items() if key not in ("tensors", "out")}
+        traces = [self.get(t) for t in listed]
+        first = next(trace for trace in traces if trace is not None)
+
+        def places(t: Tensor) -> Tensor:
+            trace = self.get(t)
+            return torch.full(t.shape, -1, device=t.device) if trace is None else trace.places
+
+        others = [
+            func(
+                [t if trace is None else trace.others[k] for t, trace in zip(listed, traces, strict=True)],
+                *rest,
+                **options,
+            )
+            for k in range(len(first.others))
+        ]
+        joined = func([places(t) for t in listed], *rest, **options)
+        self._record(output, Trace(first.label, joined, others, first.selects))
+
+    def _written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """``target[index] = value`` or ``target.copy_(value)``, which has been done."""
+        target, *index, value = args
+        of_value = self.get(value)
+        if self.get(target) is None:
+            if of_value is None:  # at places that labels say, which are what they were
+                return
+            self._begin_at(target, of_value)
+        trace = self._traces[id(target)][1]
+        if of_value is not None:
+            func(trace.places, *index, of_value.places, **kwargs)
+        mask = self.get(index[0]) if index and getattr(index[0], "dtype", None) == torch.bool else None
+        for k, other in enumerate(trace.others):
+            if mask is not None and not isinstance(value, Tensor):  # labels[labels == 3] = -100
+                func(other, mask.others[k], value, **kwargs)
+            else:
+                func(other, *index, value if of_value is None else of_value.others[k], **kwargs)
+
+    def _begin_at(self, target: Tensor, like: Trace) -> None:
+        """Follow a tensor into which labels are written, and the one that it is a view of."""
+        root = target if target._base is None else target._base
+        if self.get(root) is None:
+            nowhere = torch.full_like(root, -1, dtype=torch.long)
+            self._record(root, Trace(like.label, nowhere, [root.clone() for _ in like.others]))
+        of_root = self._traces[id(root)][1]
+        if target is not root:
+
+            def view(t: Tensor) -> Tensor:
+                return t.as_strided(target.shape, target.stride(), target.storage_offset() - root.storage_offset())
+
+            self._record(target, Trace(like.label, view(of_root.places), [view(other) for other in of_root.others]))
+
+    def _coded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        trace = self.get(args[0] if args else kwargs.get("tensor"))
+        if trace is not None:
+            places = trace.places.unsqueeze(-1).expand(output.shape)
+            self._record(output, Trace(trace.label, places, [func(o, output.shape[-1]) for o in trace.others]))
+
+    def _computed(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        traces = [trace for trace in map(self.get, _tensors((args, kwargs))) if trace is not None]
+        if name == "where":  # what is taken goes before the condition
+            traces.sort(key=lambda trace: trace.selects)
+        first = traces[0]
+        in_place = any(output is t for t in _tensors(args))
+        if not isinstance(output, Tensor) or (in_place and self.get(output) is None):
+            return
+        try:
+            places = first.places.to(output.device).broadcast_to(output.shape)
+        except RuntimeError:  # a reduction, or labels that stand for fewer entries
+            return
+
+        def other(k: int) -> Callable[[Tensor], Tensor]:
+            return lambda t: t if (trace := self.get(t)) is None else trace.others[k]
+
+        count = len(first.others)
+        others = [
+            func(*_replaced(args, other(k)), **{key: _replaced(v, other(k)) for key, v in kwargs.items()})
+            for k in range(count)
+        ]
+        selects = name in COMPARING or all(trace.selects for trace in traces)
+        if not in_place:
+            self._record(output, Trace(first.label, places, others, selects))
+
+    def _meets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a weight, or what the network computed, is among the arguments."""
+        return any(t.requires_grad for t in _tensors((args, kwargs)) if id(t) not in self._traces)
+
+    def _strayed(
+        self, name: str, used: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Remember where labels met the network's output; an embedding of them is an input, and no loss."""
+        traces = [trace for t in used if (trace := self.get(t)) is not None and not trace.selects]
+        computed = any(t.grad_fn is not None for t in _tensors((args, kwargs)))
+        if traces and computed and name != "embedding" and isinstance(output, Tensor) and output.grad_fn is not None:
+            self.strays.append(Stray(name, traces[0].label, output))

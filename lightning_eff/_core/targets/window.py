@@ -1,0 +1,348 @@
+"""The way in: the loss calls of one pass of an unchanged ``training_step``, changed by a technique.
+
+What is seen are calls of the loss functions of ``torch.nn.functional`` (:data:`~lightning_eff._core.losses.LOSSES`),
+by whatever name or module they are called, whose targets are made of the batch's labels. Not seen are losses inside a
+compiled module, in an autograd function of their own, or written by hand; where the step's loss comes of none that is
+seen, or labels are seen to meet the network's output in another operation on the way to it, that is an error.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from lightning_eff._core.batches import lies_at, num_samples, tensors
+from lightning_eff._core.losses import LOSSES, LossNotVisible, bind_loss, loss_of
+from lightning_eff._core.session import Session
+from lightning_eff._core.steps import Proceed, Step
+from lightning_eff._core.targets.calls import Change, TargetCall
+from lightning_eff._core.targets.following import Follower
+
+_SYMMETRIC = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
+_NAMES = ", ".join(f"F.{fn.__name__}" for fn in LOSSES)
+
+
+class _Window(TorchFunctionMode):
+    """Hands the loss calls on followed labels to ``change``, while it is entered."""
+
+    def __init__(self, change: Change, shapes: Mapping[str, torch.Size]) -> None:
+        super().__init__()
+        self.change = change
+        self.shapes = shapes
+        self.follower = Follower()
+        self.made: list[tuple[TargetCall, Tensor]] = []  # calls that were changed, and what they returned
+        self.elsewhere: list[str] = []  # calls on targets that are not made of labels
+        self.still: list[str] = []  # calls without a gradient in a pass with one: metrics
+        self.learning = torch.is_grad_enabled()
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        if func in (Tensor.backward, torch.autograd.backward):
+            with self:  # torch has put the mode aside, and what checkpoints run again is to be seen, too
+                return _backward(*args, **kwargs)
+        arguments = bind_loss(func, args, kwargs)
+        if arguments is None:
+            return self.follower.follow(func, args, kwargs, func(*args, **kwargs))
+        return self._on_loss(func, arguments)
+
+    def _on_loss(self, fn: Callable[..., Tensor], arguments: dict[str, Any]) -> Tensor:
+        trace = self.follower.get(arguments["target"])
+        if trace is None and fn in _SYMMETRIC and self.follower.get(arguments["input"]) is not None:
+            arguments = {**arguments, "input": arguments["target"], "target": arguments["input"]}
+            trace = self.follower.get(arguments["target"])
+        if trace is None:
+            self.elsewhere.append(fn.__name__)
+            return fn(**arguments)
+        if self.learning and not (arguments["input"].requires_grad and torch.is_grad_enabled()):
+            self.still.append(fn.__name__)
+            return fn(**arguments)
+        shape = self.shapes[trace.label]
+        call = TargetCall(fn, arguments, trace.label, shape, trace.places, tuple(trace.others))
+        output = self.change(call)
+        if (output.ndim > 0) != (call.reduction == "none"):
+            raise ValueError(
+                f"The change of an F.{fn.__name__} with reduction={call.reduction!r} returned a tensor of shape"
+                f" {tuple(output.shape)}; expected {'the losses of its elements' if output.ndim == 0 else 'a scalar'},"
+                " as the call itself returns. Reduce by call.reduce(losses, counted)."
+            )
+        self.made.append((call, output))
+        return output
+
+
+class Targets:
+    """The labels of a run's batches, and the loss calls that they are targets of.
+
+    A technique makes one in ``attach`` and uses it in a link of stage ``TRANSFORM`` or ``REWEIGHT``::
+
+        def attach(self, session):
+            self._targets = Targets(session, who=type(self).__name__, labels=self.labels)
+            session.chain.add(Stage.TRANSFORM, self._link)
+
+        def _link(self, step, batch, proceed):
+            labels = self._targets.labels(step, batch)
+            mirrored = {path: y.flip(0) for path, y in labels.items()}
+            return self._targets.run(step, batch, proceed, mixed(0.7, 0.3), others=mirrored)
+
+    Nothing is patched outside of :meth:`run`, and validation never comes by it. The changed calls stay changed until the
+    step's backward pass is over, for what gradient checkpointing runs again.
+
+    Args:
+        session: the run.
+        who: the technique's name, for messages.
+        labels: names or positions of the labels in the batch, where looking does not tell.
+    """
+
+    def __init__(self, session: Session, who: str, labels: Sequence[str | int] | None = None) -> None:
+        self.session = session
+        self.who = who
+        self.named = labels
+        self._paths: list[str] | None = None
+        self._checked = False
+
+    def labels(self, step: Step, batch: Any) -> dict[str, Tensor]:
+        """The batch's labels, by path: tensors that the step's loss calls have as targets, as they are or made over.
+
+        The first call runs the step forward once, without a trace, to find them: those that the user names; else the
+        only tensor of the batch that becomes a target; else those that become targets of ``F.cross_entropy`` or
+        ``F.nll_loss`` alone. While the step has skipped every batch (it returned None), there are none.
+
+        Raises:
+            LossNotVisible: on all ranks, if no loss call has a target made of the batch.
+            ValueError: on all ranks, if it cannot be told which tensors are the labels.
+        """
+        if self._paths is None:
+            paths, problem = None, None
+            try:
+                paths = self._look(step, batch)
+            except ValueError as error:
+                problem = error
+            if not self._agree(problem, ready=paths is not None):
+                return {}
+            self._paths = paths or []
+            rank_zero_info(f"{self.who}: labels found at {', '.join(p or 'the batch itself' for p in self._paths)}")
+        named = dict(tensors(batch))
+        missing = [path for path in self._paths if path not in named]
+        if missing:
+            raise ValueError(
+                f"{self.who}: the batch {step.batch_idx} has no labels at {missing}, where the first one had them;"
+                f" it holds {', '.join(named) or 'no tensors'}. Let the loader make all batches alike."
+            )
+        return {path: named[path] for path in self._paths}
+
+    def run(
+        self,
+        step: Step,
+        batch: Any,
+        proceed: Proceed,
+        change: Change,
+        others: Mapping[str, Tensor | Sequence[Tensor]] | None = None,
+    ) -> Any:
+        """``proceed(batch)``, with each loss call on the batch's labels replaced by ``change(call)``.
+
+        Args:
+            step: the step of the link.
+            batch: what the rest of the chain gets, with labels where :meth:`labels` found them.
+            proceed: the link's own.
+            change: what a call returns instead; see :func:`~lightning_eff._core.targets.calls.mixed`, ``soft`` and
+                ``weighted``. It is called for each loss call, in each pass, and must not draw global random numbers.
+            others: by path, other labels of the same shape as the batch's: what becomes of them is in ``call.others``.
+                Labels without are followed too, where ``others`` is None.
+
+        Raises:
+            LossNotVisible: if the step returned a loss, and none that was seen has its target from the labels; in the
+                first step, also if the loss does not come of those that were changed, or not of them alone.
+        """
+        named = self.labels(step, batch)
+        if others is not None:
+            named = {path: tensor for path, tensor in named.items() if path in others}
+        window = _Window(change, {path: tensor.shape for path, tensor in named.items()})
+        for path, tensor in named.items():
+            beside = [] if others is None else others[path]
+            beside = [beside] if isinstance(beside, Tensor) else list(beside)
+            for other in beside:
+                if other.shape != tensor.shape:
+                    raise ValueError(
+                        f"{self.who}: got other labels of shape {tuple(other.shape)} for {path}; expected that of the"
+                        f" batch's, {tuple(tensor.shape)}."
+                    )
+            window.follower.begin(path, tensor, beside)
+        window.__enter__()
+        try:
+            output = proceed(batch)
+            self._check(step, window, loss_of(output))
+        except BaseException:
+            _leave(window)
+            raise
+        if window.learning:  # gradient checkpointing runs losses again in the backward pass
+            self.session.when_step_ends(lambda: _leave(window))
+        else:
+            _leave(window)
+        return output
+
+    # -- the first batch
+
+    def _look(self, step: Step, batch: Any) -> list[str] | None:
+        """The paths of the labels, or None where the step skips this batch."""
+        held = [(path, tensor) for path, tensor in tensors(batch) if tensor.ndim > 0]
+        window = _Window(TargetCall.plain, {path: tensor.shape for path, tensor in held})
+        for path, tensor in held:
+            window.follower.begin(path, tensor)
+
+        def around(run: Proceed, batch: Any) -> Any:
+            window.learning = False
+            with window:
+                return run(batch)
+
+        output = step.forward_only(batch, num_samples(batch), around, transform=False)
+        found: dict[str, list[TargetCall]] = {}
+        for call, _ in window.made:
+            found.setdefault(call.label, []).append(call)
+        elsewhere = window.elsewhere
+        window.follower.clear()
+        if not found and loss_of(output) is None:
+            return None
+        if self.named is not None:
+            chosen = [path for path in found if any(lies_at(path, key) for key in self.named)]
+            missing = [key for key in self.named if not any(lies_at(path, key) for path in found)]
+            if missing:
+                raise ValueError(
+                    f"{self.who}(labels={list(self.named)}): {missing} became no target of a loss call; those that did:"
+                    f" {_listed(found) or 'none'}. The batch holds {', '.join(path for path, _ in held) or 'no tensors'}."
+                )
+            return chosen
+        if not found:
+            raise LossNotVisible(f"{self.who}: {_none_seen(elsewhere, [], step.module)}")
+        if len(found) == 1:
+            return list(found)
+        classes = [path for path, calls in found.items() if all(call.of_classes for call in calls)]
+        if classes:
+            return classes
+        raise ValueError(
+            f"{self.who}: several tensors of the batch became targets of loss calls: {_listed(found)}; expected one, or"
+            " one of classes. Name those that are the labels by labels=, such as labels=['labels'] or labels=[1]."
+        )
+
+    def _agree(self, problem: ValueError | None, *, ready: bool = True) -> bool:
+        """Raise on all ranks what one of them has to say, so that none waits for another; whether all are ``ready``."""
+        told = None if problem is None else (isinstance(problem, LossNotVisible), str(problem))
+        every = self.session.gather((told, ready))
+        if problem is not None:
+            raise problem
+        for rank, (one, _) in enumerate(every):
+            if one is not None:
+                raise (LossNotVisible if one[0] else ValueError)(f"On rank {rank}: {one[1]}")
+        return all(ready for _, ready in every)
+
+    # -- every batch
+
+    def _check(self, step: Step, window: _Window, loss: Tensor | None) -> None:
+        if not window.learning:
+            return
+        problem = None
+        if loss is not None and not window.made:
+            problem = LossNotVisible(f"{self.who}: {_none_seen(window.elsewhere, window.still, step.module)}")
+        elif loss is not None and not self._checked and (wrong := _not_of_them(window, loss)) is not None:
+            problem = LossNotVisible(f"{self.who}: {wrong}")
+        if not self._checked:
+            self._checked = self._agree(problem, ready=loss is not None)
+        elif problem is not None:
+            raise problem
+
+
+def _backward(
+    tensors: Any, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, **kwargs: Any
+) -> None:
+    """``torch.autograd.backward`` in terms of edges of the graph, which it does not hand to modes as it does tensors."""
+    tensors = (tensors,) if isinstance(tensors, Tensor | GradientEdge) else tuple(tensors)
+    gradients = kwargs.pop("grad_tensors", gradient)
+    gradients = (gradients,) * len(tensors) if gradients is None or isinstance(gradients, Tensor) else gradients
+    inputs = kwargs.pop("inputs", None)
+    torch.autograd.backward(
+        [t if isinstance(t, GradientEdge) else get_gradient_edge(t) for t in tensors],
+        [
+            torch.ones_like(t) if g is None and isinstance(t, Tensor) and t.numel() == 1 else g
+            for t, g in zip(tensors, gradients, strict=True)
+        ],
+        retain_graph=retain_graph,
+        create_graph=create_graph,
+        inputs=None if inputs is None else [t if isinstance(t, GradientEdge) else get_gradient_edge(t) for t in inputs],
+        **kwargs,
+    )
+
+
+def _leave(window: _Window) -> None:
+    window.__exit__(None, None, None)
+    window.follower.clear()
+    window.made.clear()
+
+
+def _listed(found: Mapping[str, Sequence[TargetCall]]) -> str:
+    return ", ".join(f"{path} (F.{calls[0].fn.__name__})" for path, calls in found.items())
+
+
+_MEND = (
+    "Compute it by one of these functions on the labels of the batch, outside of compiled modules and autograd functions"
+    " of their own; or take the technique out."
+)
+
+
+def _none_seen(elsewhere: Sequence[str], still: Sequence[str], module: nn.Module) -> str:
+    seen = "none was called"
+    if elsewhere:
+        seen = f"seen were {', '.join(f'F.{name}' for name in elsewhere)}, whose targets come from elsewhere"
+    if still:
+        seen = (
+            f"seen were {', '.join(f'F.{name}' for name in still)} without a gradient, as in a metric, in an autograd"
+            " function, or in a checkpoint with use_reentrant=True (use_reentrant=False can be seen)"
+        )
+    compiled = [name or "the module" for name, m in module.named_modules() if _is_compiled(m)]
+    inside = f" Compiled here: {', '.join(compiled[:4])}." if compiled else ""
+    return (
+        f"no loss call of training_step was seen that has its target from the batch's labels; expected one of {_NAMES}"
+        f" ({seen}).{inside} {_MEND}"
+    )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+
+
+def _not_of_them(window: _Window, loss: Tensor) -> str | None:
+    """What is wrong if the step's loss does not come of the changed calls, or labels come into it beside them."""
+    ours = {output.grad_fn for _, output in window.made} - {None}
+    reached = _graph(loss)
+    if not ours & reached:
+        names = ", ".join(f"F.{call.fn.__name__}" for call, _ in window.made)
+        return f"training_step called {names} on the labels, but the loss that it returned does not come of it. {_MEND}"
+    for stray in window.follower.strays:
+        if stray.output.grad_fn in reached and not ours & _graph(stray.output):
+            return (
+                f"in training_step the labels {stray.label or 'in the batch'} come into the loss by torch's"
+                f" {stray.name!r} with what the network computed, outside of a loss call that can be seen: expected"
+                f" them in calls of {_NAMES} alone. {_MEND}"
+            )
+    return None
+
+
+def _graph(tensor: Tensor) -> set[Any]:
+    """The nodes of the autograd graph that ``tensor`` comes of."""
+    seen: set[Any] = set()
+    todo = deque([tensor.grad_fn])
+    while todo:
+        node = todo.popleft()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo.extend(following for following, _ in node.next_functions)
+    return seen
