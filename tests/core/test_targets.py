@@ -356,6 +356,31 @@ def test_one_tensor_that_is_input_and_labels() -> None:
     check_same(got, [(LAMBDA, plain), (1 - LAMBDA, mixed_in)])
 
 
+def test_entries_that_stand_for_no_label_keep_their_own_target() -> None:
+    """A class that the step pads with is nobody's label: neither weights nor soft targets of samples reach it."""
+
+    def step(z: Tensor, b: Any, m: Probe) -> Tensor:
+        return F.cross_entropy(z.flatten(0, 1), F.pad(b[1], (0, 1), value=1)[:, 1:].flatten(), reduction="sum")
+
+    def by_hand(z: Tensor, b: Any, m: Probe) -> Tensor:
+        rows = F.cross_entropy(z.transpose(1, 2), F.pad(b[1], (0, 1), value=1)[:, 1:], reduction="none")
+        return rows[:, -1].sum()
+
+    x, y = draw(B, T, D), classes(B, T)
+    for change in (mixed(torch.zeros(B), torch.zeros(B)), soft(torch.zeros(B, T, C))):
+        got = one_step(
+            step, (x, y), OtherTargets(change, others=None if change.__qualname__[0] == "s" else lambda y: [y])
+        )
+        check_same(got, [(1.0, one_step(by_hand, (x, y)))])
+
+
+def test_labels_that_weigh_their_own_loss_are_no_other_loss() -> None:
+    def step(z: Tensor, b: Any, m: Probe) -> Tensor:
+        return (F.cross_entropy(z, b[1], reduction="none") * (1.0 + b[1])).mean()
+
+    assert one_step(step, (draw(B, D), classes(B)), OtherTargets()).losses
+
+
 def test_what_cannot_be_told_is_an_error() -> None:
     def step(z: Tensor, b: Any, m: Probe) -> Tensor:
         return F.mse_loss(z, b["y"]) + F.mse_loss(z[:, :D], b["x"])
