@@ -1,18 +1,14 @@
-"""One case for each exported precision plugin: how the contract's tests set it up, and what it must refuse."""
+"""One case for each exported precision plugin: how the contract's tests set it up, and what it must refuse.
+
+A case stands beside its plugin's own tests, in their file: ``PLUGINS = {"Plugin": PluginCase(...)}``.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_eff import (
-    ACTPrecision,
-    FP8Precision,
-    INT8Precision,
-    S2FP8Precision,
-    StochasticRoundingBF16,
-    Wang2018FP8Precision,
-)
 from lightning_eff._core.wrapping import WrappingPrecision
+from tests.beside import Beside, beside
 
 
 @dataclass(frozen=True)
@@ -34,26 +30,4 @@ class PluginCase:
     restores_dtypes: bool = False
 
 
-PLUGINS: dict[str, PluginCase] = {
-    "ACTPrecision": PluginCase(
-        build=lambda precision: ACTPrecision(bits=2, inner=precision),
-        precisions=("32-true", "bf16-mixed", "bf16-true"),
-        refuses=("ActivationCompression", "ActivationOffload"),
-        lossy=True,
-    ),
-    "FP8Precision": PluginCase(
-        build=lambda precision: FP8Precision("rowwise", base=precision, backend="emulated"),
-        precisions=("32-true", "bf16-mixed", "bf16-true"),
-    ),
-    "INT8Precision": PluginCase(build=lambda precision: INT8Precision(base=precision)),
-    "S2FP8Precision": PluginCase(build=lambda precision: S2FP8Precision(base=precision)),
-    "StochasticRoundingBF16": PluginCase(
-        build=lambda precision: StochasticRoundingBF16(),
-        precisions=("bf16-true",),
-        refuses=("OptimizerOffload", "ReplaceOptimizer"),
-        restores_dtypes=True,
-    ),
-    "Wang2018FP8Precision": PluginCase(
-        build=lambda precision: Wang2018FP8Precision(base=precision, accumulate="float32")
-    ),
-}
+PLUGINS: Beside[PluginCase] = Beside(beside("PLUGINS", of="tests.plugins.PluginCase"), "PLUGINS")

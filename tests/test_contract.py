@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from tests.cases import ALL, CASES, STAND_INS
 from tests.conftest import Once
 from tests.ddp import launch
 from tests.models import flat, loader, module, trainer
-from tests.plugins import PLUGINS
 from tests.runs import (
     MODES,
     NUM_STEPS,
@@ -45,12 +43,11 @@ every_and_stand_ins = pytest.mark.parametrize("name", [*NAMES, *sorted(STAND_INS
 
 
 def test_every_export_has_a_case() -> None:
-    # tests/bench, tests/strategies and tests/test_plugins.py hold to what applies of the contract what is no callback
-    strategies = {"CompressedDDPStrategy", "DeepSpeedEffStrategy", "HybridParallelStrategy"}
-    optimizers = {"Muon"}  # tests/optim/optimizers
-    others = {"Benchmark", "EfficiencyMonitor", *optimizers, *strategies, *PLUGINS}
-    assert set(lightning_eff.__all__) - others == set(CASES)
-    assert not set(CASES) & set(STAND_INS)
+    """What is no technique is held to what applies of the contract by tests of its own kind."""
+    exported = {name: getattr(lightning_eff, name) for name in lightning_eff.__all__}
+    assert {name for name, cls in exported.items() if isinstance(cls, type) and issubclass(cls, Technique)} == set(
+        CASES
+    )
     for name in NAMES:
         technique = CASES[name].active()
         assert type(technique).__name__ == name
@@ -75,8 +72,8 @@ def test_every_stand_in_has_a_case() -> None:
 @every
 @pytest.mark.parametrize("model", ["gpt2", "llama", "bert", "vit"])
 def test_trains_hugging_face_models(name: str, model: str) -> None:
-    if name == "SequenceLengthWarmup" and model == "vit":
-        with pytest.raises(ValueError, match="keys="):
+    if model in CASES[name].refuses:
+        with pytest.raises(ValueError, match=CASES[name].refuses[model]):
             fit(model, lambda: [CASES[name].active()], max_steps=2)
         return
     technique = CASES[name].active()
@@ -97,9 +94,8 @@ def test_trains_hugging_face_models(name: str, model: str) -> None:
 @every_and_stand_ins
 def test_raises_where_it_finds_nothing(name: str) -> None:
     lost = ALL[name].lost
-    if lost is None:  # acts on weights or samples that every module has: there is nothing to be found
-        weights_or_samples = {"LatestWeightAveraging", "LocalSGD", "SharpnessAwareMinimization", "RandomSubset"}
-        assert name in weights_or_samples | {"ExactResume"}
+    assert (lost is None) == ALL[name].anywhere
+    if lost is None:
         return
     build, data, message = lost
     net = build()
@@ -113,10 +109,9 @@ def test_raises_where_it_finds_nothing(name: str) -> None:
 @every
 @pytest.mark.parametrize("model", ["tiny_gpt", "classifier"])
 def test_neutral_settings_are_plain_training(name: str, model: str) -> None:
-    if name == "ProgressiveStacking" and model == "classifier":
-        settings: Callable[[], Technique] = lambda: lightning_eff.ProgressiveStacking(stages=[(0.0, 3)])  # noqa: E731
-    else:
-        settings = CASES[name].neutral
+    settings = CASES[name].neutral
+    if model == "classifier":
+        settings = CASES[name].neutral_on_classifier or settings
     whole = final_state(*fit(model, lambda: [settings()]))
     assert differences(whole, final_state(*fit(model, list))) == []
 
@@ -141,7 +136,7 @@ def test_resume_equals_uninterrupted_from_every_step(name: str, mode: str, tmp_p
 
 @every
 def test_resume_without_dropout_layers_but_with_batch_norm(name: str, tmp_path: Path) -> None:
-    if name in ("ActivationCompression", "SequenceLengthWarmup"):  # need tensors of some size, or sequences
+    if CASES[name].too_small:  # it needs tensors of some size, or sequences
         assert resume_from_every_step("gpt2", lambda: [CASES[name].active()], tmp_path) == {}
         return
     build = CASES[name].on_classifier or CASES[name].active
@@ -240,8 +235,8 @@ def test_modes_under_ddp(name: str, ddp_modes: dict[str, Any]) -> None:
 
 @every_and_stand_ins
 def test_unsupported_strategies_are_refused(name: str) -> None:
-    if ALL[name].active().any_strategy:  # tests/memory runs these under FSDPStrategy and ModelParallelStrategy
-        assert name in ("ActivationOffload", "OptimizerOffload", "Rematerialization")
+    assert ALL[name].active().any_strategy == ALL[name].sharded
+    if ALL[name].sharded:
         return
     strategy = pl.strategies.ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
     t = trainer(ALL[name].active(), max_steps=2)

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_eff import ExactResume, INT8Precision
+from tests.cases import Case
 from tests.models import loader, module, trainer
 from tests.runs import (
     SaveBatches,
@@ -19,6 +20,12 @@ from tests.runs import (
     resume_from_batches,
     resume_from_every_step,
 )
+
+CASES = {
+    "ExactResume": Case(
+        active=lambda: ExactResume(), neutral=lambda: ExactResume(), exact=True, figure="batches", anywhere=True
+    )
+}
 
 
 def alone() -> list[ExactResume]:

@@ -12,7 +12,17 @@ from lightning_eff import LatestWeightAveraging
 from lightning_eff.memory._compression.engine import Engine
 from lightning_eff.memory.act_precision import ACTPrecision
 from tests.models import TinyGPT, flat, loader, trainer
+from tests.plugins import PluginCase
 from tests.runs import differences, final_state, fit, resume_from_every_step
+
+PLUGINS = {
+    "ACTPrecision": PluginCase(
+        build=lambda precision: ACTPrecision(bits=2, inner=precision),
+        precisions=("32-true", "bf16-mixed", "bf16-true"),
+        refuses=("ActivationCompression", "ActivationOffload"),
+        lossy=True,
+    )
+}
 
 
 @pytest.mark.parametrize(

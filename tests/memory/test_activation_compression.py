@@ -21,8 +21,18 @@ from lightning_eff.memory._compression.ranges import RunningRanges
 from lightning_eff.memory._hosting.host import HostStore
 from lightning_eff.memory.act_precision import ACTPrecision
 from lightning_eff.memory.activation_compression import ActivationCompression
+from tests.cases import Case, classifier
 from tests.models import HuggingFace, TinyGPT, flat, hugging_face, loader, make_batch, trainer
 from tests.runs import differences, final_state, fit, largest, resume_from_every_step
+
+CASES = {
+    "ActivationCompression": Case(
+        active=lambda: ActivationCompression(bits=2),
+        neutral=lambda: ActivationCompression(bits=32),
+        lossy=True,
+        lost=(classifier, "classifier", "none of the [0-9,]+ bytes that the first step saves could be compressed"),
+    )
+}
 
 
 @pytest.mark.parametrize(

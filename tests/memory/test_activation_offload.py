@@ -22,8 +22,21 @@ from lightning_eff.memory._hosting.host import HostStore
 from lightning_eff.memory.activation_offload import ActivationOffload, Offloading
 from lightning_eff.model.growth.progressive_layer_dropping import ProgressiveLayerDropping
 from lightning_eff.optim.sharpness.sharpness_aware_minimization import SharpnessAwareMinimization
+from tests.cases import Case, classifier
 from tests.models import TinyClassifier, TinyGPT, flat, loader, module, trainer
 from tests.runs import MODES, NUM_STEPS, checkpoints, differences, final_state, fit
+
+CASES = {
+    "ActivationOffload": Case(
+        active=lambda: ActivationOffload(min_bytes=64),
+        neutral=lambda: ActivationOffload(min_bytes=math.inf),
+        exact=True,
+        figure="bytes_to_host",
+        sharded=True,
+        lost=(classifier, "classifier", "is as large"),
+        as_is=lambda: ActivationOffload(),
+    )
+}
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -16,8 +16,27 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 from lightning_eff.memory.optimizer_offload import HostUpdate, OptimizerOffload, check_optimizer
 from lightning_eff.model.growth.progressive_stacking import ProgressiveStacking
+from tests.cases import Case
 from tests.models import TinyClassifier, TinyGPT, flat, loader, module, trainer
 from tests.runs import MODES, NUM_STEPS, checkpoints, differences, final_state, fit
+
+
+def with_lbfgs() -> pl.LightningModule:
+    module = TinyClassifier()
+    module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())  # type: ignore[method-assign]
+    return module
+
+
+CASES = {
+    "OptimizerOffload": Case(
+        active=lambda: OptimizerOffload(),
+        neutral=lambda: OptimizerOffload(),
+        exact=True,
+        figure="bytes_to_host",
+        neutral_by_machine=True,
+        lost=(with_lbfgs, "classifier", "LBFGS evaluates"),
+    )
+}
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -30,9 +30,24 @@ from lightning_eff.memory.rematerialization import Rematerialization
 from lightning_eff.model.growth.progressive_layer_dropping import ProgressiveLayerDropping
 from lightning_eff.model.growth.progressive_stacking import ProgressiveStacking
 from lightning_eff.optim.sharpness.sharpness_aware_minimization import SharpnessAwareMinimization
+from tests.cases import Case, no_blocks
 from tests.memory.test_recomputation import PLANS, Chain, Live, Residual, counting, following
 from tests.models import HuggingFace, TinyGPT, loader, module, trainer
 from tests.runs import MODES, differences, final_state, fit, resume_from_every_step
+
+CASES = {
+    "Rematerialization": Case(
+        active=lambda: Rematerialization(policy="optimal", memory_budget=0.65),
+        neutral=lambda: Rematerialization(policy="optimal", memory_budget=1.0),
+        exact=True,
+        figure="recomputed_calls",
+        saves_less=True,
+        sharded=True,
+        refuses_manual=True,
+        on_classifier=lambda: Rematerialization(),
+        lost=(no_blocks, "classifier", "no stack of repeated blocks"),
+    )
+}
 
 POLICIES: dict[str, Callable[[], Rematerialization]] = {
     "full": lambda: Rematerialization(),

@@ -21,7 +21,15 @@ from lightning_eff.precision._scaling.products import emulated
 from lightning_eff.precision.fp8 import FP8Precision, device_of, too_small
 from tests.cases import CASES
 from tests.models import TinyGPT, flat, hugging_face, loader, make_batch, module, trainer
+from tests.plugins import PluginCase
 from tests.runs import NUM_STEPS, checkpoints, differences, final_state, fit
+
+PLUGINS = {
+    "FP8Precision": PluginCase(
+        build=lambda precision: FP8Precision("rowwise", base=precision, backend="emulated"),
+        precisions=("32-true", "bf16-mixed", "bf16-true"),
+    )
+}
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "tensorwise": {},

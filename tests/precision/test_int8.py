@@ -13,7 +13,10 @@ from lightning_eff.precision import int8
 from lightning_eff.precision._linear.maps import linear_maps
 from lightning_eff.precision.int8 import INT8Precision, int8_matmul, padded, quantize
 from tests.models import hugging_face
+from tests.plugins import PluginCase
 from tests.precision import plugin_contract as contract
+
+PLUGINS = {"INT8Precision": PluginCase(build=lambda precision: INT8Precision(base=precision))}
 
 
 def integers(*shape: int, seed: int = 0) -> Tensor:

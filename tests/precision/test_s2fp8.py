@@ -14,7 +14,10 @@ from lightning_eff.precision._formats.formats import E4M3, E5M2, round_to
 from lightning_eff.precision._linear.maps import linear_maps
 from lightning_eff.precision.s2fp8 import S2FP8Precision, encode, squeeze, statistics
 from tests.models import hugging_face
+from tests.plugins import PluginCase
 from tests.precision import plugin_contract as contract
+
+PLUGINS = {"S2FP8Precision": PluginCase(build=lambda precision: S2FP8Precision(base=precision))}
 
 # E5M2's finite numbers >= 0 by code
 NUMBERS = [math.ldexp(f + (4 if e else 0), max(e, 1) - 17) for e in range(31) for f in range(4)]

@@ -15,7 +15,17 @@ from lightning_eff.precision import stochastic_rounding_bf16 as _module
 from lightning_eff.precision.stochastic_rounding_bf16 import StochasticRoundingBF16, _update
 from tests.kernels.test_stochastic_rounding import neighbours
 from tests.models import flat, loader, module, trainer
+from tests.plugins import PluginCase
 from tests.runs import NUM_STEPS, fit
+
+PLUGINS = {
+    "StochasticRoundingBF16": PluginCase(
+        build=lambda precision: StochasticRoundingBF16(),
+        precisions=("bf16-true",),
+        refuses=("OptimizerOffload", "ReplaceOptimizer"),
+        restores_dtypes=True,
+    )
+}
 
 SUPPORTED = [name for name in PER_PARAMETER if name != "SparseAdam" and hasattr(torch.optim, name)]
 SETTINGS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9}, "Adam": {"amsgrad": True}}

@@ -15,8 +15,15 @@ from lightning_eff.precision._formats.formats import FP8_152, FP16_169, round_to
 from lightning_eff.precision._linear.maps import linear_maps
 from lightning_eff.precision.wang_2018_fp8 import Wang2018FP8Precision, chunked_matmul, to_fp8
 from tests.models import TinyGPT, hugging_face, loader, trainer
+from tests.plugins import PluginCase
 from tests.precision import plugin_contract as contract
 from tests.runs import fit
+
+PLUGINS = {
+    "Wang2018FP8Precision": PluginCase(
+        build=lambda precision: Wang2018FP8Precision(base=precision, accumulate="float32")
+    )
+}
 
 Quick = functools.partial(Wang2018FP8Precision, accumulate="float32")
 

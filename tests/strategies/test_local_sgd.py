@@ -10,10 +10,21 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from lightning_eff.strategies.compressed_ddp import CompressedDDPStrategy
 from lightning_eff.strategies.local_sgd import LocalSGD
+from tests.cases import Case
 from tests.conftest import Once
 from tests.models import flat, loader, module, trainer
 from tests.runs import NUM_STEPS, differences, final_state, fit
 from tests.strategies.communication_launch import launch
+
+CASES = {
+    "LocalSGD": Case(
+        active=lambda: LocalSGD(interval=3, warmup_steps=2),
+        neutral=lambda: LocalSGD(warmup_steps=math.inf),
+        exact=True,
+        figure="local_steps",
+        anywhere=True,
+    )
+}
 
 pytestmark = pytest.mark.timeout(900)  # one start of processes serves all, on a busy machine too
 

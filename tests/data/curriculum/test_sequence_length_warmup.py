@@ -27,7 +27,17 @@ from lightning_eff.data.curriculum._sequences import (
     unblind,
 )
 from lightning_eff.data.curriculum.sequence_length_warmup import SequenceLengthWarmup, reshape_lengths, target_length
+from tests.cases import Case, classifier
 from tests.models import VOCAB, TinyGPT, flat, loader, make_batch, module, trainer
+
+CASES = {
+    "SequenceLengthWarmup": Case(
+        active=lambda: SequenceLengthWarmup(start=8, until=0.7),
+        neutral=lambda: SequenceLengthWarmup(start=8, until=0.0),
+        refuses={"vit": "keys="},
+        lost=(classifier, "classifier", "keys="),
+    )
+}
 
 WHO = "who"
 LANGUAGE = ["tiny_gpt", "gpt2", "llama", "bert"]

@@ -8,7 +8,16 @@ import torch
 
 from lightning_eff import SequenceLengthWarmup
 from lightning_eff.data.curriculum.sequence_length_warmup import ShortSequences
+from tests.cases import Case, classifier
 from tests.models import LENGTH, loader, module, trainer
+
+CASES = {
+    "ShortSequences": Case(
+        active=lambda: ShortSequences(start=8),
+        neutral=lambda: ShortSequences(start=32),
+        lost=(classifier, "classifier", "keys="),
+    )
+}
 
 
 def control_of(technique: SequenceLengthWarmup) -> tuple[str, ShortSequences]:

@@ -27,9 +27,18 @@ from lightning_eff.data.selection.importance_sampling import (
 )
 from lightning_eff.data.selection.selective_backprop import SelectiveBackprop
 from lightning_eff.optim.sharpness.sharpness_aware_minimization import SharpnessAwareMinimization
+from tests.cases import Case, own_loss
 from tests.core.nop import Nop
 from tests.models import TinyClassifier, TinyGPT, flat, loader, make_batch, module, trainer
 from tests.runs import differences, final_state, fit
+
+CASES = {
+    "ImportanceSampling": Case(
+        active=lambda: ImportanceSampling(presample=2.0, threshold=0.5),
+        neutral=lambda: ImportanceSampling(threshold=math.inf),
+        lost=(own_loss, "classifier", "sample_loss"),
+    )
+}
 
 B = 4
 

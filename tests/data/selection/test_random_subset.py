@@ -14,8 +14,13 @@ from torch.utils.data import DataLoader
 from lightning_eff import ImportanceSampling, SelectiveBackprop
 from lightning_eff._core.technique import Technique
 from lightning_eff.data.selection._random_subset import RandomSubset
+from tests.cases import Case
 from tests.core.nop import Nop
 from tests.models import TinyClassifier, loader, module, trainer
+
+CASES = {
+    "RandomSubset": Case(active=lambda: RandomSubset(keep=0.5), neutral=lambda: RandomSubset(keep=1.0), anywhere=True)
+}
 
 
 class Watch(pl.Callback):

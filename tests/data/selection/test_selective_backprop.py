@@ -16,8 +16,17 @@ from lightning_eff._core.losses import LossNotVisible
 from lightning_eff.data.curriculum.sequence_length_warmup import SequenceLengthWarmup
 from lightning_eff.data.selection import selective_backprop
 from lightning_eff.data.selection.selective_backprop import SelectiveBackprop, choose, keep_probabilities
+from tests.cases import Case, own_loss
 from tests.models import TinyClassifier, TinyGPT, loader, make_batch, module, trainer
 from tests.runs import MODES, differences, final_state, fit
+
+CASES = {
+    "SelectiveBackprop": Case(
+        active=lambda: SelectiveBackprop(keep=0.5, history=16),
+        neutral=lambda: SelectiveBackprop(keep=1.0),
+        lost=(own_loss, "classifier", "sample_loss"),
+    )
+}
 
 MODELS = ["tiny_gpt", "classifier", "gpt2", "llama", "bert", "vit"]
 

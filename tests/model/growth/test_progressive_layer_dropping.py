@@ -17,9 +17,18 @@ from lightning_eff._core.rng import keyed_generator
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import silent
 from lightning_eff.model.growth.progressive_layer_dropping import draw, keep_probabilities, theta
+from tests.cases import Case, no_blocks
 from tests.core.nop import Nop
 from tests.models import TinyGPT, flat, hugging_face, loader, make_batch, module, trainer
 from tests.runs import final_state, fit, resume_from_every_step
+
+CASES = {
+    "ProgressiveLayerDropping": Case(
+        active=lambda: ProgressiveLayerDropping(theta_min=0.3, gamma=20.0),
+        neutral=lambda: ProgressiveLayerDropping(theta_min=1.0),
+        lost=(no_blocks, "classifier", "no stack of repeated blocks"),
+    )
+}
 
 MODELS = ["tiny_gpt", "gpt2", "llama", "bert", "vit"]
 

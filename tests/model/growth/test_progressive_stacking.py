@@ -16,8 +16,19 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_eff import ProgressiveStacking
 from lightning_eff.model.growth._identity import is_identity, zeros_for_identity
 from lightning_eff.model.growth.progressive_stacking import source_of, target_count
+from tests.cases import Case, no_blocks
 from tests.models import Block, TinyGPT, flat, hugging_face, loader, make_batch, module, trainer
 from tests.runs import checkpoints, final_state, fit, resume_from_every_step
+
+CASES = {
+    "ProgressiveStacking": Case(
+        active=lambda: ProgressiveStacking(stages=[(0.0, 1), (0.25, 2), (0.6, 4)]),
+        neutral=lambda: ProgressiveStacking(stages=[(0.0, 4)]),
+        on_classifier=lambda: ProgressiveStacking(stages=[(0.0, 1), (0.5, 3)]),
+        neutral_on_classifier=lambda: ProgressiveStacking(stages=[(0.0, 3)]),
+        lost=(no_blocks, "classifier", "no stack of repeated blocks"),
+    )
+}
 
 MODELS = ["tiny_gpt", "gpt2", "llama", "bert", "vit"]
 STAGES = [(0.0, 1), (0.25, 2), (0.5, 4)]

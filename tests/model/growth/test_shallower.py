@@ -15,8 +15,22 @@ from lightning_eff import ProgressiveLayerDropping, ProgressiveStacking
 from lightning_eff._core.technique import Technique
 from lightning_eff.model.growth._shallower import Shallower
 from lightning_eff.model.growth.progressive_layer_dropping import keep_probabilities, mean_kept, theta
+from tests.cases import Case, no_blocks
 from tests.models import TinyGPT, flat, loader, make_batch, module, trainer
 from tests.runs import checkpoints, fit
+
+
+def _half(num_blocks: int) -> float:
+    return num_blocks / 2
+
+
+CASES = {
+    "Shallower": Case(
+        active=lambda: Shallower(kept=_half),
+        neutral=lambda: Shallower(kept=float),
+        lost=(no_blocks, "classifier", "no stack of repeated blocks"),
+    )
+}
 
 MODELS = ["tiny_gpt", "gpt2", "llama", "bert", "vit"]
 

@@ -15,10 +15,19 @@ from torch.utils.data import DataLoader
 
 from lightning_eff._core.session import Session
 from lightning_eff.optim.averaging.latest_weight_averaging import LatestWeightAveraging, latest_mean
+from tests.cases import Case
 from tests.core.nop import Nop
 from tests.models import TinyClassifier, flat, loader, module, trainer
 from tests.optim.watch import State, Watch, differing, reference, state_of
 from tests.runs import MODES, checkpoints, fit, resume_from_every_step
+
+CASES = {
+    "LatestWeightAveraging": Case(
+        active=lambda: LatestWeightAveraging(window=3, interval=2),
+        neutral=lambda: LatestWeightAveraging(start=1.0),
+        anywhere=True,
+    )
+}
 
 # -- the rule
 

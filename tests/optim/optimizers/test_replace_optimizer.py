@@ -23,8 +23,23 @@ from lightning_eff._core._optim.combined import CombinedOptimizer
 from lightning_eff._core.optimizers import copy_state, keeps_state
 from lightning_eff.optim.optimizers._matrices import hidden_matrices
 from lightning_eff.optim.optimizers._replacing.kinds import kinds_of
+from tests.cases import Case, no_blocks
 from tests.models import flat, hugging_face, loader, module, trainer
 from tests.runs import differences, final_state, fit
+
+
+def _rising(u: float) -> float:
+    return 0.85 + 0.1 * u
+
+
+CASES = {
+    "ReplaceOptimizer": Case(
+        active=lambda: ReplaceOptimizer(functools.partial(Muon, momentum=_rising), group_lr={"vector": 2e-2}),
+        neutral=lambda: ReplaceOptimizer(),
+        own_optimizer=True,
+        lost=(no_blocks, "classifier", "no hidden matrix among the .* parameters of its SGD"),
+    )
+}
 
 NUM_STEPS = 12
 ROOT = Path(__file__).parent.parent.parent.parent

@@ -21,10 +21,19 @@ from lightning_eff.optim.sharpness.sharpness_aware_minimization import (
     adaptive_scale,
     perturbation,
 )
+from tests.cases import Case
 from tests.conftest import Once
 from tests.core.nop import Nop
 from tests.ddp import launch
 from tests.models import Samples, TinyClassifier, TinyGPT, flat, loader, module, trainer
+
+CASES = {
+    "SharpnessAwareMinimization": Case(
+        active=lambda: SharpnessAwareMinimization(rho=0.1),
+        neutral=lambda: SharpnessAwareMinimization(rho=0.0),
+        anywhere=True,
+    )
+}
 
 MODELS = ["classifier", "tiny_gpt", "gpt2", "llama", "bert", "vit"]
 
