@@ -12,6 +12,8 @@ from lightning_eff import monitor as monitor
 from lightning_eff import optim as optim
 from lightning_eff import precision as precision
 from lightning_eff import strategies as strategies
+from lightning_eff._apply import apply as apply
+from lightning_eff._core._architecture.folding import export as export
 from lightning_eff.bench.benchmark import Benchmark as Benchmark
 from lightning_eff.data.curriculum.sequence_length_warmup import SequenceLengthWarmup as SequenceLengthWarmup
 from lightning_eff.data.exact_resume import ExactResume as ExactResume

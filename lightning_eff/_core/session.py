@@ -14,12 +14,13 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_eff._core import rng
+from lightning_eff._core._architecture.record import check_checkpoint, described
 from lightning_eff._core._run.checks import check_run
+from lightning_eff._core._run.loading import TrainLoaders
 from lightning_eff._core._run.metrics import CurrentMetrics
 from lightning_eff._core.blocks import BlockStack, find_stack
-from lightning_eff._core.loaders import ResumableLoader
 from lightning_eff._core.patches import Patches, thawing
-from lightning_eff._core.progress import Progress, in_flight, mend_loops, open_gradients, restore_gradients
+from lightning_eff._core.progress import Progress, mend_loops, open_gradients, restore_gradients
 from lightning_eff._core.steps import Step, StepChain
 from lightning_eff._core.surgery import Surgery
 
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
 
 _KEY = "lightning_eff"
 _OPEN: "WeakKeyDictionary[Trainer, Session]" = WeakKeyDictionary()
+
+
+def is_open(trainer: Trainer) -> bool:
+    """Whether a run of this trainer is under way with techniques in it."""
+    return trainer in _OPEN
 
 
 class Session:
@@ -57,8 +63,7 @@ class Session:
         self.seed = 0
         self.rank = trainer.global_rank
         self._stacks: dict[str, BlockStack] = {}
-        self._loaders: list[ResumableLoader] = []
-        self._loader_states: list[dict[str, Any]] = []
+        self._loaders = TrainLoaders(trainer, self.gather, self._take_up_rng)
         self._scope = ExitStack()
         self._rng: dict[str, Any] | None = None
         self._gradients: dict[str, Any] = {}
@@ -109,9 +114,8 @@ class Session:
         self.surgery.restore()
         for stack in self._stacks.values():
             stack.release()
-        for loader in self._loaders:
-            loader.unwrap()
-        self._stacks, self._loaders = {}, []
+        self._loaders.unwrap()
+        self._stacks = {}
         self._in_batch_end = False
         for technique in self.techniques:
             if technique._session is self:
@@ -152,6 +156,9 @@ class Session:
             if self.fitting and _KEY in checkpoint:
                 window = self.trainer.accumulate_grad_batches
                 mend_loops(checkpoint, by_steps=self.trainer.max_steps != -1, accumulate=window)
+            check_checkpoint(
+                self.module, checkpoint.get("state_dict"), checkpoint.get(_KEY, {}).get("architecture", [])
+            )
             for technique in self.techniques:
                 if not technique.neutral:
                     technique.check_checkpoint(self, checkpoint.get("callbacks", {}).get(technique.state_key))
@@ -161,12 +168,14 @@ class Session:
         self.patches.set(strategy, "load_checkpoint", load_checkpoint)
         for name in ("validation_step", "test_step", "predict_step"):
             self.patches.set(module, name, self._evaluation(getattr(module, name)))
-        if not self.fitting:
-            return
-        self._metrics = CurrentMetrics(self.trainer, self._reported)
-        self.patches.set(strategy, "process_dataloader", self._wrap_loader(strategy.process_dataloader))
-        self.patches.set(module, "training_step", self._training(module.training_step))
-        self.patches.set(module, "configure_optimizers", thawing(module.configure_optimizers, self._stacks))
+        if self.fitting:
+            self._metrics = CurrentMetrics(self.trainer, self._reported)
+            self.patches.set(strategy, "process_dataloader", self._loaders.wrap(strategy.process_dataloader))
+            self.patches.set(module, "training_step", self._training(module.training_step))
+            self.patches.set(module, "configure_optimizers", thawing(module.configure_optimizers, self._stacks))
+        for technique in self.techniques:
+            if not technique.neutral:
+                technique.on_open(self)
 
     # -- the module's own methods, wrapped
 
@@ -203,20 +212,6 @@ class Session:
 
         evaluation_step.__wrapped__ = inspect.unwrap(original)  # pyright: ignore[reportAttributeAccessIssue]
         return evaluation_step
-
-    def _wrap_loader(self, process: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def process_dataloader(dataloader: Any) -> Any:
-            dataloader = process(dataloader)
-            stateful = hasattr(dataloader, "state_dict") and hasattr(dataloader, "load_state_dict")
-            if not self.trainer.training or stateful:
-                return dataloader
-            loader = ResumableLoader(dataloader, self)
-            if len(self._loaders) < len(self._loader_states):
-                loader.load_state_dict(self._loader_states[len(self._loaders)])
-            self._loaders.append(loader)
-            return loader
-
-        return process_dataloader
 
     def _asleep(self) -> bool:
         """Lightning's tuners swap the callbacks for their trial runs, which are then plain ones."""
@@ -277,17 +272,11 @@ class Session:
     @property
     def sample_indices(self) -> Any:
         """The data set indices of the current batch's samples (a list), or None where the loader does not tell."""
-        return self._loaders[0].indices if len(self._loaders) == 1 else None
-
-    def batches_ahead(self) -> int:
-        """How many batches Lightning has fetched and not yet trained on."""
-        return len(getattr(self.trainer.fit_loop._data_fetcher, "batches", [])) + in_flight(self.trainer)
+        return self._loaders.indices
 
     def epoch_complete(self) -> bool:
         """Whether the last batch of the epoch has been trained on."""
-        progress = self.trainer.fit_loop.epoch_loop.batch_progress
-        counts = progress.current.state_dict()
-        return progress.is_last_batch and counts["processed"] == counts["ready"]
+        return self._loaders.epoch_complete()
 
     # -- the course of the run, driven by the first technique's hooks
 
@@ -308,13 +297,11 @@ class Session:
             trainer.training = True
             self._rng = rng.capture()
 
-    def begin_iterations(self) -> None:
-        """Begin the loaders that are waited for; hooks of others may have drawn numbers since :meth:`start`."""
+    def _take_up_rng(self) -> None:
+        """Take up the random state again: hooks of others may have drawn numbers since :meth:`start`."""
         if self._rng is not None:
             rng.restore(self._rng)
             self._rng = None
-        for loader in self._loaders:
-            loader.begin()
 
     def begin_batch(self, batch: Any, batch_idx: int) -> None:
         self.end_step()
@@ -394,6 +381,7 @@ class Session:
             "rng": self.gather(rng.capture()),
             "gradients": [] if summed is None else self.gather(summed),
             "cost": self.chain.cost.state_dict(),
+            "architecture": described(self.module),
             # under Lightning's own key a plain trainer, whose loaders keep no state, would refuse the checkpoint
             "loaders": checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", []),
             "validate_first": fetcher is not None and bool(loop.epoch_loop._should_check_val_fx(fetcher)),
@@ -411,7 +399,7 @@ class Session:
             self._rng = state["rng"][self.rank]
             gradients = state.get("gradients")  # checkpoints of earlier versions have none
             self._gradients = gradients[self.rank] if gradients else {}
-            self._loader_states = state["loaders"]
+            self._loaders.states = state["loaders"]
         else:
             rank_zero_info(
                 f"The checkpoint is of {len(state['rng'])} processes and this run has {self.trainer.world_size}: random"

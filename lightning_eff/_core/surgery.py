@@ -1,4 +1,4 @@
-"""Submodules replaced in place, with their parameters kept, before the optimizer is built and the strategy wraps."""
+"""Submodules replaced in place, before the optimizer is built and the strategy wraps."""
 
 from collections.abc import Callable
 
@@ -10,9 +10,13 @@ class Surgery:
 
     A replacement must register the very parameters and buffers of the module that it replaces under the same names, so
     that the ``state_dict``, the optimizer and every checkpoint stay those of the plain module.
+
+    Args:
+        same_tensors: False for techniques whose purpose is other parameters; see ``_core._architecture``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, same_tensors: bool = True) -> None:
+        self._same_tensors = same_tensors
         self._undo: list[tuple[nn.Module, str, nn.Module]] = []
 
     def replace(
@@ -44,7 +48,8 @@ class Surgery:
                     new = built.get(id(child))
                     if new is None:
                         new = built[id(child)] = build(child)
-                        _check_same_tensors(child, new, where)
+                        if self._same_tensors:
+                            _check_same_tensors(child, new, where)
                         new.training = child.training
                         made.add(id(new))
                     self._undo.append((parent, name, child))

@@ -97,6 +97,9 @@ class Technique(Callback):
     def check(self, session: Session) -> None:
         """Raise ``ValueError`` if this run cannot be trained with the technique; nothing has been touched yet."""
 
+    def on_open(self, session: Session) -> None:
+        """The run begins, in evaluation too, unless neutral; nothing of the module's own has run yet."""
+
     def attach(self, session: Session) -> None:
         """Take a fresh state and ask for links; called in ``Callback.setup`` of a fit, unless neutral."""
 

@@ -1,6 +1,7 @@
 """What a run must be for techniques to train it, looked at before anything is touched."""
 
 import inspect
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lightning.pytorch import LightningModule, Trainer
@@ -22,10 +23,9 @@ def check_run(trainer: Trainer, module: LightningModule, techniques: "list[Techn
     Raises:
         ValueError: with what was got, what was expected and the way out.
     """
-    for i, technique in enumerate(techniques):
+    check_pairs(techniques)
+    for technique in techniques:
         who = type(technique).__name__
-        for other in techniques[:i]:
-            _check_pair(other, technique)
         for cls in type(trainer.precision_plugin).__mro__:
             if cls.__name__ in technique.conflicts:
                 raise ValueError(
@@ -59,6 +59,13 @@ def check_run(trainer: Trainer, module: LightningModule, techniques: "list[Techn
 def is_plain(strategy: Strategy) -> bool:
     """Whether every rank holds the whole module, as plain tensors."""
     return isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
+
+
+def check_pairs(techniques: "Sequence[Technique]") -> None:
+    """Raise ``ValueError`` where two techniques contradict each other, or are of one class."""
+    for i, technique in enumerate(techniques):
+        for other in techniques[:i]:
+            _check_pair(other, technique)
 
 
 def _check_pair(first: "Technique", second: "Technique") -> None:

@@ -9,6 +9,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core._architecture import unfinished
 from lightning_eff._core.blocks import BlockStack, copy_block, hidden_of, refuse_compiled_around, signature
 from lightning_eff._core.optimizers import copy_state, keeps_state
 from lightning_eff._core.passes import call_of, loss_of, unseen
@@ -372,9 +373,12 @@ class ProgressiveStacking(Technique):
 
     @override
     def detach(self, session: Session) -> None:
-        if session.fitting and self._ran and (short := self._short()):
+        short = self._short()
+        if session.fitting and self._ran and short:
             warn_at_the_end(short)
         if self._stack is not None:
+            if self._ran:
+                unfinished.note(self._stack.container, short)
             self._learnt, self._stack = self._stack.state_dict(), None
 
     @override

@@ -1,53 +1,13 @@
 """The linear maps of a module, and which of them stay as they are."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 
 from torch import nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from lightning_eff._core._architecture.linear_maps import LinearMap, linear_maps, unfit
 from lightning_eff._core.blocks import candidates
 
 Rule = Callable[["LinearMap"], str | None]
-
-
-@dataclass(frozen=True)
-class LinearMap:
-    """A submodule that computes ``x W^T + b``.
-
-    Attributes:
-        path: dotted, in the LightningModule.
-        module: ``nn.Linear``, or Hugging Face's ``Conv1D``, whose parameter is ``W^T``.
-        in_features: K, of ``x``.
-        out_features: N, of the result.
-        transposed: the parameter is (K, N) and not (N, K).
-    """
-
-    path: str
-    module: nn.Module
-    in_features: int
-    out_features: int
-    transposed: bool
-
-    def __str__(self) -> str:
-        return f"{self.path} ({self.in_features} to {self.out_features})"
-
-
-def linear_maps(module: nn.Module) -> list[LinearMap]:
-    """All ``nn.Linear`` and Hugging Face ``Conv1D`` in ``module``, in its own order, each once."""
-    found: list[LinearMap] = []
-    for path, m in module.named_modules():
-        if isinstance(m, nn.Linear):
-            found.append(LinearMap(path, m, m.in_features, m.out_features, transposed=False))
-        elif is_conv1d(m):
-            k, n = m.weight.shape  # pyright: ignore[reportCallIssue, reportGeneralTypeIssues] -- Conv1D's own layout
-            found.append(LinearMap(path, m, int(k), int(n), transposed=True))
-    return found
-
-
-def is_conv1d(m: nn.Module) -> bool:
-    """Whether ``m`` is GPT-2's linear map, told without importing transformers."""
-    return any(c.__name__ == "Conv1D" and c.__module__.startswith("transformers.") for c in type(m).__mro__)
 
 
 def heads(module: nn.Module, maps: Sequence[LinearMap]) -> set[str]:
@@ -92,15 +52,11 @@ def sort_out(
     kept: dict[str, str] = {}
     for m in maps:
         named = [name for name in skip if m.path == name or m.path.startswith(f"{name}.")]
-        reason = None
-        if isinstance(m.module, NonDynamicallyQuantizableLinear):
-            reason = "its weight is used by nn.MultiheadAttention, which does not call it"
-        elif named:
+        reason = unfit(m)
+        if reason is None and named:
             reason = f"skip names {named[0]!r}"
-        elif m.path in outside:
+        elif reason is None and m.path in outside:
             reason = "a head's: outside the blocks"
-        elif isinstance(m.module, nn.Linear) and type(m.module).forward is not nn.Linear.forward:
-            reason = "a subclass of nn.Linear with a forward of its own"
         for rule in rules:
             reason = reason or rule(m)
         if reason is None:

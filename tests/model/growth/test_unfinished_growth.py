@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, ModelSum
 from lightning.pytorch.utilities.model_summary import summarize
 from torch import Tensor, nn
 
-from lightning_eff import LatestWeightAveraging, ProgressiveLayerDropping, ProgressiveStacking
+from lightning_eff import LatestWeightAveraging, ProgressiveLayerDropping, ProgressiveStacking, export
 from lightning_eff.model.growth._identity import needed_elsewhere
 from lightning_eff.model.growth._shallower import Shallower
 from tests.models import Block, HuggingFace, TinyGPT, flat, hugging_face, loader, make_batch, module, trainer
@@ -323,3 +323,20 @@ def test_blocks_that_are_compiled_one_by_one_train_as_plain_ones(build: Any) -> 
     torch.compiler.reset()
     assert torch.equal(*found)
     assert 0 < len(graphs) <= 8, "one for a block, and one more for blocks that begin to take gradients"
+
+
+@pytest.mark.filterwarnings(f"ignore:{EARLY}")
+def test_export_says_that_the_plain_module_is_another(tmp_path: Path) -> None:
+    """It knows of a module as the fit left it; once other weights are put in, or the fit goes on to its end, all is well."""
+    net, technique = module("tiny_gpt"), stacking()
+    trainer(technique, Stops(), max_steps=12).fit(net, loader("tiny_gpt"))
+    for part in (net, net.blocks):
+        with pytest.raises(ValueError, match=r"lightning_eff.export: .*first 2 of the 4 blocks .*finish='identity'"):
+            export(part)  # pyright: ignore[reportArgumentType]
+    export(net.head)
+    whole = module("tiny_gpt")
+    net.load_state_dict(whole.state_dict())
+    assert torch.equal(flat(export(net)), flat(whole))
+    for finish, stops in (("identity", [Stops()]), (None, [])):
+        net, _ = fit("tiny_gpt", lambda finish=finish: [stacking(finish=finish)], callbacks=stops)
+        assert torch.equal(flat(export(net)), flat(net))

@@ -1,0 +1,150 @@
+"""Changed architectures in a run: when the change is made, what the optimizers get, and what is kept at the end."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_eff._core._architecture.record import swapped
+from lightning_eff._core._architecture.watch import BypassWatch
+from lightning_eff._core._run.checks import is_plain
+from lightning_eff._core.optimizers import is_per_parameter, rewrite_configured
+from lightning_eff._core.steps import Proceed, Stage, Step
+
+if TYPE_CHECKING:
+    from lightning_eff._core.session import Session
+
+
+class Undoable(Protocol):
+    """A change that can be put back."""
+
+    def undo(self) -> None:
+        """Put it back."""
+        ...
+
+
+def check(session: "Session", who: str) -> None:
+    """Raise ``ValueError`` where a run cannot have its module changed."""
+    trainer = session.trainer
+    if isinstance(trainer.strategy, DeepSpeedStrategy):
+        raise ValueError(
+            f"{who}: got strategy {type(trainer.strategy).__name__}, which may divide parameters as they are made;"
+            " expected a single"
+            " device, DDP, FSDP or HybridParallelStrategy. Or change the module before:"
+            " Trainer.fit(lightning_eff.apply(module,"
+            f" {who}(...))) without {who} among the callbacks."
+        )
+    callbacks = list(trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
+    first = min(callbacks.index(technique) for technique in session.techniques)
+    for callback in callbacks[:first]:
+        if isinstance(callback, WeightAveraging):
+            raise ValueError(
+                f"{who}: {type(callback).__name__} stands before it among the callbacks, and copies the module before it is"
+                f" changed; expected it behind. Move {type(callback).__name__} to the end of the list."
+            )
+
+
+class ArchitectureOfRun:
+    """The changes that all architecture techniques of a run make to its module.
+
+    They are made in ``configure_model``, where the module is complete and its checkpoint not loaded, and put back at the end
+    unless a run has trained the module, or loaded a checkpoint into it, meanwhile.
+
+    Args:
+        session: the run, whose patches are being set.
+        change: makes the changes that are not made yet.
+    """
+
+    def __init__(self, session: "Session", change: Callable[[], Undoable]) -> None:
+        self._session = session
+        self._changed: list[Undoable] = []
+        self._kept = False
+        self._watched = not is_plain(
+            session.trainer.strategy
+        )  # parameters of others are not what the forward pass uses
+        module = session.module
+        configure = module.configure_model
+
+        def configure_model() -> None:  # plain: Lightning looks through wrappers, and would find nothing overridden
+            configure()
+            self._changed.append(change())
+
+        session.patches.set(module, "configure_model", configure_model)
+        if session.fitting:
+            session.patches.set(module, "configure_optimizers", _adopting(module))
+            session.chain.add(Stage.SAVE, self._watch)
+
+    def keep(self) -> None:
+        """The module holds what was trained or loaded: from now on it stays changed."""
+        self._kept = True
+
+    def close(self) -> None:
+        """The run is over."""
+        if not self._kept:
+            for changed in reversed(self._changed):
+                changed.undo()
+        self._changed.clear()
+
+    def _watch(self, step: Step, batch: Any, proceed: Proceed) -> Any:
+        if self._watched:
+            return proceed(batch)
+        self._watched = True
+        with BypassWatch(self._session.module):
+            return proceed(batch)
+
+
+def _adopting(module: LightningModule) -> Callable[..., Any]:
+    """``configure_optimizers`` that gives what lists parameters by name those that are new."""
+    original = module.configure_optimizers
+
+    @functools.wraps(original)
+    def configure_optimizers() -> Any:
+        configured = original()
+        optimizers: list[Optimizer] = []
+        rewrite_configured(configured, lambda o: optimizers.append(o) or o)
+        adopt(module, optimizers)
+        return configured
+
+    configure_optimizers.__wrapped__ = inspect.unwrap(original)
+    return configure_optimizers
+
+
+def adopt(module: nn.Module, optimizers: list[Optimizer]) -> None:
+    """Put new parameters that are in no group into the group of the module that they came with.
+
+    Raises:
+        ValueError: if there is none, or the optimizer may have made plans with the parameters that it was given.
+    """
+    groups = {id(p): (o, group) for o in optimizers for group in o.param_groups for p in group["params"]}
+    if not optimizers:
+        return
+    for path, m, swap in swapped(module):
+        new = {name: p for name, p in m.named_parameters() if p.requires_grad and id(p) not in groups}
+        if not new:
+            continue
+        home = next((groups[id(p)] for p in m.parameters() if id(p) in groups), None)
+        names = ", ".join(f"{path}.{name}" for name in new)
+        if home is None:
+            raise ValueError(
+                f"{swap.by}: {names} would not be trained: no optimizer of configure_optimizers has it, nor any other"
+                " parameter of"
+                f" {path}. Give the optimizer self.parameters(), or name {path} among what it trains; or leave {path} out of"
+                f" {swap.by}."
+            )
+        optimizer, group = home
+        if not is_per_parameter(optimizer) or optimizer.state:
+            raise ValueError(
+                f"{swap.by}: {names} would not be trained: {type(optimizer).__name__} has been given {path}'s other"
+                " parameters by"
+                " name, and parameters cannot be added to it once it is made. Give it self.parameters() in"
+                " configure_optimizers,"
+                f" or the new ones too, which are there by then; or leave {path} out of {swap.by}."
+            )
+        group["params"].extend(new.values())
+        groups.update({id(p): home for p in new.values()})
