@@ -136,6 +136,7 @@ class ACTPrecision(WrappingPrecision):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
+        self._acts = self._passes > 0  # a resumed run may begin with a pass that scores samples
         self._loaded, self._ranges, self._engine = state_dict.get("ranges"), None, None
 
     @override

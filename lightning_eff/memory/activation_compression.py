@@ -397,6 +397,7 @@ class ActivationCompression(Technique):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._learnt, self._measured = state_dict["allocation"], state_dict["measured"]
         self._last = dict(state_dict["last"])
+        self._acts = self._last["exact_bytes"] > 0  # a resumed run may begin with a pass that scores samples
         self._all_ranges = state_dict.get("ranges")
 
     @override

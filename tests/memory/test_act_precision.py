@@ -3,17 +3,18 @@
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from torch import nn
 
-from lightning_eff import LatestWeightAveraging
+from lightning_eff import ActivationCompression, ExactResume, LatestWeightAveraging
 from lightning_eff.memory._compression.engine import Engine
 from lightning_eff.memory.act_precision import ACTPrecision
 from tests.models import TinyGPT, flat, loader, trainer
 from tests.plugins import PluginCase
-from tests.runs import differences, final_state, fit, resume_from_every_step
+from tests.runs import SaveBatches, differences, final_state, fit, resume_from_every_step
 
 PLUGINS = {
     "ACTPrecision": PluginCase(
@@ -140,3 +141,30 @@ def test_a_named_inner_plugin_follows_the_module() -> None:
     given._place()
     assert isinstance(given.inner, MixedPrecision) and given.inner.device == "cpu"
     assert isinstance(ACTPrecision(inner="16-true").inner, HalfPrecision)
+
+
+class _Scoring(pl.Callback):
+    """The first pass of a run differentiates the loss alone, as one that scores samples does."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        def scores(ids: torch.Tensor) -> torch.Tensor:
+            del pl_module.forward
+            return pl_module(ids).detach().requires_grad_()
+
+        pl_module.forward = scores
+
+
+@pytest.mark.parametrize("who", ["ACTPrecision", "ActivationCompression"])
+def test_a_resumed_run_may_begin_with_a_pass_that_saves_nothing_to_compress(who: str, tmp_path: Path) -> None:
+    """The run that saved the checkpoint was seen to act; one that begins anew is asked at once."""
+
+    def run(**kwargs: Any) -> Any:
+        plugins = [ACTPrecision(bits=2)] if who == "ACTPrecision" else []
+        techniques = [ExactResume()] if plugins else [ActivationCompression(bits=2)]
+        return fit("tiny_gpt", lambda: techniques, plugins=plugins, **kwargs)
+
+    run(callbacks=[SaveBatches(tmp_path, [3])], max_steps=4)
+    _, t = run(callbacks=[_Scoring()], resume=tmp_path / "batch=3.ckpt")
+    assert t.global_step == 12
+    with pytest.raises(ValueError, match=f"{who}: none of the"):
+        run(callbacks=[_Scoring()])
