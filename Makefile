@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo bench evidence gpu test lint format wheel wheel-check clean
+.PHONY: help venv demo bench evidence gpu test test-all lint format wheel wheel-check clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 16
@@ -39,8 +39,12 @@ evidence: $(STAMP)  ## every technique on the reference tasks, hours; and docs/e
 	$(BIN)/python benchmarks/evidence.py page
 
 # One torch thread per worker: tests are small, and more threads than cores slow all of them down.
-test: $(STAMP)  ## run the whole suite; PYTEST_ARGS="-k name" for a part of it, JOBS=0 without workers
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal $(if $(K),--technique $(K))
+test: $(STAMP)  ## run the suite; K=name for one technique's own tests, PYTEST_ARGS="-k name" for a part, JOBS=0 without workers
+	$(PYTEST) $(PYTEST_ARGS)
+
+test-all: $(STAMP)  ## run everything, the slow tests too: hours; K, PYTEST_ARGS and JOBS as for test
+	$(PYTEST) -m '' $(PYTEST_ARGS)
 
 lint: $(STAMP)  ## ruff and pyright
 	$(BIN)/ruff check

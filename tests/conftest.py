@@ -18,13 +18,30 @@ import pytest
 import torch
 from torch.overrides import _get_current_function_mode_stack
 
-from tests import processes
+from tests import processes, selection
 
 if os.environ.get("LIGHTNING_EFF_TEST_ACCELERATOR", "cpu") != "cpu":  # there, some operations add in no fixed order
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 Once = Callable[[str, Callable[[], Any]], Any]
 BEGAN = pytest.StashKey[float]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--technique", metavar="NAME", help="only the own tests of what is exported under this name")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    selection.choose(config)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With ``--technique NAME``, only its own tests; the slow ones stay behind their marker."""
+    name = selection.chosen(config)
+    if name is not None:
+        kept = selection.own(items, name)
+        config.hook.pytest_deselected(items=list(set(items) - set(kept)))
+        items[:] = kept
 
 
 @pytest.hookimpl(wrapper=True)

@@ -18,14 +18,12 @@ class PluginCase:
     Attributes:
         build: makes it around a precision, so that it acts within a run of 12 steps of 4 samples.
         precisions: around which it is tried.
-        refuses: techniques that it cannot train with.
         lossy: whether what it computes depends on which tensors autograd saves.
         restores_dtypes: whether the module has its own dtypes again after the run, where Lightning's precision leaves others.
     """
 
     build: Callable[[Any], WrappingPrecision]
     precisions: tuple[str, ...] = ("32-true", "bf16-mixed")
-    refuses: tuple[str, ...] = ()
     lossy: bool = False
     restores_dtypes: bool = False
 

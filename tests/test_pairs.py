@@ -1,54 +1,73 @@
-"""Any two techniques train together and resume exactly, or are refused at setup with the reason."""
+"""Any two techniques train together and resume exactly, or are refused at setup with the reason; so with each plugin.
+
+Few large stacks hold every allowed pair at least once, and are looked at as pairs are; what fails is cut down to the names
+that fail together. One by one, the pairs run behind the ``slow`` marker.
+"""
 
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
-from lightning_eff import EfficiencyMonitor
-from tests.cases import CASES
-from tests.models import flat
-from tests.runs import NUM_STEPS, checkpoints, differences, final_state, fit
+from tests.cases import ALL, CASES
+from tests.covering import Stack, design, pairs, watched
+from tests.plugins import PLUGINS
+from tests.runs import differences, final_state, fit
+from tests.selection import chosen
+from tests.stacks import Stacks, declared, verify
 
-REFUSED = {
-    ("ActivationCompression", "ActivationOffload"),
-    ("ImportanceSampling", "SelectiveBackprop"),
-    ("LatestWeightAveraging", "LocalSGD"),
-    ("OptimizerOffload", "ReplaceOptimizer"),
-}
-PAIRS = list(combinations(sorted(CASES), 2))
+NAMES = sorted([*CASES, *PLUGINS])
+REFUSED = declared(CASES, PLUGINS)
+SEEN = [name for name in NAMES if name in PLUGINS or not CASES[name].exact]  # what they do shows in the weights
 
 
-@pytest.mark.parametrize(("a", "b"), [pair for pair in PAIRS if pair not in REFUSED])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "stack" in metafunc.fixturenames:
+        name = chosen(metafunc.config)
+        wanted = None if name is None else {pair for pair in pairs(NAMES) if name in pair}
+        stacks = design(NAMES, set(REFUSED), wanted)
+        looked_at = watched(stacks, SEEN, wanted)
+        ids = [f"{i:02}" for i in range(len(stacks))]
+        metafunc.parametrize(("stack", "seen"), list(zip(stacks, looked_at, strict=True)), ids=ids)
+
+
+def test_stack_trains_and_resumes(stack: Stack, seen: Stack, tmp_path: Path) -> None:
+    verify(Stacks(CASES, PLUGINS, tmp_path), stack, seen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("a", "b"), [two for two in combinations(NAMES, 2) if frozenset(two) not in REFUSED])
 def test_pair_trains_and_resumes(a: str, b: str, tmp_path: Path) -> None:
-    def build() -> list:
-        return [CASES[a].active(), CASES[b].active()]
-
-    net, t = fit("tiny_gpt", build, directory=tmp_path)
-    whole = final_state(net, t)
-    assert t.global_step == NUM_STEPS
-    assert flat(net).isfinite().all()
-    for path in checkpoints(tmp_path)[2:9:3]:
-        assert differences(whole, final_state(*fit("tiny_gpt", build, resume=path))) == [], path.stem
-    # the order of the callbacks does not matter: stages order the links; nor does a monitor beside them
-    watched = final_state(*fit("tiny_gpt", lambda: build()[::-1], callbacks=[EfficiencyMonitor()]))
-    assert differences(whole, watched) == []
-    # both act: the pair is neither of the two alone; or what only saves memory leaves what the other does as it is
-    for name, other in ((a, b), (b, a)):
-        alone, _ = fit("tiny_gpt", lambda name=name: [CASES[name].active()])
-        same = torch.equal(flat(alone), flat(net))
-        if not CASES[other].exact:
-            assert not same, f"the pair trained as {name} alone"
-        elif CASES[name].exact or name != "ActivationCompression":
-            assert same, f"{other} changed what {name} does"
+    verify(Stacks(CASES, PLUGINS, tmp_path), (a, b), tuple({a, b}.intersection(SEEN)))
 
 
-@pytest.mark.parametrize(("a", "b"), sorted(REFUSED))
+WITH_STAND_INS = sorted(tuple(sorted(pair)) for pair in declared(ALL, PLUGINS) if not pair <= PLUGINS.keys())
+
+
+@pytest.mark.parametrize(("a", "b"), WITH_STAND_INS)
 def test_pair_is_refused(a: str, b: str) -> None:
+    """At setup, in either order, with the reason and the way out."""
+    if {a, b} & PLUGINS.keys():
+        plugin, name = (a, b) if a in PLUGINS else (b, a)
+        case = PLUGINS[plugin]
+        message = rf"{name}: the precision plugin {plugin} .+: .+\. Take one of them out"
+        with pytest.raises(ValueError, match=message):
+            fit("tiny_gpt", lambda: [ALL[name].active()], plugins=[case.build(case.precisions[0])])
+        return
     for first, second in ((a, b), (b, a)):
         with pytest.raises(ValueError, match=f"{first} and {second} cannot train together: .+ Take one of them out"):
-            fit("tiny_gpt", lambda pair=(first, second): [CASES[name].active() for name in pair])
+            fit("tiny_gpt", lambda pair=(first, second): [ALL[name].active() for name in pair])
+
+
+@pytest.mark.parametrize("name", sorted(ALL))
+def test_conflicts_are_with_what_there_is(name: str) -> None:
+    """A name that nothing has would refuse nothing, in silence."""
+    plugins: Any = [plugin.build(plugin.precisions[0]) for plugin in PLUGINS.values()]
+    known = {*ALL, *(cls.__name__ for plugin in plugins for cls in type(plugin).__mro__)}
+    conflicts = ALL[name].active().conflicts
+    assert set(conflicts) <= known
+    assert all(why[0].islower() and not why.endswith(".") for why in conflicts.values()), "stands within a sentence"
 
 
 @pytest.mark.parametrize("name", sorted(CASES))

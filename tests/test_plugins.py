@@ -14,12 +14,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_eff
 from lightning_eff._core.technique import Technique
 from lightning_eff._core.wrapping import WrappingPrecision
-from tests.cases import CASES
 from tests.conftest import Once
 from tests.ddp import launch
 from tests.models import flat, loader, module, trainer
 from tests.plugins import PLUGINS
-from tests.runs import MODES, NUM_STEPS, checkpoints, differences, final_state, fit, resume_from_every_step
+from tests.runs import MODES, NUM_STEPS, checkpoints, fit, resume_from_every_step
 
 NAMES = sorted(PLUGINS)
 every = pytest.mark.parametrize("name", NAMES)
@@ -174,30 +173,6 @@ def test_leaves_no_trace(name: str, fails: bool) -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         (y * y).sum().backward()
     assert saved and all(t.data_ptr() == y.data_ptr() for t in saved), "hooks or modes were left behind"
-
-
-@every
-@pytest.mark.parametrize("technique", sorted(CASES))
-def test_with_each_technique(name: str, technique: str, tmp_path: Path) -> None:
-    def run(**kwargs: Any) -> Any:
-        return fit("tiny_gpt", lambda: [CASES[technique].active()], **of_mode(name, "plain"), **kwargs)
-
-    if technique in PLUGINS[name].refuses:
-        message = rf"{technique}: the precision plugin {name} .*Take one of them out"
-        with pytest.raises(ValueError, match=message):
-            run()
-        return
-    net, t = run(directory=tmp_path)
-    whole = final_state(net, t)
-    assert t.global_step == NUM_STEPS and flat(net).isfinite().all()
-    (path,) = checkpoints(tmp_path)[5:6]
-    assert differences(whole, final_state(*run(resume=path, callbacks=[lightning_eff.EfficiencyMonitor()]))) == []
-    precision = PLUGINS[name].precisions[0]
-    alone, _ = fit("tiny_gpt", lambda: [CASES[technique].active()], precision=precision)
-    assert not torch.equal(flat(alone), flat(net)), "the plugin changed nothing"
-    if CASES[technique].exact and not (PLUGINS[name].lossy and CASES[technique].saves_less):
-        only, _ = fit("tiny_gpt", list, **of_mode(name, "plain"))
-        assert torch.equal(flat(only), flat(net)), f"{technique} changed what {name} does"
 
 
 def test_every_method_of_a_plugin_is_handed_on() -> None:

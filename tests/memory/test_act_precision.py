@@ -20,7 +20,6 @@ PLUGINS = {
     "ACTPrecision": PluginCase(
         build=lambda precision: ACTPrecision(bits=2, inner=precision),
         precisions=("32-true", "bf16-mixed", "bf16-true"),
-        refuses=("ActivationCompression", "ActivationOffload"),
         lossy=True,
     )
 }

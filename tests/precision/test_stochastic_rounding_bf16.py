@@ -22,7 +22,6 @@ PLUGINS = {
     "StochasticRoundingBF16": PluginCase(
         build=lambda precision: StochasticRoundingBF16(),
         precisions=("bf16-true",),
-        refuses=("OptimizerOffload", "ReplaceOptimizer"),
         restores_dtypes=True,
     )
 }

@@ -1,0 +1,62 @@
+"""``--technique NAME``: the tests of one technique alone, which are its own file, its contract and its pairs."""
+
+import difflib
+import re
+from collections.abc import Collection, Sequence
+
+import pytest
+
+
+def named(asked: str, names: Collection[str]) -> str:
+    """Which of ``names`` is meant by ``asked``, however it is written.
+
+    Raises:
+        pytest.UsageError: with the nearest names, if none is.
+    """
+    plain = {re.sub("[^a-z0-9]", "", name.lower()): name for name in names}
+    key = re.sub("[^a-z0-9]", "", asked.lower())
+    if key in plain:
+        return plain[key]
+    near = [plain[match] for match in difflib.get_close_matches(key, plain, n=3, cutoff=0.4)]
+    near += [name for match, name in plain.items() if key and key in match and name not in near]
+    hint = f"nearest are {', '.join(near)}" if near else f"expected one of {', '.join(sorted(names))}"
+    raise pytest.UsageError(
+        f"got the technique {asked!r}, which nothing has that is exported or stands in for it; {hint}."
+    )
+
+
+CHOSEN = pytest.StashKey[str | None]()
+
+
+def choose(config: pytest.Config) -> None:
+    """Look up what ``--technique`` gives, before anything is collected."""
+    asked = config.getoption("technique")
+    config.stash[CHOSEN] = None if asked is None else named(asked, modules())
+
+
+def chosen(config: pytest.Config) -> str | None:
+    """The name that ``--technique`` gives, or None for all tests."""
+    return config.stash[CHOSEN]
+
+
+def modules() -> dict[str, str]:
+    """The last part of the module of everything that is exported or stands in for it, by name: its tests are called so."""
+    import lightning_eff
+    from tests.cases import STAND_INS
+
+    classes = {name: getattr(lightning_eff, name) for name in lightning_eff.__all__}
+    classes |= {name: type(case.active()) for name, case in STAND_INS.items()}
+    return {name: thing.__module__.rpartition(".")[2].removeprefix("_") for name, thing in classes.items()}
+
+
+def own(items: Sequence[pytest.Item], name: str) -> list[pytest.Item]:
+    """Those of ``items`` that stand in the file of ``name``, that are a case for it, or that hold its pairs."""
+    stem = f"test_{modules()[name]}"
+
+    def belongs(item: pytest.Item) -> bool:
+        callspec = getattr(item, "callspec", None)
+        values = [] if callspec is None else callspec.params.values()
+        case = any(isinstance(value, str) and value == name for value in values)
+        return case or item.path.stem == stem or (callspec is not None and "stack" in callspec.params)
+
+    return [item for item in items if belongs(item)]

@@ -1,0 +1,209 @@
+"""Runs of many techniques and a precision plugin at once, and what must be true of them.
+
+What is wrong with a stack is looked for in each of its parts by :func:`tests.covering.smallest`, and told of the smallest.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from lightning_eff import EfficiencyMonitor, ExactResume
+from lightning_eff._core.technique import Technique
+from tests.cases import Case
+from tests.covering import Pair, Stack, smallest
+from tests.models import flat
+from tests.plugins import PluginCase
+from tests.runs import NUM_STEPS, SaveBatches, differences, final_state, fit
+
+MODEL = "tiny_gpt"
+RESUMED = (3, 6, 9)  # of 12 steps, in epochs of 5 batches
+
+
+def declared(cases: Mapping[str, Case], plugins: Mapping[str, PluginCase]) -> dict[Pair, str]:
+    """The pairs that may not train together, as the classes say, and why; a trainer has one precision plugin."""
+    found = {
+        frozenset(two): "a trainer has one precision plugin" for two in combinations(plugins, 2)
+    }  # Lightning refuses them
+    bases = {name: {cls.__name__ for cls in type(case.active()).__mro__} & {name} for name, case in cases.items()}
+    for name, plugin in plugins.items():
+        bases[name] = {cls.__name__ for cls in type(plugin.build(plugin.precisions[0])).__mro__}
+    for name, case in cases.items():
+        for enemy, why in case.active().conflicts.items():
+            found |= {frozenset((name, other)): why for other, classes in bases.items() if enemy in classes}
+    return found
+
+
+class _Trace(pl.Callback):
+    """Notes all weights after each step, or compares them with those noted and stops the run where they differ."""
+
+    def __init__(self, known: Sequence[Tensor] | None = None) -> None:
+        self.known = known
+        self.seen: list[Tensor] = []
+        self.differs = False
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        self.seen.append(flat(pl_module).cpu())
+        if self.known is not None and not torch.equal(self.seen[-1], self.known[len(self.seen) - 1]):
+            self.differs = trainer.should_stop = True
+
+
+@dataclass(frozen=True)
+class Whole:
+    """An undisturbed run: weights after each step, what it left behind, and each technique's figures."""
+
+    trace: list[Tensor]
+    final: dict[str, Tensor]
+    weights: Tensor
+    figures: dict[str, dict[str, Any]]
+    steps: int
+
+
+@dataclass
+class Stacks:
+    """Runs sets of names of these cases; an undisturbed run is made once.
+
+    Attributes:
+        cases: the techniques, by name.
+        plugins: the precision plugins, by name.
+        directory: for checkpoints.
+        precision: of runs without a plugin: the one that the stack's plugin is around.
+    """
+
+    cases: Mapping[str, Case]
+    plugins: Mapping[str, PluginCase]
+    directory: Path
+    precision: str = "32-true"
+    _whole: dict[Stack, Whole] = field(default_factory=dict)
+    _numbers: dict[Stack, int] = field(default_factory=dict)
+
+    def run(self, names: Stack, *callbacks: pl.Callback, backwards: bool = False, resume: Path | None = None) -> Any:
+        """The module, the trainer and the techniques of one run of ``names``.
+
+        Where none of them is a technique, ``ExactResume`` is there for the data, as the others bring it along.
+        """
+        built: list[Technique] = [self.cases[name].active() for name in names if name in self.cases]
+        built = built[::-1] if backwards else built or [ExactResume()]
+        settings: dict[str, Any] = {"precision": self.precision}
+        for name in self.plugins.keys() & set(names):
+            settings = {"plugins": [self.plugins[name].build(self.precision)]}
+        net, trainer = fit(MODEL, lambda: built, callbacks=callbacks, resume=resume, **settings)
+        return net, trainer, {technique.name(): technique for technique in built}
+
+    def whole(self, names: Stack) -> Whole:
+        if names not in self._whole:
+            trace = _Trace()
+            net, trainer, built = self.run(names, trace, SaveBatches(self._at(names), RESUMED))
+            figures = {name: {**technique.report()} for name, technique in built.items()}
+            final = final_state(net, trainer)
+            self._whole[names] = Whole(trace.seen, final, flat(net).cpu(), figures, trainer.global_step)
+        return self._whole[names]
+
+    def _at(self, names: Stack) -> Path:
+        return self.directory / str(self._numbers.setdefault(names, len(self._numbers)))
+
+    # -- what may be wrong: a line, or None
+
+    def trains(self, names: Stack) -> str | None:
+        try:
+            whole = self.whole(names)
+        except Exception as error:
+            return f"is refused or fails, and no conflict is declared: {type(error).__name__}: {error}"
+        if whole.steps != NUM_STEPS or not whole.weights.isfinite().all():
+            finite = bool(whole.weights.isfinite().all())
+            return f"trained {whole.steps} of {NUM_STEPS} steps, to weights that are {'' if finite else 'not '}finite"
+        return None
+
+    def resumes(self, step: int, names: Stack) -> str | None:
+        whole = self.whole(names)
+        net, trainer, _ = self.run(names, resume=self._at(names) / f"batch={step}.ckpt")
+        wrong = differences(whole.final, final_state(net, trainer))
+        return f"resumed from step {step}, ends otherwise than undisturbed: {', '.join(wrong[:4])}" if wrong else None
+
+    def any_order(self, names: Stack) -> str | None:
+        net, trainer, _ = self.run(names, EfficiencyMonitor(), backwards=True)
+        wrong = differences(self.whole(names).final, final_state(net, trainer))
+        return f"in reversed order, beside a monitor, ends otherwise: {', '.join(wrong[:4])}" if wrong else None
+
+    def exact(self, without: frozenset[str], names: Stack) -> str | None:
+        rest = tuple(name for name in names if name not in without)
+        if torch.equal(self.whole(names).weights, self.whole(rest).weights):
+            return None
+        return f"ends with other weights than without {' and '.join(sorted(without & set(names)))}, which change none"
+
+    def shows(self, name: str, names: Stack) -> str | None:
+        """Of an exact technique: whether its figure says that it acted."""
+        if name not in names:
+            return None
+        figure, name_there = self.cases[name].figure, type(self.cases[name].active()).name()
+        value = self.whole(names).figures[name_there].get(figure, 0)
+        return None if value > 0 else f"{name} did nothing: {figure} is {value}"
+
+    def acts(self, name: str, names: Stack) -> str | None:
+        """Of all others: whether the run without it is another one, at the first step that shows it."""
+        if name not in names:
+            return None
+        whole = self.whole(names)
+        trace = _Trace(whole.trace)
+        net, _, _ = self.run(tuple(other for other in names if other != name), trace)
+        if trace.differs or not torch.equal(flat(net).cpu(), whole.weights):
+            return None
+        return f"{name} changes nothing: without it, every step and the end are the same"
+
+
+def checks(stacks: Stacks, stack: Stack, watched: Stack) -> list[tuple[Stack, Callable[[Stack], str | None]]]:
+    """What must be true of a stack: of which of its names, and what looks at these or fewer of them.
+
+    Args:
+        stacks: runs them.
+        stack: the names.
+        watched: those of them that are to be seen to act here.
+    """
+    known: Mapping[str, Case | PluginCase] = {**stacks.cases, **stacks.plugins}
+    exact = frozenset(name for name in stack if name in stacks.cases and stacks.cases[name].exact)
+    saving = frozenset(name for name in exact if stacks.cases[name].saves_less)
+    lossy = {name for name in stack if known[name].lossy}
+    found: list[tuple[Stack, Callable[[Stack], str | None]]] = [(stack, stacks.trains)]
+    found += [(stack, partial(stacks.resumes, step)) for step in RESUMED]
+    found.append((stack, stacks.any_order))
+    found += [(stack, partial(stacks.shows, name)) for name in sorted(exact)]
+    found += [(stack, partial(stacks.acts, name)) for name in watched if name not in exact]
+    if exact and not (lossy and saving):
+        found.append((stack, partial(stacks.exact, exact)))
+    elif exact:  # what is compressed depends on what is saved: both are looked at, but not with each other
+        if exact - saving:
+            found.append((stack, partial(stacks.exact, exact - saving)))
+        found.append((tuple(name for name in stack if name not in lossy), partial(stacks.exact, exact)))
+    return found
+
+
+def verify(stacks: Stacks, stack: Stack, watched: Stack) -> None:
+    """Raise an AssertionError that names the smallest part of ``stack`` of which something is wrong, and what.
+
+    Args:
+        stacks: runs them; its ``precision`` is set to what the stack's plugin is around.
+        stack: names that are allowed together.
+        watched: those of them that are to be seen to act here.
+    """
+    for name in stacks.plugins.keys() & set(stack):
+        stacks.precision = stacks.plugins[name].precisions[0]
+    for names, wrong in checks(stacks, stack, watched):
+        text = _told(wrong, names)
+        if text is not None:
+            part = smallest(names, lambda some, wrong=wrong: _told(wrong, some) is not None)
+            text = _told(wrong, part) if part != names else text
+            raise AssertionError(f"{' + '.join(part)} {text}\n(cut down from {' + '.join(names)})")
+
+
+def _told(wrong: Callable[[Stack], str | None], names: Stack) -> str | None:
+    """What is wrong of ``names``, an exception in a run of them included."""
+    try:
+        return wrong(names)
+    except Exception as error:
+        return f"fails: {type(error).__name__}: {error}"

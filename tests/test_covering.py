@@ -1,0 +1,193 @@
+"""The covering design: every allowed pair stands in it, it grows slowly, and it finds two that break each other."""
+
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_eff._core.session import Session
+from lightning_eff._core.technique import Technique
+from tests.cases import CASES, Case
+from tests.covering import Pair, Stack, design, pairs, smallest, watched
+from tests.stacks import Stacks, declared, verify
+
+
+def families(size: int, *rivals: int) -> tuple[list[str], set[Pair]]:
+    """``size`` names, of which the first so many, then the next so many, ..., each refuse their like."""
+    names, refused, at = [f"t{i:03}" for i in range(size)], set[Pair](), 0
+    for count in rivals:
+        refused |= pairs(names[at : at + count])
+        at += count
+    return names, refused
+
+
+# How many stacks: none fewer than the two largest families multiplied, of which each two stand together once.
+GROWTH = [
+    ("as now: 6 plugins, 3 pairs of rivals", families(19, 6, 2, 2, 2), 12, 13),
+    ("23 names", families(23, 6, 2, 2, 2), 12, 13),
+    ("50 names", families(50, 6, 4, 3, 3, 2, 2), 24, 26),
+    ("100 names", families(100, 8, 6, 5, 4, 4, 3, 3, 2, 2), 48, 52),
+    ("100 names, two families of ten", families(100, 10, 10, 5, 5, 4, 4, 3, 3), 100, 105),
+    ("100 names, nobody refused", families(100), 1, 1),
+]
+
+
+@pytest.mark.parametrize(
+    ("names", "refused", "least", "most"), [row[1] + row[2:] for row in GROWTH], ids=[r[0] for r in GROWTH]
+)
+def test_every_allowed_pair_stands_together_in_few_stacks(
+    names: list[str], refused: set[Pair], least: int, most: int
+) -> None:
+    stacks = design(names, refused)
+    assert set().union(*map(pairs, stacks)) == pairs(names) - refused
+    assert least <= len(stacks) <= most
+    assert stacks == design(names[::-1], set(refused)), "another order, another design"
+
+
+@pytest.mark.parametrize(("names", "refused"), [row[1] for row in GROWTH], ids=[row[0] for row in GROWTH])
+def test_each_name_is_looked_at_beside_all_its_partners(names: list[str], refused: set[Pair]) -> None:
+    stacks = design(names, refused)
+    looked_at = watched(stacks, names)
+    for name in names:
+        beside = {other for stack, seen in zip(stacks, looked_at, strict=True) if name in seen for other in stack}
+        assert {frozenset((name, other)) for other in beside - {name}} == {
+            pair for pair in pairs(names) - refused if name in pair
+        }
+    assert sum(map(len, looked_at)) <= 11 * len(names), "about as often as the largest family has members"
+
+
+def test_the_pairs_of_one_name_take_as_many_stacks_as_its_largest_rivals() -> None:
+    names, refused = families(100, 8, 6, 5, 4, 4, 3, 3, 2, 2)
+    wanted = {pair for pair in pairs(names) if names[-1] in pair}
+    stacks = design(names, refused, wanted)
+    assert len(stacks) == 8 and all(names[-1] in stack for stack in stacks)
+    assert wanted <= set().union(*map(pairs, stacks))
+    assert sum(map(len, watched(stacks, names, wanted))) <= 8 + 99
+
+
+def test_a_name_that_all_refuse_stands_alone() -> None:
+    refused = {frozenset(("a", "b")), frozenset(("a", "c"))}
+    assert design("abc", refused) == [("b", "c"), ("a",)]
+    assert watched(design("abc", refused), "abc") == [("b", "c"), ("a",)]
+
+
+@pytest.mark.parametrize("culprits", [*combinations("adgj", 1), *combinations("adgj", 2), tuple("adg"), tuple("adgj")])
+def test_the_smallest_failing_part_is_found(culprits: Stack) -> None:
+    asked: list[Stack] = []
+
+    def fails(names: Stack) -> bool:
+        asked.append(names)
+        return set(culprits) <= set(names)
+
+    assert smallest("abcdefghij", fails) == culprits
+    assert len(asked) == len(set(asked)) <= 60
+
+
+# -- two techniques that break each other in silence
+
+
+class Larger(Technique):
+    """Makes gradients larger by half."""
+
+    saves = paper = "planted"
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        super().on_after_backward(trainer, pl_module)
+        for p in pl_module.parameters():
+            if p.grad is not None:
+                p.grad *= 1.5
+
+
+class Signs(Technique):
+    """Leaves of each gradient its sign, so that nothing is left of what makes it larger."""
+
+    saves = paper = "planted"
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        for p in pl_module.parameters():
+            if p.grad is not None:
+                p.grad.sign_()
+
+
+class Growing(Technique):
+    """Multiplies gradients by a number that grows with the batches, which it counts."""
+
+    saves = paper = "planted"
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def attach(self, session: Session) -> None:
+        self.count = 0
+
+    def on_batch_end(self, session: Session, batch_idx: int) -> None:
+        self.count += 1
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        super().on_after_backward(trainer, pl_module)
+        for p in pl_module.parameters():
+            if p.grad is not None:
+                p.grad *= 1 + 0.1 * self.count
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["count"]
+
+
+class Forgetting(Technique):
+    """Halves one gradient, and takes out of a checkpoint what another technique is to find there."""
+
+    saves = paper = "planted"
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        pl_module.head.weight.grad *= 0.5
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        checkpoint["callbacks"].pop("Growing", None)
+
+
+class Refusing(Technique):
+    """Trains with all but one, of which it declares nothing."""
+
+    saves = paper = "planted"
+
+    def check(self, session: Session) -> None:
+        if any(type(other).__name__ == "Growing" for other in session.techniques):
+            raise ValueError("Refusing: does not go with Growing.")
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        pl_module.head.weight.grad *= 0.5
+
+
+PLANTED = {
+    "undone": (Larger, Signs, "Larger changes nothing: without it, every step and the end are the same"),
+    "resumed": (Forgetting, Growing, "resumed from step 3, ends otherwise than undisturbed: optimizer0/"),
+    "refused": (
+        Growing,
+        Refusing,
+        "is refused or fails, and no conflict is declared: ValueError: Refusing: does not go",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(PLANTED))
+def test_two_that_break_each_other_are_found_and_named(kind: str, tmp_path: Path) -> None:
+    """Each trains and resumes alone; together, somewhere in a stack of eight, one of them does not."""
+    first, second, told = PLANTED[kind]
+    planted = {cls.__name__: Case(active=cls, neutral=cls) for cls in (first, second)}
+    for name in planted:
+        verify(Stacks(planted, {}, tmp_path / name), (name,), (name,))
+    cases = {name: case for name, case in CASES.items() if not case.exact and not case.lossy} | planted
+    names = [*cases]
+    stacks = design(names, set(declared(cases, {})))
+    seen = watched(stacks, names)
+    both = [i for i, stack in enumerate(stacks) if planted.keys() <= set(stack) and seen[i]]
+    assert len(stacks[both[0]]) >= 8
+    message = rf"^{first.__name__} \+ {second.__name__} .*{told}"
+    with pytest.raises(AssertionError, match=message):
+        for i in both:
+            verify(Stacks(cases, {}, tmp_path / str(i)), stacks[i], seen[i])
