@@ -28,10 +28,8 @@ RESUMED = (3, 6, 9)  # of 12 steps, in epochs of 5 batches
 
 def declared(cases: Mapping[str, Case], plugins: Mapping[str, PluginCase]) -> dict[Pair, str]:
     """The pairs that may not train together, as the classes say, and why; a trainer has one precision plugin."""
-    found = {
-        frozenset(two): "a trainer has one precision plugin" for two in combinations(plugins, 2)
-    }  # Lightning refuses them
-    bases = {name: {cls.__name__ for cls in type(case.active()).__mro__} & {name} for name, case in cases.items()}
+    found = {frozenset(two): "a trainer has one precision plugin" for two in combinations(plugins, 2)}
+    bases = {name: {name} for name in cases}
     for name, plugin in plugins.items():
         bases[name] = {cls.__name__ for cls in type(plugin.build(plugin.precisions[0])).__mro__}
     for name, case in cases.items():

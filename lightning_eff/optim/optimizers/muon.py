@@ -277,6 +277,8 @@ class Muon(Optimizer):
     def _step_matrices(self) -> None:
         held = [(group, p) for group in self.param_groups if group["algorithm"] == "muon" for p in group["params"]]
         held = [(group, p) for group, p in held if p.grad is not None]
+        if not held:  # such as where a step drops every block
+            return
         updates = self._momentum(held)
         owners: list[tuple[dict[str, Any], Tensor, int]] = []  # group, parameter, which of its matrices
         matrices: list[Tensor] = []

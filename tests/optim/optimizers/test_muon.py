@@ -35,6 +35,16 @@ def far(a: list[nn.Parameter], b: list[nn.Parameter]) -> float:
     return max(float((x - y).detach().abs().max()) for x, y in zip(a, b, strict=True))
 
 
+def test_a_step_without_any_gradient_changes_nothing() -> None:
+    """Such a step comes where every block is dropped; matrices take part again as soon as they have gradients."""
+    params = parameters()
+    before = [p.detach().clone() for p in params]
+    optimizer = Muon([{"params": params, "algorithm": "muon"}], lr=0.1)
+    optimizer.step()
+    assert all(torch.equal(p, old) for p, old in zip(params, before, strict=True))
+    assert far(train(params, optimizer), before) > 0.01
+
+
 class Reference:
     """The rule of ``torch.optim.Muon``, matrix by matrix in float64."""
 
