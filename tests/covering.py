@@ -80,6 +80,19 @@ def _grown(seed: int, enemies: Sequence[int], left: Sequence[int]) -> int:
     return stack
 
 
+def gathered(names: Collection[str], refused: Collection[Pair]) -> list[Stack]:
+    """Few stacks without a refused pair, in one of which each name stands: those that most refuse are placed first."""
+    enemies = {name: {other for pair in refused if name in pair for other in pair - {name}} for name in names}
+    stacks: list[list[str]] = []
+    for name in sorted(names, key=lambda name: (-len(enemies[name]), name)):
+        free = [stack for stack in stacks if not enemies[name] & set(stack)]
+        if free:
+            free[0].append(name)
+        else:
+            stacks.append([name])
+    return [tuple(sorted(stack)) for stack in stacks]
+
+
 def watched(stacks: Sequence[Stack], names: Iterable[str], wanted: Collection[Pair] | None = None) -> list[Stack]:
     """For each stack the names that are to be looked at in it, so that each is looked at beside all its partners.
 

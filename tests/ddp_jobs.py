@@ -1,5 +1,6 @@
 """What each of the processes that ``tests.ddp.launch`` starts runs: ``python -m tests.ddp_jobs DIRECTORY JOB NAME ...``."""
 
+import itertools
 import json
 import logging
 import os
@@ -16,9 +17,22 @@ from lightning_eff.data.exact_resume import ExactResume
 from lightning_eff.optim.averaging.latest_weight_averaging import LatestWeightAveraging
 from lightning_eff.optim.sharpness.sharpness_aware_minimization import SharpnessAwareMinimization
 from tests.cases import ALL
+from tests.covering import Stack
 from tests.models import Samples, flat, loader, module, trainer
 from tests.plugins import PLUGINS
-from tests.runs import MODES, NUM_STEPS, checkpoints, differences, final_state, fit, largest, resume_from_batches
+from tests.runs import (
+    MODES,
+    NUM_STEPS,
+    SaveBatches,
+    checkpoints,
+    differences,
+    final_state,
+    fit,
+    largest,
+    resume_from_batches,
+    resume_from_every_step,
+)
+from tests.stacks import MODEL, cut_down
 
 DDP: dict[str, Any] = {"strategy": "ddp", "devices": 2, "samples": 40}
 
@@ -27,6 +41,65 @@ def _same_on_all_ranks(vector: torch.Tensor) -> bool:
     others = [torch.empty_like(vector) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(others, vector)
     return all(torch.equal(vector, other) for other in others)
+
+
+def _agreed(own: Any) -> list[Any]:
+    """What each rank gives, on all of them."""
+    every: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, own)
+    return every
+
+
+def contract(what: str, root: Path) -> Any:
+    """What is said of one technique (``alone:A``), or of several at once (``together:A+B``)."""
+    job, _, names = what.partition(":")
+    return alone(names, root) if job == "alone" else together(names.split("+"), root)
+
+
+def alone(name: str, root: Path) -> dict[str, Any]:
+    """Train and resume within the second epoch; what differs, and whether the ranks end alike."""
+    case = ALL[name]
+
+    def build() -> list[Any]:
+        return [case.active()]
+
+    net, t = fit(case.model, build, callbacks=[SaveBatches(root / f"alone_{name}", [7])], **DDP)
+    whole = final_state(net, t)
+    found = {"alike": _same_on_all_ranks(flat(net)), "finite": bool(flat(net).isfinite().all()), "steps": t.global_step}
+    again = final_state(*fit(case.model, build, resume=root / f"alone_{name}" / "batch=7.ckpt", **DDP))
+    return {**found, "differences": _agreed(differences(whole, again))}
+
+
+def together(group: list[str], root: Path) -> str | None:
+    """The same and more of techniques at once; what is wrong, of the smallest part of them.
+
+    They train in every mode, and resume from every step and within accumulation windows.
+    """
+    numbers = itertools.count()
+
+    def wrong(names: Stack) -> str | None:
+        """By the first check that fails on any rank; every rank is told the same."""
+        directory = root / f"together_{next(numbers)}_{len(names)}"
+
+        def build() -> list[Any]:
+            return [ALL[name].active() for name in names]
+
+        for mode, kwargs in MODES.items():
+            net, t = fit(MODEL, build, **{**DDP, **kwargs})
+            vector = flat(net)
+            if not _same_on_all_ranks(vector):
+                return f"lets ranks end with different weights ({mode})"
+            if not vector.isfinite().all() or t.global_step != NUM_STEPS:
+                return f"trains {t.global_step} of {NUM_STEPS} steps, or to weights that are not finite ({mode})"
+        found = resume_from_every_step(MODEL, build, directory / "steps", **DDP)
+        found |= resume_from_batches(MODEL, build, directory / "windows", (2, 9), **DDP)
+        return next((f"ends otherwise where it resumes: {some}" for some in _agreed(found) if some), None)
+
+    try:
+        cut_down(tuple(group), wrong)
+    except AssertionError as error:
+        return str(error)
+    return None
 
 
 def resume(name: str, root: Path) -> dict[str, Any]:

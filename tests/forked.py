@@ -27,7 +27,8 @@ SHARED = (
     "torch.distributed.checkpoint",
     "torch.distributed.tensor.parallel",
     "transformers",
-    "tests.cases",
+    "tests.models",
+    "tests.stacks",
 )
 
 

@@ -57,6 +57,6 @@ def own(items: Sequence[pytest.Item], name: str) -> list[pytest.Item]:
         callspec = getattr(item, "callspec", None)
         values = [] if callspec is None else callspec.params.values()
         case = any(isinstance(value, str) and value == name for value in values)
-        return case or item.path.stem == stem or (callspec is not None and "stack" in callspec.params)
+        return case or item.path.stem == stem or bool(callspec and callspec.params.keys() & {"stack", "group"})
 
     return [item for item in items if belongs(item)]

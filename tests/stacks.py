@@ -192,11 +192,21 @@ def verify(stacks: Stacks, stack: Stack, watched: Stack) -> None:
     for name in stacks.plugins.keys() & set(stack):
         stacks.precision = stacks.plugins[name].precisions[0]
     for names, wrong in checks(stacks, stack, watched):
-        text = _told(wrong, names)
-        if text is not None:
-            part = smallest(names, lambda some, wrong=wrong: _told(wrong, some) is not None)
-            text = _told(wrong, part) if part != names else text
-            raise AssertionError(f"{' + '.join(part)} {text}\n(cut down from {' + '.join(names)})")
+        cut_down(names, wrong)
+
+
+def cut_down(names: Stack, wrong: Callable[[Stack], str | None]) -> None:
+    """Raise an AssertionError that names the smallest part of ``names`` of which something is wrong, if it is of all.
+
+    Args:
+        names: are allowed together.
+        wrong: what is wrong of some of them, or None; an exception that it raises is.
+    """
+    text = _told(wrong, names)
+    if text is not None:
+        part = smallest(names, lambda some: _told(wrong, some) is not None)
+        text = _told(wrong, part) if part != names else text
+        raise AssertionError(f"{' + '.join(part)} {text}\n(cut down from {' + '.join(names)})")
 
 
 def _told(wrong: Callable[[Stack], str | None], names: Stack) -> str | None:

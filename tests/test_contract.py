@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import lightning_eff
 from lightning_eff._core.technique import Control, Technique
 from tests.cases import ALL, CASES, STAND_INS
 from tests.conftest import Once
+from tests.covering import Stack, gathered
 from tests.ddp import launch
 from tests.models import flat, loader, module, trainer
 from tests.runs import (
@@ -36,6 +38,8 @@ from tests.runs import (
     resume_from_batches,
     resume_from_every_step,
 )
+from tests.selection import chosen
+from tests.stacks import MODEL, cut_down, declared
 
 NAMES = sorted(CASES)
 every = pytest.mark.parametrize("name", NAMES)
@@ -127,9 +131,46 @@ def test_neutral_stand_ins_are_plain_training(name: str) -> None:
 # -- 3. resume equals uninterrupted
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "group" in metafunc.fixturenames:
+        metafunc.parametrize("group", groups(metafunc.config), ids=lambda group: f"{group[0]}-and-{len(group) - 1}")
+
+
+def groups(config: pytest.Config) -> list[Stack]:
+    """Few groups of techniques that train together, so that each stands in one: what shares a run costs one run."""
+    name = chosen(config)
+    if name is not None:
+        return [(name,)] if name in ALL else []
+    refused = set(declared(ALL, {}))
+    return gathered(CASES, refused) + gathered(STAND_INS, refused)
+
+
 @every_and_stand_ins
-@pytest.mark.parametrize("mode", sorted(MODES))
-def test_resume_equals_uninterrupted_from_every_step(name: str, mode: str, tmp_path: Path) -> None:
+def test_resume_equals_uninterrupted_from_every_step(name: str, tmp_path: Path) -> None:
+    case = ALL[name]
+    assert resume_from_every_step(case.model, lambda: [case.active()], tmp_path) == {}
+
+
+OTHER_MODES = sorted(set(MODES) - {"plain"})
+
+
+@pytest.mark.parametrize("mode", OTHER_MODES)
+def test_groups_resume_from_every_step(group: Stack, mode: str, tmp_path: Path) -> None:
+    directories = (tmp_path / str(i) for i in count())
+
+    def wrong(names: Stack) -> str | None:
+        found = resume_from_every_step(
+            MODEL, lambda: [ALL[name].active() for name in names], next(directories), **MODES[mode]
+        )
+        return f"ends otherwise where it resumes: {found}" if found else None
+
+    cut_down(group, wrong)
+
+
+@pytest.mark.slow
+@every_and_stand_ins
+@pytest.mark.parametrize("mode", OTHER_MODES)
+def test_resume_from_every_step_in_every_mode(name: str, mode: str, tmp_path: Path) -> None:
     case = ALL[name]
     assert resume_from_every_step(case.model, lambda: [case.active()], tmp_path, **MODES[mode]) == {}
 
@@ -151,11 +192,39 @@ def test_resume_within_accumulation_windows(name: str, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def ddp_windows(once: Once) -> dict[str, Any]:
-    return once("windows", lambda: launch("windows", *ALL))
+def under_ddp(once: Once, request: pytest.FixtureRequest) -> dict[str, Any]:
+    """One start of two processes for all: each technique alone, and groups of them in every mode and from every step."""
+    name = chosen(request.config)
+    what = [f"alone:{name}" for name in ([*ALL] if name is None else [name])]
+    what += [f"together:{'+'.join(group)}" for group in groups(request.config)]
+    return once("ddp", lambda: launch("contract", *what, timeout=TIMEOUT))
+
+
+TIMEOUT = 1200  # seconds for all that shares the two processes; who is first waits for all of it
 
 
 @every_and_stand_ins
+@pytest.mark.timeout(TIMEOUT)
+def test_alone_under_ddp(name: str, under_ddp: dict[str, Any]) -> None:
+    """It trains, ranks end alike, and a resumed run as the undisturbed one."""
+    found = under_ddp[f"alone:{name}"]
+    assert found == {"alike": True, "finite": True, "steps": NUM_STEPS, "differences": [[], []]}
+
+
+@pytest.mark.timeout(TIMEOUT)
+def test_groups_under_ddp(group: Stack, under_ddp: dict[str, Any]) -> None:
+    """In every mode; and they resume from every step, and within accumulation windows, where each rank has its own sums."""
+    assert under_ddp[f"together:{'+'.join(group)}"] is None
+
+
+@pytest.fixture(scope="module")
+def ddp_windows(once: Once) -> dict[str, Any]:
+    return once("windows", lambda: launch("windows", *ALL, timeout=TIMEOUT))
+
+
+@pytest.mark.slow
+@every_and_stand_ins
+@pytest.mark.timeout(TIMEOUT)
 def test_resume_within_accumulation_windows_under_ddp(name: str, ddp_windows: dict[str, Any]) -> None:
     """Each rank goes on with its own gradients: they are exchanged at the window's end."""
     assert ddp_windows[name] == [{}, {}]
@@ -163,10 +232,12 @@ def test_resume_within_accumulation_windows_under_ddp(name: str, ddp_windows: di
 
 @pytest.fixture(scope="module")
 def ddp_resumes(once: Once) -> dict[str, Any]:
-    return once("resumes", lambda: launch("resume", *ALL))
+    return once("resumes", lambda: launch("resume", *ALL, timeout=TIMEOUT))
 
 
+@pytest.mark.slow
 @every_and_stand_ins
+@pytest.mark.timeout(TIMEOUT)
 def test_resume_under_ddp(name: str, ddp_resumes: dict[str, Any]) -> None:
     found = ddp_resumes[name]
     assert found["checkpoints"] == found["expected"]
@@ -223,10 +294,12 @@ def test_checkpoints_are_the_plain_modules(name: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ddp_modes(once: Once) -> dict[str, Any]:
-    return once("modes", lambda: launch("modes", *ALL))
+    return once("modes", lambda: launch("modes", *ALL, timeout=TIMEOUT))
 
 
+@pytest.mark.slow
 @every_and_stand_ins
+@pytest.mark.timeout(TIMEOUT)
 def test_modes_under_ddp(name: str, ddp_modes: dict[str, Any]) -> None:
     assert set(ddp_modes[name]) == set(MODES)
     for mode, found in ddp_modes[name].items():

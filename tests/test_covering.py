@@ -9,7 +9,7 @@ import pytest
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Technique
 from tests.cases import CASES, Case
-from tests.covering import Pair, Stack, design, pairs, smallest, watched
+from tests.covering import Pair, Stack, design, gathered, pairs, smallest, watched
 from tests.stacks import Stacks, declared, verify
 
 
@@ -55,6 +55,15 @@ def test_each_name_is_looked_at_beside_all_its_partners(names: list[str], refuse
             pair for pair in pairs(names) - refused if name in pair
         }
     assert sum(map(len, looked_at)) <= 11 * len(names), "about as often as the largest family has members"
+
+
+@pytest.mark.parametrize(("names", "refused"), [row[1] for row in GROWTH], ids=[row[0] for row in GROWTH])
+def test_groups_hold_each_name_once_and_no_two_that_refuse_each_other(names: list[str], refused: set[Pair]) -> None:
+    groups = gathered(names, refused)
+    assert sorted(name for group in groups for name in group) == names
+    assert not any(pairs(group) & refused for group in groups)
+    enemies = [sum(name in pair for pair in refused) for name in names]
+    assert len(groups) == max(enemies) + 1, "as many as the largest family has members"
 
 
 def test_the_pairs_of_one_name_take_as_many_stacks_as_its_largest_rivals() -> None:
