@@ -4,6 +4,7 @@ Type checkers read it, and ``__init__.py`` reads it as the package is imported, 
 new technique adds its line, and nothing else anywhere.
 """
 
+from lightning_eff import budget as budget
 from lightning_eff import data as data
 from lightning_eff import kernels as kernels
 from lightning_eff import memory as memory
@@ -15,6 +16,7 @@ from lightning_eff import strategies as strategies
 from lightning_eff._apply import apply as apply
 from lightning_eff._core._architecture.folding import export as export
 from lightning_eff.bench.benchmark import Benchmark as Benchmark
+from lightning_eff.budget.learning_rate_schedule import LearningRateSchedule as LearningRateSchedule
 from lightning_eff.data.curriculum.sequence_length_warmup import SequenceLengthWarmup as SequenceLengthWarmup
 from lightning_eff.data.exact_resume import ExactResume as ExactResume
 from lightning_eff.data.selection.importance_sampling import ImportanceSampling as ImportanceSampling

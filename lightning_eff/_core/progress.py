@@ -28,19 +28,21 @@ class Progress:
     """The share ``u`` of the budget that is used up, constant within one optimizer step.
 
     ``u`` is the largest of ``global_step / max_steps``, ``epochs / max_epochs`` (counted in batches where the loader
-    has a length) and ``seconds / max_time``. It is read at the first micro-batch of an accumulation window, or of a run
-    that resumes within one, and holds until the next window, so nothing that depends on it changes between
-    micro-batches whose gradients are summed. Where time takes part, rank 0's clock counts on every rank. A
-    :class:`Clock` among the trainer's callbacks stands in for all of these.
+    has a length), ``seconds / max_time``, and ``tokens / max_tokens`` where a technique counts them. It is read at the
+    first micro-batch of an accumulation window, or of a run that resumes within one, and holds until the next window, so
+    nothing that depends on it changes between micro-batches whose gradients are summed. Where time takes part, rank 0's
+    clock counts on every rank. A :class:`Clock` among the trainer's callbacks stands in for all of these.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self.u = 0.0
+        self.max_tokens: int | None = None
+        self.tokens = 0
         self._fresh = True
 
     def limits(self) -> dict[str, float]:
-        """The limits that are set, by name: ``max_steps``, ``max_epochs``, ``max_time`` (seconds)."""
+        """The limits that are set, by name: ``max_steps``, ``max_epochs``, ``max_time`` (seconds), ``max_tokens``."""
         trainer = self._trainer
         if self._clock() is not None:
             return {"clock": 1.0}
@@ -52,6 +54,8 @@ class Progress:
         timer = self._timer()
         if timer is not None:
             found["max_time"] = float(timer._duration or 0.0)
+        if self.max_tokens is not None:
+            found["max_tokens"] = float(self.max_tokens)
         return found
 
     def update(self, batch_idx: int) -> None:
@@ -79,6 +83,8 @@ class Progress:
             if trainer.world_size > 1:
                 share = trainer.strategy.broadcast(share)
             u = max(u, share)
+        if self.max_tokens is not None:
+            u = max(u, self.tokens / self.max_tokens)
         return min(u, 1.0)
 
     def _clock(self) -> Clock | None:

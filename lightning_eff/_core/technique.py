@@ -55,6 +55,7 @@ class Technique(Callback):
         conflicts: names of techniques and precision plugins that it cannot train with, and why.
         needs_automatic_optimization: refuses modules with ``automatic_optimization = False``.
         needs_budget: refuses runs without any of ``max_steps``, ``max_epochs`` and ``max_time``.
+        sets_rates: sets the optimizers' rates by itself, over the whole budget; others leave them alone.
         any_strategy: works under strategies that shard parameters too; others are refused there.
     """
 
@@ -68,6 +69,7 @@ class Technique(Callback):
     conflicts: ClassVar[Mapping[str, str]] = {}
     needs_automatic_optimization: ClassVar[bool] = True
     needs_budget: ClassVar[bool] = False
+    sets_rates: ClassVar[bool] = False
     any_strategy: ClassVar[bool] = False
 
     _session: Session | None = None

@@ -305,7 +305,10 @@ class Pacer(Clock):
     def _follow(self, trainer: Trainer) -> None:
         """Set the learning rate to where it stands at this share of the budget."""
         u = self.share()
-        if self.pace.schedule == "own" and trainer.lightning_module.automatic_optimization:
+        if any(technique.sets_rates for technique in _techniques(trainer)):
+            if self.steps == 0:
+                self._set_peak(trainer)
+        elif self.pace.schedule == "own" and trainer.lightning_module.automatic_optimization:
             own = self._own
             if own is not None:
                 own.put_back()
@@ -318,13 +321,28 @@ class Pacer(Clock):
             if own is not None:
                 own.scale(u)
         elif self.pace.schedule != "own":
-            largest = max((base for bases in self._bases for base in bases), default=0.0)
-            scale = self.pace.rate / largest if self.pace.rate is not None and largest > 0 else 1.0
+            scale = self._scale()
             warm_up = WARM_UP if self.pace.warm_up is None else self.pace.warm_up
             for optimizer, bases in zip(trainer.optimizers, self._bases, strict=True):
                 for group, base in zip(optimizer.param_groups, bases, strict=True):
                     group["lr"] = base * scale * decay(self.pace.schedule, u, warm_up)
         self.last_rate = max(float(group["lr"]) for o in trainer.optimizers for group in o.param_groups)
+
+    def _scale(self) -> float:
+        """The arm's own rate to that which its module brings."""
+        largest = max((base for bases in self._bases for base in bases), default=0.0)
+        return self.pace.rate / largest if self.pace.rate is not None and largest > 0 else 1.0
+
+    def _set_peak(self, trainer: Trainer) -> None:
+        """A technique of the recipe has the rate, over the same budget: what it multiplies is the arm's own rate."""
+        if self.pace.warm_up is not None:
+            raise Incomparable(
+                "Got a warm-up of its own for an arm whose recipe sets the learning rate by a technique; expected the warm-up"
+                " among that technique's settings. Give it there."
+            )
+        for optimizer, bases in zip(trainer.optimizers, self._bases, strict=True):
+            for group, base in zip(optimizer.param_groups, bases, strict=True):
+                group["lr"] = base * self._scale()
 
     def _length(self, trainer: Trainer, config: LRSchedulerConfig) -> int:
         """How many steps of its own a scheduler makes in the budget."""

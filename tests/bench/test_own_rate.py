@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_eff import LearningRateSchedule, ReplaceOptimizer
 from lightning_eff.bench.arms import Arm, lay_out
 from lightning_eff.bench.benchmark import Benchmark
 from lightning_eff.bench.pace import Incomparable, decay, warm_up_share
 from lightning_eff.bench.references import References
+from lightning_eff.budget._shapes import rex
 from lightning_eff.monitor.machine import fingerprint
 from tests.bench.tasks import Constant, Small, arm
 from tests.bench.test_pacer import KIND, reference, run
@@ -112,3 +114,26 @@ def test_whose_they_are(tmp_path: Path) -> None:
     assert found["hot"]["lr"]["peak_at"] == pytest.approx(0.25, abs=0.05) and found["baseline"]["lr"]["peak_at"] < 0.2
     assert [(one.get("rate"), one.get("warm_up")) for one in results["plan"]["arms"]] == [(None, None), (0.4, "0.1rs")]
     assert not found["hot"]["same_training"]
+
+
+@pytest.mark.parametrize("schedule", ["own", "linear"])
+@pytest.mark.parametrize("rate", [None, 0.4])
+def test_a_recipe_that_sets_the_rate_by_a_technique_has_it(schedule: str, rate: float | None) -> None:
+    """Over the bench's own budget, whatever the module or the bench would set; an arm's own rate is its highest."""
+    pacer, module = run(
+        reference(4.0, schedule=schedule, rate=rate), arm(OneCycle, callbacks=lambda: [LearningRateSchedule("rex")])
+    )
+    assert module.rates == pytest.approx([(rate or 0.1) * rex(step / 40) for step in range(40)])
+    assert pacer.last_rate == pytest.approx(module.rates[-1])
+    with pytest.raises(Incomparable, match="expected the warm-up among that technique's settings"):
+        run(reference(4.0, warm_up=0.3), arm(callbacks=lambda: [LearningRateSchedule()]))
+
+
+@pytest.mark.parametrize("module", [Small, Cosine, OneCycle])
+def test_a_rate_scales_all_groups_of_two_optimizers(module: type[Small]) -> None:
+    """Where the peak is, is found by stepping through the schedule, and putting back also what it acts on."""
+    replace = lambda: [ReplaceOptimizer(torch.optim.SGD, ["*weight"], lr=0.3)]  # noqa: E731
+    _, plain = run(reference(4.0, steps=40), arm(module, callbacks=replace))
+    _, twice = run(reference(4.0, steps=40, rate=0.6), arm(module, callbacks=replace))
+    # the task shows the first group's rate, which is a third of the highest
+    assert twice.rates == pytest.approx([rate * 0.6 / (3 * max(plain.rates)) for rate in plain.rates])

@@ -22,11 +22,13 @@ class Following:
     Attributes:
         origin: index of the module's group.
         ratio: of the group's rate to the one that the module's schedulers give to theirs; None for a group without a rate.
+        full: the group's highest rate, of which the schedule is a multiple; None likewise.
         settings: whether what schedulers change beside rates (momenta, betas) is taken over too.
     """
 
     origin: int
     ratio: float | None
+    full: float | None
     settings: bool
 
 
@@ -37,6 +39,15 @@ class Origins(Optimizer):
         state = {"defaults": made.defaults, "param_groups": list(made.param_groups), "state": defaultdict(dict)}
         super().__setstate__(state)
         self.combined: CombinedOptimizer | None = None
+
+    def settings(self) -> list[dict[str, Any]]:
+        """What each group holds beside its parameters."""
+        return [{k: v for k, v in group.items() if k not in _OF_PARAMETERS} for group in self.param_groups]
+
+    def take(self, settings: list[dict[str, Any]]) -> None:
+        """Let the groups hold what :meth:`settings` returned."""
+        for group, held in zip(self.param_groups, settings, strict=False):
+            group.update(held)
 
     @property
     def _opt_called(self) -> bool:
@@ -104,7 +115,7 @@ class CombinedOptimizer(Optimizer):
     @contextmanager
     def moved(self) -> Iterator[None]:
         """Schedulers act on :attr:`origins` within; afterwards every group follows them."""
-        before = [{k: v for k, v in group.items() if k not in _OF_PARAMETERS} for group in self.origins.param_groups]
+        before = self.origins.settings()
         yield
         changed = [
             {k: v for k, v in group.items() if k in old and k not in (*_OF_PARAMETERS, *_RATES) and v is not old[k]}
@@ -162,12 +173,11 @@ class CombinedOptimizer(Optimizer):
                 groups[id(group)] = {**saved, "params": [held[i] for i in saved["params"]]}
             own = {k: v for k, v in found.items() if k not in ("state", "param_groups")}
             others.append({"optimizer": type(part).__name__, "state": beside, "own": own})
-        origins = [{k: v for k, v in group.items() if k not in _OF_PARAMETERS} for group in self.origins.param_groups]
         whole = {
             "state": state,
             "param_groups": [groups[id(group)] for group in self.param_groups],
             "parts": others,
-            "origins": origins,
+            "origins": self.origins.settings(),
         }
         for after in self._optimizer_state_dict_post_hooks.values():
             changed: Any = after(self, whole)
@@ -218,8 +228,7 @@ class CombinedOptimizer(Optimizer):
         for part, wanted in zip(self.parts, order, strict=True):
             for i, group in zip(wanted, part.param_groups, strict=True):
                 self.param_groups[i] = group
-        for group, settings in zip(self.origins.param_groups, state_dict["origins"], strict=True):
-            group.update(settings)
+        self.origins.take(state_dict["origins"])
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

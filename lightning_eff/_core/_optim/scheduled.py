@@ -54,6 +54,10 @@ def reference_rates(optimizer: Optimizer, schedulers: list[Any]) -> list[float |
         optimizer: the module's.
         schedulers: around it.
     """
+    if isinstance(optimizer, CombinedOptimizer):
+        added = [float(g["lr"]) if g.get("lr") is not None else None for g in optimizer.param_groups]
+        known_ones = [how.full for how in optimizer.following]
+        return [*known_ones, *added[len(known_ones) :]]
     peaks: list[Any] = [None] * len(optimizer.param_groups)
     for scheduler in schedulers:
         for one in _all_in(scheduler, optimizer):
@@ -84,6 +88,30 @@ def _all_in(scheduler: Any, optimizer: Optimizer) -> Iterator[Any]:
             waiting += [v for v in values if hasattr(v, "optimizer") and hasattr(v, "__dict__")]
 
 
+class AtRest:
+    """What is added to the class of a scheduler that shall do nothing any more."""
+
+    optimizer: Any
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: another has the rates."""
+
+    def get_last_lr(self) -> list[Any]:
+        """The rates of the optimizer's groups."""
+        return [group.get("lr") for group in self.optimizer.param_groups]
+
+
+def put_to_rest(schedulers: list[Any]) -> None:
+    """Let ``schedulers`` do nothing, and stay where their module or Lightning may look for them."""
+    for scheduler in schedulers:
+        _add_to_class(scheduler, AtRest)
+
+
+def _add_to_class(scheduler: Any, what: type) -> None:
+    kind = type(scheduler)
+    scheduler.__class__ = type(kind.__name__, (what, kind), {"__module__": kind.__module__})
+
+
 class InProportion:
     """What is added to a scheduler's class: it acts on the groups that the module made, and the optimizer follows."""
 
@@ -97,6 +125,16 @@ class InProportion:
                 return super().step(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
             finally:
                 self.optimizer = combined
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scheduler's own, and what it has set in the groups that it acts on."""
+        return {**super().state_dict(), "origins": self.optimizer.origins.settings()}  # pyright: ignore[reportAttributeAccessIssue]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned."""
+        own = {name: value for name, value in state_dict.items() if name != "origins"}
+        super().load_state_dict(own)  # pyright: ignore[reportAttributeAccessIssue]
+        self.optimizer.origins.take(state_dict.get("origins", []))
 
     def get_last_lr(self) -> list[Any]:
         """The rates of the optimizer's groups."""
@@ -115,6 +153,6 @@ def put_around(combined: CombinedOptimizer, made: Optimizer, schedulers: list[An
     for scheduler in schedulers:
         for one in list(_all_in(scheduler, made)):
             one.optimizer = combined.origins
-        kind = type(scheduler)
-        scheduler.__class__ = type(kind.__name__, (InProportion, kind), {"__module__": kind.__module__})
+        if not isinstance(scheduler, AtRest):
+            _add_to_class(scheduler, InProportion)
         scheduler.optimizer = combined

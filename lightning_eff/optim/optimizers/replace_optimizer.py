@@ -52,7 +52,8 @@ def combine(
         for name in ("lr", "initial_lr", "max_lr", "min_lr"):
             if part.rate is not None and isinstance(group.get(name), int | float | Tensor):
                 group[name] = group[name] * ratio
-        following.append(Following(part.origin, ratio, settings=True))
+        full = part.rate if part.rate is not None else references[part.origin]
+        following.append(Following(part.origin, ratio, full, settings=True))
     optimizers: list[Optimizer] = []
     if stay:
         take_groups(own, groups)
@@ -74,7 +75,7 @@ def combine(
             ratio = None if rate is None else _ratio(rate, references[part.origin], part, bool(schedulers))
             if rate is not None and schedulers:
                 group["initial_lr"] = rate
-            following.append(Following(part.origin, ratio, settings=False))
+            following.append(Following(part.origin, ratio, rate, settings=False))
         optimizers.append(other)
     combined = CombinedOptimizer(optimizers, origins, following)
     put_around(combined, own, schedulers)
