@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_eff._core import rng
+from lightning_eff._core._samples.chosen import ChosenBatches
 
 
 class RecordingSampler:
@@ -52,6 +53,7 @@ class RecordingSampler:
 
 
 _OWN: tuple[str, ...] = (
+    "chosen",
     "_loader",
     "_host",
     "_recorder",
@@ -101,18 +103,26 @@ class ResumableLoader:
     Args:
         loader: the loader after Lightning has put in its samplers: a ``DataLoader``, or any iterable.
         host: the run; the state of all ranks is gathered through it and saved by rank 0.
+        choosable: whether a technique says which samples its epochs have.
+
+    Attributes:
+        chosen: what says it; None where nothing does.
     """
 
-    def __init__(self, loader: Any, host: LoaderHost) -> None:
+    def __init__(self, loader: Any, host: LoaderHost, *, choosable: bool = False) -> None:
         recorder: RecordingSampler | None = None
+        chosen: ChosenBatches | None = None
         if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
             name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-            recorder = RecordingSampler(getattr(loader, name))
+            inner = getattr(loader, name)
+            chosen = ChosenBatches(inner, batched=name == "batch_sampler") if choosable else None
+            recorder = RecordingSampler(inner if chosen is None else chosen)
             loader.__dict__[name] = recorder  # DataLoader.__setattr__ refuses; undone by `unwrap`
         own: dict[str, Any] = {
             "_loader": loader,
             "_host": host,
             "_recorder": recorder,
+            "chosen": chosen,
             "_position": 0,
             "_iterations": 0,
         }
@@ -135,13 +145,52 @@ class ResumableLoader:
         """The loader as it was before."""
         if self._recorder is not None:
             name = "sampler" if self._loader.batch_sampler is None else "batch_sampler"
-            self._loader.__dict__[name] = self._recorder.inner
+            self._loader.__dict__[name] = _original(self._recorder)
         return self._loader
 
     @property
     def indices(self) -> Any:
         """What the sampler emitted for the batch last handed out: a list of dataset indices, or None if not known."""
         return self._indices
+
+    @property
+    def weights(self) -> Any:
+        """The weights, (B,), that were chosen for the samples of the batch last handed out, or None."""
+        return None if self.chosen is None else self.chosen.weights(self._position - 1)
+
+    # -- samples that are chosen
+
+    @property
+    def resuming(self) -> bool:
+        """Whether the next iteration goes on where a checkpoint was saved."""
+        return self._resume is not None
+
+    @property
+    def finished_batches(self) -> int | None:
+        """How many batches the epoch had at the very end of which the checkpoint was saved; None in mid-epoch."""
+        state = self._resume
+        return state["length"] if state is not None and state["began"] is None else None
+
+    def take_up_chosen(self) -> None:
+        """Let the epoch have what the checkpoint says was chosen for it."""
+        state = None if self._resume is None else self._resume["chosen"]
+        if self.chosen is not None and state is not None:
+            with rng.fork():
+                self.chosen.plain()  # as the undisturbed run did, for samplers that count
+            self.chosen.load_state_dict(state)
+
+    def take_up_samplers(self) -> None:
+        """Let samplers draw on as the checkpoint says, before the iteration that follows begins."""
+        state = self._resume
+        if state is not None:
+            self._set_seeds(state)
+            self._set_generators(state["generators"])
+            self._resume = {**state, "generators": []}  # what they draw from now on is of this run
+
+    def set_epoch(self, number: int) -> None:
+        """Tell the samplers the epoch's number, as Lightning does."""
+        for sampler in self._epoch_samplers():
+            sampler.set_epoch(number)
 
     # -- iteration
 
@@ -183,9 +232,7 @@ class ResumableLoader:
         state = self._resume
         if state is not None:
             self._iterations = state["iterations"]
-            for sampler, seed in zip(self._epoch_samplers(), state["seeds"], strict=False):
-                if seed is not None:  # a distributed sampler's, which Lightning takes from the process's seed
-                    sampler.seed = seed
+            self._set_seeds(state)
         if state is None or state["began"] is None:
             if state is not None:
                 self._set_generators(state["generators"])
@@ -240,7 +287,7 @@ class ResumableLoader:
     def _samplers(self) -> list[Any]:
         batch_sampler = getattr(self._loader, "batch_sampler", None)
         found = [getattr(self._loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
-        return [getattr(sampler, "inner", sampler) for sampler in found if sampler is not None]
+        return [_original(sampler) for sampler in found if sampler is not None]
 
     def _epoch_samplers(self) -> list[Any]:
         return list({id(s): s for s in self._samplers() if callable(getattr(s, "set_epoch", None))}.values())
@@ -248,6 +295,11 @@ class ResumableLoader:
     def _generators(self) -> list[torch.Generator]:
         found = [getattr(owner, "generator", None) for owner in (self._loader, *self._samplers())]
         return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+
+    def _set_seeds(self, state: dict[str, Any]) -> None:
+        for sampler, seed in zip(self._epoch_samplers(), state["seeds"], strict=False):
+            if seed is not None:  # a distributed sampler's, which Lightning takes from the process's seed
+                sampler.seed = seed
 
     def _set_generators(self, states: list[torch.Tensor]) -> None:
         for generator, state in zip(self._generators(), states, strict=False):
@@ -269,16 +321,27 @@ class ResumableLoader:
             "began": None if self._host.epoch_complete() else self._began,
             "sampler_began": self._recorder.began if self._recorder is not None else None,
             "before_fetch": self._before_fetch if ahead else None,
+            "chosen": None if self.chosen is None else self.chosen.state_dict(),
+            "length": len(self) if self.chosen is not None else None,
         }
         return {"ranks": self._host.gather(state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there at the next ``iter``."""
         ranks, rank = state.get("ranks", []), self._host.rank
-        self._resume = ranks[rank] if rank < len(ranks) else None
+        found = ranks[rank] if rank < len(ranks) else None
+        if found is not None and (found.get("chosen") is None) != (self.chosen is None) and found["began"] is not None:
+            found = None  # its epoch had other samples: the position in it says nothing
+        self._resume = found
 
 
 _END = object()
+
+
+def _original(sampler: Any) -> Any:
+    """The user's own sampler, behind those of this package."""
+    sampler = sampler.inner if isinstance(sampler, RecordingSampler) else sampler
+    return sampler.original if isinstance(sampler, ChosenBatches) else sampler
 
 
 def _has_length(loader: Any) -> bool:
@@ -321,7 +384,7 @@ def _apart(loader: Any, epoch: int) -> Any:
         memo: dict[int, Any] = {} if streams else {id(loader.dataset): loader.dataset}
         for name in ("dataset", "sampler", "batch_sampler"):
             original = getattr(loader, name)
-            original = original.inner if isinstance(original, RecordingSampler) else original
+            original = _original(original)
             again.__dict__[name] = deepcopy(original, memo)
     except (TypeError, RuntimeError, NotImplementedError) as error:
         raise ValueError(

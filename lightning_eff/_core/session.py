@@ -25,6 +25,8 @@ from lightning_eff._core.steps import Step, StepChain
 from lightning_eff._core.surgery import Surgery
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from lightning_eff._core.technique import Technique
 
 _KEY = "lightning_eff"
@@ -47,6 +49,7 @@ class Session:
         chain: the links around ``training_step``.
         surgery: submodule replacements, put back at the end.
         patches: attribute replacements, put back at the end.
+        loaders: the training loaders, as they are wrapped.
         seed: the seed of keyed draws, the same on all ranks and after a resume.
         fitting: False in validate, test and predict.
     """
@@ -63,7 +66,7 @@ class Session:
         self.seed = 0
         self.rank = trainer.global_rank
         self._stacks: dict[str, BlockStack] = {}
-        self._loaders = TrainLoaders(trainer, self.gather, self._take_up_rng)
+        self.loaders = TrainLoaders(trainer, self.gather, self._take_up_rng)
         self._scope = ExitStack()
         self._rng: dict[str, Any] | None = None
         self._gradients: dict[str, Any] = {}
@@ -114,7 +117,7 @@ class Session:
         self.surgery.restore()
         for stack in self._stacks.values():
             stack.release()
-        self._loaders.unwrap()
+        self.loaders.unwrap()
         self._stacks = {}
         self._in_batch_end = False
         for technique in self.techniques:
@@ -170,7 +173,7 @@ class Session:
             self.patches.set(module, name, self._evaluation(getattr(module, name)))
         if self.fitting:
             self._metrics = CurrentMetrics(self.trainer, self._reported)
-            self.patches.set(strategy, "process_dataloader", self._loaders.wrap(strategy.process_dataloader))
+            self.patches.set(strategy, "process_dataloader", self.loaders.wrap(strategy.process_dataloader))
             self.patches.set(module, "training_step", self._training(module.training_step))
             self.patches.set(module, "configure_optimizers", thawing(module.configure_optimizers, self._stacks))
         for technique in self.techniques:
@@ -272,11 +275,16 @@ class Session:
     @property
     def sample_indices(self) -> Any:
         """The data set indices of the current batch's samples (a list), or None where the loader does not tell."""
-        return self._loaders.indices
+        return self.loaders.indices
+
+    @property
+    def sample_weights(self) -> "Tensor | None":
+        """The weights that a technique chose for the current batch's samples, (B,); None where none did."""
+        return self.loaders.weights
 
     def epoch_complete(self) -> bool:
         """Whether the last batch of the epoch has been trained on."""
-        return self._loaders.epoch_complete()
+        return self.loaders.epoch_complete()
 
     # -- the course of the run, driven by the first technique's hooks
 
@@ -399,7 +407,7 @@ class Session:
             self._rng = state["rng"][self.rank]
             gradients = state.get("gradients")  # checkpoints of earlier versions have none
             self._gradients = gradients[self.rank] if gradients else {}
-            self._loaders.states = state["loaders"]
+            self.loaders.states = state["loaders"]
         else:
             rank_zero_info(
                 f"The checkpoint is of {len(state['rng'])} processes and this run has {self.trainer.world_size}: random"

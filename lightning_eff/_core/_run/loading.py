@@ -15,34 +15,52 @@ class TrainLoaders:
     Attributes:
         rank: this process's global rank.
         states: what a checkpoint says of the loaders, in their order, which take it up as they are wrapped.
+        taken_by: the technique that says which samples an epoch has, if one does.
+        take: checks a loader before it is wrapped; set by that technique.
+        take_up_rng: called before the loaders begin an iteration, or a sampler does.
 
     Args:
         trainer: the trainer.
         gather: ``value`` of every rank, in rank order, on every rank.
-        before: called before the loaders begin an iteration.
+        take_up_rng: see above.
     """
 
-    def __init__(self, trainer: Trainer, gather: Callable[[Any], list[Any]], before: Callable[[], None]) -> None:
+    def __init__(self, trainer: Trainer, gather: Callable[[Any], list[Any]], take_up_rng: Callable[[], None]) -> None:
         self.rank = trainer.global_rank
         self.states: list[dict[str, Any]] = []
-        self._trainer, self._gather, self._before = trainer, gather, before
+        self.taken_by = ""
+        self.take: Callable[[Any, bool], None] | None = None
+        self.take_up_rng = take_up_rng
+        self._trainer, self._gather = trainer, gather
         self._loaders: list[ResumableLoader] = []
+        self._before_these: Any = None  # Lightning's loaders as these were asked for: those that they take the place of
 
     def wrap(self, process: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """The strategy's ``process_dataloader``, with a :class:`ResumableLoader` around what trains."""
 
         def process_dataloader(dataloader: Any) -> Any:
             dataloader = process(dataloader)
+            if self._trainer.training:
+                self._begin_round()
             stateful = hasattr(dataloader, "state_dict") and hasattr(dataloader, "load_state_dict")
+            if self._trainer.training and self.take is not None:
+                self.take(dataloader, not self._loaders)
             if not self._trainer.training or stateful:
                 return dataloader
-            loader = ResumableLoader(dataloader, self)
+            loader = ResumableLoader(dataloader, self, choosable=self.take is not None)
             if len(self._loaders) < len(self.states):
                 loader.load_state_dict(self.states[len(self._loaders)])
             self._loaders.append(loader)
             return loader
 
         return process_dataloader
+
+    def _begin_round(self) -> None:
+        """Let go of the loaders of before, where Lightning reloads them."""
+        running = self._trainer.fit_loop._combined_loader
+        if running is not None and running is not self._before_these:
+            self.unwrap()
+            self.states, self._before_these = [], running
 
     def unwrap(self) -> None:
         """Put the user's loaders back as they were."""
@@ -54,6 +72,16 @@ class TrainLoaders:
     def indices(self) -> Any:
         """The data set indices of the current batch's samples (a list), or None where the loader does not tell."""
         return self._loaders[0].indices if len(self._loaders) == 1 else None
+
+    @property
+    def weights(self) -> Any:
+        """The weights of the current batch's samples, (B,), or None."""
+        return self._loaders[0].weights if len(self._loaders) == 1 else None
+
+    @property
+    def latest(self) -> ResumableLoader | None:
+        """The loader that was wrapped last."""
+        return self._loaders[-1] if self._loaders else None
 
     # -- what a loader asks of its run
 
@@ -73,6 +101,6 @@ class TrainLoaders:
 
     def begin_iterations(self) -> None:
         """Begin the loaders that are waited for."""
-        self._before()
+        self.take_up_rng()
         for loader in self._loaders:
             loader.begin()

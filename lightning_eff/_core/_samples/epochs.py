@@ -1,0 +1,237 @@
+"""When a run's samples are chosen, how the choice is divided over the ranks, and Lightning's counts of the epoch."""
+
+import hashlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_eff._core._samples.chosen import interleaved, share
+from lightning_eff._core.loaders import ResumableLoader
+
+if TYPE_CHECKING:
+    from lightning_eff._core.session import Session
+
+Chooser = Callable[[int, Tensor, int, int | None], tuple[Tensor, Tensor | None] | None]
+
+
+class EpochsOfRun:
+    """Chooses the samples of each epoch before Lightning begins it.
+
+    Args:
+        session: the run, whose patches are being set.
+        choose: of the epoch's number, the plain order of all ranks, the data set's size and, in mid-epoch, how many are left,
+            the indices and weights; None for the plain epoch.
+        who: the technique's name.
+
+    Raises:
+        ValueError: if another technique chooses samples; when the loader is there, if its samples cannot be chosen.
+    """
+
+    def __init__(self, session: "Session", choose: Chooser, *, who: str) -> None:
+        self._session, self._choose, self._who = session, choose, who
+        self._loader: ResumableLoader | None = None
+        self._pending = self._warned = False
+        loaders = session.loaders
+        if loaders.taken_by:
+            raise ValueError(
+                f"{loaders.taken_by} and {who} cannot train together: both say which samples an epoch has. Take one of"
+                " them out."
+            )
+        loaders.taken_by, loaders.take = who, self._take
+        loop = session.trainer.fit_loop
+        advance, run = loop.on_advance_start, loop.epoch_loop.on_run_start
+
+        def on_advance_start() -> None:
+            loop.setup_data()  # which comes first in Lightning's own; a loader that is taken up anew is there then
+            self._before_epoch()
+            advance()
+
+        def on_run_start(data_fetcher: Any) -> None:
+            if self._pending:
+                self._begin_epoch()
+            run(data_fetcher)
+
+        session.patches.set(loop, "on_advance_start", on_advance_start)
+        session.patches.set(loop.epoch_loop, "on_run_start", on_run_start)
+
+    # -- the loader
+
+    def _take(self, loader: Any, first: bool) -> None:
+        """Check a loader that is about to be wrapped, the ``first`` or another."""
+        problem = ""
+        if not first:
+            problem = "is one of several"
+        elif hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+            problem = "keeps its own state (state_dict), and decides by itself what comes"
+        elif not isinstance(loader, DataLoader):
+            problem = "is no torch DataLoader"
+        elif isinstance(loader.dataset, IterableDataset):
+            problem = f"streams an iterable data set ({type(loader.dataset).__name__}), whose samples have no indices"
+        if problem:
+            raise ValueError(
+                f"{self._who}: the training loader ({type(loader).__name__}) {problem}; expected one torch DataLoader"
+                " over a data"
+                " set with __getitem__ and __len__, because it says by their indices which samples an epoch has. Give such a"
+                " loader, or take the technique out."
+            )
+
+    # -- epochs
+
+    def _before_epoch(self) -> None:
+        loader = self._session.loaders.latest
+        self._loader = loader
+        if loader is None or loader.chosen is None:
+            return
+        self._pending = False
+        if not loader.resuming:
+            self._begin_epoch()
+        elif (count := loader.finished_batches) is not None:  # the epoch before was saved at its very end
+            self._count(count)
+            self._pending = True
+        else:
+            loader.take_up_chosen()
+            self._count(len(loader))
+
+    def _begin_epoch(self) -> None:
+        loader, session = self._loader, self._session
+        assert loader is not None and loader.chosen is not None
+        self._pending = False
+        session.loaders.take_up_rng()
+        number = self._number()
+        loader.take_up_samplers()
+        loader.set_epoch(number)
+        orders = session.gather(loader.chosen.plain())
+        order, size = interleaved(orders), len(loader.dataset)
+        distributed = loader.chosen.distributed
+        if distributed is not None and not distributed.drop_last:
+            order = order[: len(distributed.dataset)]  # pyright: ignore[reportArgumentType] -- without what evens the ranks out
+        found = self._checked(self._choose(number, order, size, None), size)
+        if found is not None and found[1] is not None and not loader.chosen.batched:
+            raise ValueError(
+                f"{self._who}: got weights of samples and a DataLoader with batch_size=None, whose indices stand for whole"
+                " batches; expected batches of samples. Give the loader a batch_size."
+            )
+        chosen = len(order)
+        if found is None:
+            loader.chosen.choose_own()
+        else:
+            drop = distributed is not None and distributed.drop_last
+            chosen = len(found[0])
+            indices, weights = (_share(v, session.rank, len(orders), drop_last=drop) for v in found)
+            assert indices is not None
+            loader.chosen.choose(indices, weights)
+        if not len(loader):
+            raise ValueError(
+                f"{self._who}: epoch {number} has {chosen} chosen samples for {len(orders)} process(es) with batches of"
+                f" {loader.batch_size}, and so no batch; expected at least one on each. Choose more, or make batches smaller."
+            )
+        self._count(len(loader))
+
+    def _number(self) -> int:
+        return self._session.trainer.fit_loop.epoch_progress.current.state_dict()["processed"]
+
+    def choose_again(self) -> None:
+        """Choose what is still to come of the running epoch."""
+        loader, session = self._loader, self._session
+        if loader is None or loader.chosen is None:
+            return
+        coming = session.gather(loader.chosen.to_come)
+        order, size = interleaved(coming), len(loader.dataset)
+        if not len(order):
+            return
+        number = self._number()
+        found = self._checked(self._choose(number, order, size, len(order)), size, expected=len(order))
+        if found is not None:
+            indices, weights = (_share(v, session.rank, len(coming), drop_last=False) for v in found)
+            assert indices is not None
+            loader.chosen.exchange(indices, weights)
+
+    def _checked(
+        self, found: tuple[Tensor, Tensor | None] | None, size: int, *, expected: int | None = None
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """What was chosen, the same error on all ranks where it cannot be."""
+        problem = None if found is None else self._problem(*found, size, expected)
+        digest = None if found is None else _digest(*found)
+        told = self._session.gather((problem, digest))
+        problems = [f"{f'Rank {rank}: ' if len(told) > 1 else ''}{p}" for rank, (p, _) in enumerate(told) if p]
+        if problems:
+            raise ValueError(" ".join(problems))
+        if len({digest for _, digest in told}) > 1:
+            raise ValueError(
+                f"{self._who}: the ranks chose different samples; expected the same choice on all, which is then divided over"
+                " them. Draw from session.generator, and keep what is learnt of samples in SampleScores."
+            )
+        return None if found is None else (found[0].long(), found[1])
+
+    def _problem(self, indices: Tensor, weights: Tensor | None, size: int, expected: int | None) -> str | None:
+        if indices.ndim != 1 or indices.is_floating_point() or indices.dtype is torch.bool:
+            return (
+                f"{self._who} chose {indices.dtype} values of shape {tuple(indices.shape)}; expected indices of the data set,"
+                " integers of shape (m,)."
+            )
+        if not len(indices) or int(indices.min()) < 0 or int(indices.max()) >= size:
+            got = f"between {int(indices.min())} and {int(indices.max())}" if len(indices) else "none"
+            return f"{self._who} chose indices {got}; expected at least one, and all in [0, {size}), the data set's."
+        if expected is not None and len(indices) != expected:
+            return f"{self._who} chose {len(indices)} samples in mid-epoch; expected {expected}, as many as are left."
+        if weights is not None and (
+            weights.shape != indices.shape or not bool((weights.isfinite() & (weights >= 0)).all())
+        ):
+            return (
+                f"{self._who} gave weights of shape {tuple(weights.shape)} for {len(indices)} samples, all finite and >= 0:"
+                f" {bool((weights.isfinite() & (weights >= 0)).all())}; expected one for each."
+            )
+        return None
+
+    # -- Lightning's counts
+
+    def _count(self, batches: int) -> None:
+        """Tell Lightning that the epoch has ``batches``, before limits."""
+        trainer = self._session.trainer
+        loop, limit = trainer.fit_loop, trainer.limit_train_batches
+        count = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+        if count == 0:
+            raise ValueError(
+                f"{self._who}: limit_train_batches={limit} leaves none of the epoch's {batches} batches; expected one or more."
+                " Raise it, or give the number of batches."
+            )
+        combined, fetcher = loop._combined_loader, loop._data_fetcher
+        assert combined is not None and fetcher is not None
+        combined.limits = None if combined.limits is None else _set(combined.limits, count)
+        fetcher.length, loop.max_batches = count, count
+        every = trainer.val_check_interval
+        if isinstance(every, float) and trainer.val_check_batch is not None:
+            trainer.val_check_batch = max(1, int(count * every))
+        elif (
+            trainer.check_val_every_n_epoch is not None
+            and isinstance(every, int)
+            and every > count
+            and not self._warned
+        ):
+            self._warned = True
+            rank_zero_warn(
+                f"{self._who}: this epoch has {count} batches, and val_check_interval={every} is more, so it is not"
+                " validated. Give"
+                " val_check_interval as a share of the epoch, such as 1.0, or set check_val_every_n_epoch=None."
+            )
+
+
+def _share(values: Tensor | None, rank: int, world_size: int, *, drop_last: bool) -> Tensor | None:
+    return None if values is None else share(values, rank, world_size, drop_last=drop_last)
+
+
+def _digest(*values: Tensor | None) -> str:
+    digest = hashlib.blake2b()
+    for value in values:
+        digest.update(b"none" if value is None else value.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _set(limits: list[int | float], count: int) -> list[int | float]:
+    """The same list, which the running iterator holds too, with another limit in it."""
+    limits[0] = count
+    return limits
