@@ -3,11 +3,12 @@
     python benchmarks/overhead.py [--turns 15] [--steps 20] [--out benchmarks/results/overhead.json]
 
 The module is the examples' GPT of ``--layers`` blocks; the techniques are all that can be set so that they train plainly.
-Python calls (functions and built-ins, by ``sys.setprofile`` on the thread that trains) and torch operations (by a
+Calls of Python functions and of built-ins (by ``sys.setprofile`` on the thread that trains) and torch operations (by a
 ``TorchDispatchMode``, and so those that autograd runs too) are counted over the steps after the first ones, in one run of
 each arm: a busy machine does not change them. Lightning itself makes about a hundred calls a step for each callback, also an
-empty one, so a third arm has as many empty callbacks as there are techniques: what idle techniques add to that is this
-package's own. Processor time of the process is taken in short turns A B, B A, ..., each a run; each turn gives one ratio.
+empty one, which a third arm shows, with as many empty callbacks as there are techniques; an idle technique's hooks are not
+called, and Lightning's asking for them is twelve built-ins a step. Processor time of the process is taken in short turns
+A B, B A, ..., each a run; each turn gives one ratio.
 """
 
 import argparse
@@ -98,7 +99,7 @@ class Calls(Callback):
     def on_train_batch_end(self, *args: object) -> None:
         self.seen += 1
         if self.seen == self.warm_up:
-            if self.what == "calls":
+            if self.what in ("functions", "built-ins"):
                 sys.setprofile(self._see)
             else:
                 self._mode = Operations()
@@ -111,11 +112,9 @@ class Calls(Callback):
                 self._mode.__exit__(None, None, None)
 
     def _see(self, frame: FrameType, event: str, argument: object) -> None:
-        if event == "call":
+        if event == ("call" if self.what == "functions" else "c_call"):
             self.count += 1
             self.where[frame.f_code.co_filename] += 1
-        elif event == "c_call":
-            self.count += 1
 
 
 def train(techniques: list[Callback], watcher: Callback, steps: int, args: argparse.Namespace) -> None:
@@ -144,7 +143,7 @@ def steps_per_second(techniques: list[Callback], args: argparse.Namespace) -> fl
 
 
 def counted(techniques: list[Callback], what: str, args: argparse.Namespace) -> float:
-    """Python ``"calls"`` or torch ``"operations"`` a step."""
+    """Python ``"functions"`` or ``"built-ins"``, or torch ``"operations"``, that are called in a step."""
     calls = Calls(args.warm_up, args.steps, what)
     train(techniques, calls, args.warm_up + args.steps, args)
     return calls.count / args.steps
@@ -160,7 +159,12 @@ def processor_ms(techniques: list[Callback], args: argparse.Namespace) -> float:
 def counts(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Of each arm what a machine's load does not change, a step."""
     found: dict[str, dict[str, float]] = {}
-    for what, name in (("calls", "python_calls_per_step"), ("operations", "torch_operations_per_step")):
+    names = {
+        "functions": "python_calls_per_step",
+        "built-ins": "built_in_calls_per_step",
+        "operations": "torch_operations_per_step",
+    }
+    for what, name in names.items():
         techniques = idle(args.layers)
         plain, empty = counted([], what, args), counted([Callback() for _ in techniques], what, args)
         ours = counted(techniques, what, args)

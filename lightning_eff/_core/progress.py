@@ -135,6 +135,12 @@ def in_flight(trainer: Trainer) -> bool:
     return counts["ready"] > counts["processed"]
 
 
+def ends_batch(trainer: Trainer) -> bool:
+    """Whether a batch has been trained on and the hooks at its end are being called."""
+    counts = trainer.fit_loop.epoch_loop.batch_progress.current.state_dict()
+    return counts["processed"] > counts["completed"]
+
+
 def in_window(trainer: Trainer, module: LightningModule, *, stepped: bool) -> bool:
     """Whether gradients are summed by now that no optimizer step has used yet.
 

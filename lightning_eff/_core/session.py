@@ -18,9 +18,10 @@ from lightning_eff._core._architecture.record import check_checkpoint, described
 from lightning_eff._core._run.checks import check_run
 from lightning_eff._core._run.loading import TrainLoaders
 from lightning_eff._core._run.metrics import CurrentMetrics
+from lightning_eff._core._run.silence import silence
 from lightning_eff._core.blocks import BlockStack, find_stack
 from lightning_eff._core.patches import Patches, thawing
-from lightning_eff._core.progress import Progress, mend_loops, open_gradients, restore_gradients
+from lightning_eff._core.progress import Progress, ends_batch, mend_loops, open_gradients, restore_gradients
 from lightning_eff._core.steps import Step, StepChain
 from lightning_eff._core.surgery import Surgery
 
@@ -45,6 +46,7 @@ class Session:
         trainer: the trainer.
         module: the LightningModule, unwrapped.
         techniques: every technique among the trainer's callbacks, in their order.
+        working: those of them that are not neutral and have not said :meth:`rest`; the others are left alone.
         progress: how much of the budget is used.
         chain: the links around ``training_step``.
         surgery: submodule replacements, put back at the end.
@@ -58,6 +60,7 @@ class Session:
         self.trainer = trainer
         self.module = module
         self.techniques = techniques
+        self.working = [t for t in techniques if not t.neutral]
         self.fitting = stage == "fit"
         self.progress = Progress(trainer)
         self.chain = StepChain(module.training_step)
@@ -71,7 +74,6 @@ class Session:
         self._rng: dict[str, Any] | None = None
         self._gradients: dict[str, Any] = {}
         self._validate_first = False
-        self._in_batch_end = False
         self._steps_before = -1
         self._backward_done = False
         self._logged = False
@@ -119,7 +121,6 @@ class Session:
             stack.release()
         self.loaders.unwrap()
         self._stacks = {}
-        self._in_batch_end = False
         for technique in self.techniques:
             if technique._session is self:
                 technique._session, technique._past = None, self
@@ -127,32 +128,29 @@ class Session:
             del _OPEN[self.trainer]
 
     def _check(self) -> None:
-        working = [t for t in self.techniques if not t.neutral]
-        check_run(self.trainer, self.module, working, has_end=bool(self.progress.limits()))
+        check_run(self.trainer, self.module, self.working, has_end=bool(self.progress.limits()))
         self.seed = self.trainer.strategy.broadcast(torch.initial_seed() % 2**63)
-        for technique in working:
+        for technique in self.working:
             technique.check(self)
 
     def _attach(self) -> None:
-        for technique in self.techniques:
-            if not technique.neutral:
-                technique.attach(self)
+        for technique in self.working:
+            technique.attach(self)
 
     def _patch(self) -> None:
         strategy, module = self.trainer.strategy, self.module
         setup, load = strategy.setup, strategy.load_checkpoint
 
         def setup_strategy(trainer: Trainer) -> None:
-            for technique in self.techniques:
-                if not technique.neutral:
-                    technique.on_model(self)
+            for technique in tuple(self.working):  # some may rest
+                technique.on_model(self)
             setup(trainer)
             if self.fitting:
-                for technique in self.techniques:
-                    if not technique.neutral:
-                        technique.on_optimizers(self)
+                for technique in self.working:
+                    technique.on_optimizers(self)
                 for stack in self._stacks.values():
                     stack.thaw()  # until training starts, so that summaries of the model count what will be trained
+                self._settle()
 
         def load_checkpoint(*args: Any, **kwargs: Any) -> dict[str, Any]:
             checkpoint = load(*args, **kwargs)
@@ -162,9 +160,8 @@ class Session:
             check_checkpoint(
                 self.module, checkpoint.get("state_dict"), checkpoint.get(_KEY, {}).get("architecture", [])
             )
-            for technique in self.techniques:
-                if not technique.neutral:
-                    technique.check_checkpoint(self, checkpoint.get("callbacks", {}).get(technique.state_key))
+            for technique in self.working:
+                technique.check_checkpoint(self, checkpoint.get("callbacks", {}).get(technique.state_key))
             return checkpoint
 
         self.patches.set(strategy, "setup", setup_strategy)
@@ -176,16 +173,23 @@ class Session:
             self.patches.set(strategy, "process_dataloader", self.loaders.wrap(strategy.process_dataloader))
             self.patches.set(module, "training_step", self._training(module.training_step))
             self.patches.set(module, "configure_optimizers", thawing(module.configure_optimizers, self._stacks))
-        for technique in self.techniques:
-            if not technique.neutral:
-                technique.on_open(self)
+        for technique in self.working:
+            technique.on_open(self)
+
+    def _settle(self) -> None:
+        """It is known who has something to do in this fit: what nobody needs is not called in its steps."""
+        if not self.working:
+            for stack in self._stacks.values():
+                stack.release()
+            self._stacks.clear()
+        silence(self)
 
     # -- the module's own methods, wrapped
 
     def _training(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def training_step(*args: Any, **kwargs: Any) -> Any:
-            if self._asleep() or not args:
+            if not self.working or self._asleep() or not args:
                 return original(*args, **kwargs)
             self.end_step()
             for stack in self._stacks.values():
@@ -247,6 +251,10 @@ class Session:
         """The torch optimizers of the run."""
         return [getattr(o, "_optimizer", o) for o in self.trainer.strategy.optimizers]
 
+    def rest(self, technique: "Technique") -> None:
+        """In :meth:`Technique.on_model`: with this module, what ``technique`` is set to do is plain training."""
+        self.working.remove(technique)
+
     def rewrap(self) -> None:
         """Let DDP see anew which parameters take gradients; without this, ranks would diverge in silence."""
         strategy = self.trainer.strategy
@@ -256,8 +264,8 @@ class Session:
 
     def blocks_changed(self, by: "Technique") -> None:
         """Tell the other techniques that ``by`` changed which blocks the network has."""
-        for technique in self.techniques:
-            if technique is not by and not technique.neutral:
+        for technique in self.working:
+            if technique is not by:
                 technique.on_blocks_changed(self)
 
     def gather(self, value: Any) -> list[Any]:
@@ -313,13 +321,11 @@ class Session:
 
     def begin_batch(self, batch: Any, batch_idx: int) -> None:
         self.end_step()
-        self._in_batch_end = False
         self._backward_done = False
         self._steps_before = self.trainer.global_step
         self.progress.update(batch_idx)
-        for technique in self.techniques:
-            if not technique.neutral:
-                technique.on_batch_start(self, batch, batch_idx)
+        for technique in self.working:
+            technique.on_batch_start(self, batch, batch_idx)
 
     def when_step_ends(self, fn: Callable[[], None]) -> None:
         """Call ``fn`` once, when this step's backward pass is over, or the step without one, or in an exception."""
@@ -341,18 +347,13 @@ class Session:
 
     def end_batch(self, batch_idx: int) -> None:
         self.end_step()
-        for technique in self.techniques:
-            if not technique.neutral:
-                technique.on_batch_end(self, batch_idx)
-        self._outdate()
+        for technique in self.working:
+            technique.on_batch_end(self, batch_idx)
+        self.outdate()
         self._log()
-        self._in_batch_end = True
 
-    def validation_begins(self) -> None:
-        self._in_batch_end = False
-        self._outdate()
-
-    def _outdate(self) -> None:
+    def outdate(self) -> None:
+        """What the techniques report may be other quantities by now."""
         if self._metrics is not None:
             self._metrics.outdate()
 
@@ -371,8 +372,7 @@ class Session:
             return {}
         return {
             f"eff/{technique.name()}/{quantity}": float(value)
-            for technique in self.techniques
-            if not technique.neutral
+            for technique in self.working
             for quantity, value in technique.report().items()
         }
 
@@ -383,7 +383,7 @@ class Session:
         loop = self.trainer.fit_loop
         stepped = self.trainer.global_step != self._steps_before
         summed = open_gradients(self.trainer, self.module, stepped=stepped, backward_done=self._backward_done)
-        fetcher = loop._data_fetcher if self._in_batch_end else None
+        fetcher = loop._data_fetcher if ends_batch(self.trainer) else None
         checkpoint[_KEY] = {
             "seed": self.seed,
             "rng": self.gather(rng.capture()),

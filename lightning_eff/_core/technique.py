@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_eff._core._run.silence import BATCH_HOOKS, driving
 from lightning_eff._core.search_space import SearchSpace, Survey
 from lightning_eff._core.session import Session
 
@@ -145,16 +146,19 @@ class Technique(Callback):
         if self._leads():
             self.session.start()
 
+    @driving
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._leads():
             self.session.begin_batch(batch, batch_idx)
 
+    @driving
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._leads() and pl_module.automatic_optimization:  # a manual step may run the network again
             self.session.after_backward()
 
+    @driving
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -165,7 +169,7 @@ class Technique(Callback):
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._leads():
-            self.session.validation_begins()
+            self.session.outdate()
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -193,7 +197,8 @@ class Technique(Callback):
         return self._session is not None and self._session.techniques[0] is self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("_session", "_past")}
+        run = ("_session", "_past", *BATCH_HOOKS)  # in a fit, a hook that does nothing is None
+        return {key: value for key, value in self.__dict__.items() if key not in run}
 
 
 class OtherWeights(Technique):

@@ -196,6 +196,9 @@ class ProgressiveStacking(Technique):
             stack.load_state_dict(self._learnt)
         assert self._active is not None
         stack.active, self._where = self._active, f"{len(stack)} blocks of {stack.path!r}"
+        if len(self.stages) == 1 and last == len(stack) and stack.active == last:
+            session.rest(self)  # the whole network runs throughout
+            return
         stack.watch(scales=False)
         stack.freeze_inactive()
         if stack.active < len(stack):

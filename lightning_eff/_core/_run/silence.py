@@ -1,0 +1,49 @@
+"""Hooks that do nothing are not called: Lightning takes some ten Python calls for each, in every step."""
+
+from typing import TYPE_CHECKING, TypeVar
+
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+if TYPE_CHECKING:
+    from lightning_eff._core.session import Session
+
+#: What Lightning calls on every callback for every batch.
+BATCH_HOOKS = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+)
+
+F = TypeVar("F")
+_DRIVING: list[object] = []
+
+
+def driving(hook: F) -> F:
+    """Marks a hook that does something in the technique alone which drives the run."""
+    _DRIVING.append(hook)
+    return hook
+
+
+def silence(session: "Session") -> None:
+    """Let Lightning pass over the batch hooks of techniques that would do nothing in this fit; it calls what is callable.
+
+    The first technique's hooks drive the run, unless nobody works in it; even then a checkpoint within an accumulation
+    window, or within a step that is optimized by hand, must know how far the step is.
+    """
+    trainer = session.trainer
+    scheduled = any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
+    windows = scheduled or trainer.accumulate_grad_batches > 1 or not session.module.automatic_optimization
+    driven = bool(session.working) or windows
+    for technique in session.techniques:
+        leads = driven and technique is session.techniques[0]
+        for name in BATCH_HOOKS:
+            own = getattr(type(technique), name)
+            of_nobody = own is getattr(Callback, name)
+            if of_nobody or (not leads and (own in _DRIVING or technique not in session.working)):
+                session.patches.set(technique, name, None)
