@@ -1,0 +1,227 @@
+"""Whether a block can be given fewer of its tokens, and which of its inputs go along.
+
+A block computes a token from others by what it is handed: masks, positions, rotary tables. One that also looks at where
+tokens stand in what it was given (relative biases, convolutions, windows, tables of its own) computes something else on
+a subset. The two are told apart by doubling: if each token and all that belongs to it stands twice, an attention's mean
+over the tokens stays what it is, causal or not, and whatever goes by places does not. So for any tokens ``x``
+
+    block(x1, x1, x2, x2, ..)[1::2] = block(x1, x2, ..)
+
+is tried on a copy of the block in float64, with weights, inputs and masks moved at random, so that a bias that happens
+to be 0 at the start is seen, too.
+"""
+
+import copy
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+
+from lightning_eff._core import rng
+from lightning_eff._core.blocks import hidden_of, split_output
+from lightning_eff._core.tokens.inputs import BLIND, Call, Path, Plan, is_cache, leaves, mapped, told
+
+_TRIES = 512
+_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
+
+
+class CannotTake(ValueError):
+    """A block cannot be given fewer of its tokens."""
+
+
+def find_plan(block: nn.Module, call: Call, size: int, *, per_sample: bool, generator: Generator) -> Plan:
+    """How fewer tokens are handed to ``block``, tried on a copy of it.
+
+    Args:
+        block: the block.
+        call: a real call of it.
+        size: the number of samples in the batch.
+        per_sample: the samples' tokens will differ.
+        generator: of what is drawn.
+
+    Raises:
+        CannotTake: with the reason, and all inputs.
+    """
+    inputs = ", ".join(told(path, value) for path, value in leaves(call) if value is not None)
+    try:
+        with torch.no_grad(), rng.fork(), torch.autocast(hidden_of(*call).device.type, enabled=False):
+            return _find(block, call, size, per_sample, generator)
+    except CannotTake as error:
+        raise CannotTake(f"{error}. It is called with {inputs}") from None
+
+
+def _find(block: nn.Module, call: Call, size: int, per_sample: bool, generator: Generator) -> Plan:
+    hidden = hidden_of(*call)
+    dim = _token_dim(hidden, size)
+    tokens = hidden.shape[dim]
+    if tokens < 4:
+        raise CannotTake(f"it has {tokens} tokens; expected 4 or more to take some of")
+    for path, value in leaves(call):
+        if type(value).__name__ == "BlockMask" or (isinstance(value, Tensor) and value.is_nested):
+            raise CannotTake(
+                f"{told(path, value)} cannot be cut to fewer tokens; expected a mask that is a tensor, or none"
+            )
+    at = next(path for path, value in leaves(call) if value is hidden)
+    bases = [Plan(at, dim, dict(dims)) for dims in _candidates(call, at, tokens)]
+    reasons: list[str] = []
+    for dtype in (torch.float64, torch.float32):
+        try:
+            trial = _Trial(block, call, dim, dtype, per_sample, generator)
+        except Exception as error:  # a kernel without this dtype, or a block that cannot be copied
+            reasons = [f"a copy of it in {str(dtype)[6:]} does not run ({_first_line(error)})"]
+            continue
+        reasons = []
+        for plan in bases:
+            reason = trial.refuted(plan)
+            if reason is None:
+                return plan
+            reasons.append(reason)
+        break
+    told_best = (
+        [r for r in reasons if not r.startswith("on some")] or [r for r in reasons if "no dimension" in r] or reasons
+    )
+    raise CannotTake(told_best[0])
+
+
+def _token_dim(hidden: Tensor, size: int) -> int:
+    if hidden.ndim == 3 and hidden.shape[0] == size:
+        return 1
+    if hidden.ndim == 3 and hidden.shape[1] == size:
+        return 0
+    raise CannotTake(
+        f"its hidden state has the shape {tuple(hidden.shape)}; expected (B, T, D) or (T, B, D) with B = {size} samples"
+    )
+
+
+def _candidates(call: Call, hidden: Path, tokens: int) -> Iterator[Mapping[Path, tuple[int, ...]]]:
+    """What may run along the tokens: dimensions of their number, in the likeliest order."""
+    named: list[list[tuple[Path, tuple[int, ...]]]] = []
+    for path, value in leaves(call):
+        if path == hidden or not isinstance(value, Tensor):
+            continue
+        along = [d for d, n in enumerate(value.shape) if n == tokens]
+        options = [c for count in (0, 1, 2) for c in itertools.combinations(along, count)]
+        if any(part in str(path[0]) for part in ("mask", "position", "bias")) or value.dtype == torch.bool:
+            options.sort(key=lambda dims: (-len(dims), [-d for d in dims]))
+        if along:
+            named.append([(path, dims) for dims in options])
+    for chosen in itertools.islice(itertools.product(*named), _TRIES):
+        yield {path: dims for path, dims in chosen if dims}
+
+
+class _Trial:
+    """A copy of a block with weights and inputs moved at random, run on all tokens, some, and some of them twice."""
+
+    def __init__(
+        self, block: nn.Module, call: Call, dim: int, dtype: torch.dtype, per_sample: bool, generator: Generator
+    ) -> None:
+        self.generator, self.dim, self.dtype = generator, dim, dtype
+        self.block = _moved(block, dtype, generator)
+        hidden = hidden_of(*call)
+        self.call = mapped(call, lambda _, value: self._input(value, value is hidden))
+        self.hidden = hidden_of(*self.call)
+        self.size, self.tokens = hidden.shape[1 - dim], hidden.shape[dim]
+        self.per_sample = per_sample
+        self.plain, self.rest = split_output(self._run(self.call))
+        if self.plain.shape != self.hidden.shape:
+            raise CannotTake(
+                f"it returns a hidden state of shape {tuple(self.plain.shape)} for one of {tuple(self.hidden.shape)}"
+            )
+
+    def _input(self, value: Any, hidden: bool) -> Any:
+        if not isinstance(value, Tensor):
+            return copy.deepcopy(value)
+        value = value.detach()
+        if not value.is_floating_point():
+            return value.clone()
+        noise = torch.randn(value.shape, generator=self.generator, dtype=self.dtype).to(value.device)
+        if hidden:
+            return noise
+        return torch.where(value > BLIND, value.to(self.dtype) + 0.1 * noise, value.to(self.dtype))
+
+    def _run(self, call: Call) -> Any:
+        # what the block changes of its inputs is of no concern to the next run
+        args, kwargs = mapped(call, lambda _, v: v.clone() if isinstance(v, Tensor) else copy.deepcopy(v))
+        return self.block(*args, **kwargs)
+
+    def _some(self, count: int) -> Tensor:
+        """Places of ``count`` tokens, ascending: (k,), or (B, k) other ones in each sample."""
+        rows = [
+            torch.randperm(self.tokens, generator=self.generator)[:count].sort().values
+            for _ in range(self.size if self.per_sample else 1)
+        ]
+        return (torch.stack(rows) if self.per_sample else rows[0]).to(self.hidden.device)
+
+    def refuted(self, plan: Plan) -> str | None:
+        """Why fewer tokens cannot be handed over in this way; None if they can."""
+        try:
+            every = split_output(self._run(plan.fewer(self.call, self._some(self.tokens))))[0]
+            fewer = plan.fewer(self.call, self._some(self.tokens // 2))
+            some, rest = split_output(self._run(fewer))
+            twice = split_output(self._run(_doubled(fewer, plan)))[0]
+        except Exception as error:
+            caches = [told(path, value) for path, value in leaves(self.call) if is_cache(value)]
+            without = f" and without {caches[0]}" if caches else ""
+            return f"on some of its tokens{without} it fails ({_first_line(error)})"
+        if not self._close(every, self.plain, self.hidden):
+            return "on all tokens, handed over one by one and without caches, it computes something else than plainly"
+        hidden = hidden_of(*fewer)
+        if some.shape != hidden.shape:
+            return f"of {tuple(hidden.shape)} tokens it makes {tuple(some.shape)}"
+        if not self._close(twice.narrow(self.dim, 1, twice.shape[self.dim] - 1)[_every_second(self.dim)], some, hidden):
+            return (
+                "its output goes by where tokens stand, beyond the masks, positions and tables that it is handed (as"
+                " relative biases, convolutions, windows and position tables of its own do)"
+            )
+        for full, part in zip(self.rest or (), rest or (), strict=True):
+            if isinstance(part, Tensor) and part.shape != full.shape and not _is_bias(part, fewer):
+                return (
+                    f"it returns {tuple(full.shape)} beside the hidden state, which cannot be put back from some tokens"
+                )
+        return None
+
+    def _close(self, got: Tensor, expected: Tensor, hidden: Tensor) -> bool:
+        if got.shape != expected.shape:
+            return False
+        scale = (expected - hidden).abs().max() if expected.shape == hidden.shape else expected.abs().max()
+        return bool((got - expected).abs().max() <= _TOLERANCE[self.dtype] * scale + 1e-12)
+
+
+def _is_bias(part: Tensor, call: Call) -> bool:
+    """Whether an output has the shape and value of an input, as position biases that blocks hand on have."""
+    return any(isinstance(v, Tensor) and v.shape == part.shape and torch.equal(v, part) for _, v in leaves(call))
+
+
+def _every_second(dim: int) -> tuple[slice, ...]:
+    return (slice(None),) * dim + (slice(None, None, 2),)
+
+
+def _doubled(call: Call, plan: Plan) -> Call:
+    def double(path: Path, value: Any) -> Any:
+        for dim in (plan.dim,) if path == plan.hidden else plan.dims.get(path, ()):
+            value = value.repeat_interleave(2, dim=dim)
+        return value
+
+    return mapped(call, double)
+
+
+def _moved(block: nn.Module, dtype: torch.dtype, generator: Generator) -> nn.Module:
+    """A copy of the block in ``dtype`` and evaluation mode, each parameter moved by about as much as it is large."""
+    block = getattr(block, "_orig_mod", block)
+    other = copy.deepcopy(block).to(dtype).eval()
+    other._compiled_call_impl = None
+    for m in other.modules():  # those who watch the block, or record what its parts return, have no part in this
+        for hooks in (m._forward_hooks, m._forward_pre_hooks):
+            for key in [k for k, hook in hooks.items() if not type(hook).__module__.startswith("torch.nn.utils")]:
+                del hooks[key]
+    for p in other.parameters():
+        fan = p.shape[-1] if p.ndim > 1 else 100
+        step = torch.randn(p.shape, generator=generator, dtype=dtype) * 0.5 / fan**0.5
+        p.data.add_(step.to(p.device))
+    return other
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
