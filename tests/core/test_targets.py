@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import lightning_eff as eff
+from lightning_eff._core._targets.calls import Change, TargetCall, by_label, mixed, soft, weighted
+from lightning_eff._core._targets.window import Targets
 from lightning_eff._core.losses import LossNotVisible
 from lightning_eff._core.steps import Stage
-from lightning_eff._core.targets.calls import Change, TargetCall, by_label, mixed, soft, weighted
-from lightning_eff._core.targets.window import Targets
 from lightning_eff._core.technique import Technique
 from tests.models import loader, make_batch, module, trainer
 from tests.runs import MODES, differences, final_state, fit

@@ -16,12 +16,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import lightning_eff as eff
+from lightning_eff._core._tokens.checking import CannotTake, find_plan
+from lightning_eff._core._tokens.inputs import Choice, Kept, Merged
+from lightning_eff._core._tokens.window import At, Tokens
 from lightning_eff._core.blocks import find_stack
 from lightning_eff._core.steps import Stage
 from lightning_eff._core.technique import Technique
-from lightning_eff._core.tokens.checking import CannotTake, find_plan
-from lightning_eff._core.tokens.inputs import Choice, Kept, Merged
-from lightning_eff._core.tokens.window import At, Tokens
 from tests.models import VOCAB, HuggingFace, hugging_face, make_batch, trainer
 from tests.runs import MODES, differences, final_state, fit
 

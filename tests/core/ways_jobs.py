@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from lightning_eff._core._targets.calls import mixed
 from lightning_eff._core.losses import LossNotVisible
-from lightning_eff._core.targets.calls import mixed
 from tests.core.test_targets import OtherTargets
 from tests.core.test_tokens import SomeTokens
 from tests.models import TinyGPT, flat, loader, trainer

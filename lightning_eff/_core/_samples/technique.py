@@ -10,11 +10,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core._samples.epochs import EpochsOfRun
+from lightning_eff._core._targets.calls import TargetCall, mixed
+from lightning_eff._core._targets.window import Targets
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
-from lightning_eff._core.targets.calls import TargetCall, mixed
-from lightning_eff._core.targets.window import Targets
 from lightning_eff._core.technique import Technique
 
 

@@ -20,8 +20,8 @@ import torch
 from torch import Generator, Tensor, nn
 
 from lightning_eff._core import rng
+from lightning_eff._core._tokens.inputs import BLIND, Call, Path, Plan, is_cache, leaves, mapped, told
 from lightning_eff._core.blocks import hidden_of, split_output
-from lightning_eff._core.tokens.inputs import BLIND, Call, Path, Plan, is_cache, leaves, mapped, told
 
 _TRIES = 512
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}

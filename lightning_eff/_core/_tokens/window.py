@@ -14,13 +14,8 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Generator, Tensor, nn
 
-from lightning_eff._core.batches import num_samples
-from lightning_eff._core.blocks import BlockStack, hidden_of, refuse_compiled_around, split_output
-from lightning_eff._core.patches import Patches
-from lightning_eff._core.session import Session
-from lightning_eff._core.steps import Proceed, Step
-from lightning_eff._core.tokens.checking import CannotTake, find_plan
-from lightning_eff._core.tokens.inputs import (
+from lightning_eff._core._tokens.checking import CannotTake, find_plan
+from lightning_eff._core._tokens.inputs import (
     Call,
     Choice,
     Kept,
@@ -32,6 +27,11 @@ from lightning_eff._core.tokens.inputs import (
     put_tokens,
     take_tokens,
 )
+from lightning_eff._core.batches import num_samples
+from lightning_eff._core.blocks import BlockStack, hidden_of, refuse_compiled_around, split_output
+from lightning_eff._core.patches import Patches
+from lightning_eff._core.session import Session
+from lightning_eff._core.steps import Proceed, Step
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Tokens:
             return Kept(torch.randperm(at.hidden.shape[1], generator=at.generator())[:32])
 
     The first batch is looked at in a forward pass without a trace, in which each block is tried on a copy (see
-    :mod:`~lightning_eff._core.tokens.checking`): one that cannot be given fewer tokens is refused there. A later batch
+    :mod:`~lightning_eff._core._tokens.checking`): one that cannot be given fewer tokens is refused there. A later batch
     that calls a block with other kinds of inputs (a mask that was not there), or with longer sequences, is looked at in
     its turn, before the block runs. Validation, test and prediction never come by this way.
 

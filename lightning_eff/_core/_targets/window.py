@@ -18,12 +18,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from lightning_eff._core._targets.calls import Change, TargetCall
+from lightning_eff._core._targets.following import Follower
 from lightning_eff._core.batches import lies_at, num_samples, tensors
 from lightning_eff._core.losses import LOSSES, LossNotVisible, bind_loss, loss_of
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step
-from lightning_eff._core.targets.calls import Change, TargetCall
-from lightning_eff._core.targets.following import Follower
 
 _SYMMETRIC = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
 _NAMES = ", ".join(f"F.{fn.__name__}" for fn in LOSSES)
@@ -155,7 +155,7 @@ class Targets:
             step: the step of the link.
             batch: what the rest of the chain gets, with labels where :meth:`labels` found them.
             proceed: the link's own.
-            change: what a call returns instead; see :func:`~lightning_eff._core.targets.calls.mixed`, ``soft`` and
+            change: what a call returns instead; see :func:`~lightning_eff._core._targets.calls.mixed`, ``soft`` and
                 ``weighted``. It is called for each loss call, in each pass, and must not draw global random numbers.
             others: by path, other labels of the same shape as the batch's: what becomes of them is in ``call.others``.
                 Labels without are followed too, where ``others`` is None.
