@@ -30,6 +30,10 @@ from lightning_eff.model.growth.progressive_layer_dropping import ProgressiveLay
 from lightning_eff.model.growth.progressive_stacking import ProgressiveStacking as ProgressiveStacking
 from lightning_eff.monitor.efficiency_monitor import EfficiencyMonitor as EfficiencyMonitor
 from lightning_eff.optim.averaging.latest_weight_averaging import LatestWeightAveraging as LatestWeightAveraging
+from lightning_eff.optim.optimizers.adan import Adan as Adan
+from lightning_eff.optim.optimizers.lamb import LAMB as LAMB
+from lightning_eff.optim.optimizers.lars import LARS as LARS
+from lightning_eff.optim.optimizers.lion import Lion as Lion
 from lightning_eff.optim.optimizers.muon import Muon as Muon
 from lightning_eff.optim.optimizers.replace_optimizer import ReplaceOptimizer as ReplaceOptimizer
 from lightning_eff.optim.sharpness.sharpness_aware_minimization import (

@@ -1,0 +1,88 @@
+"""LAMB: Adam's direction with steps in proportion to each layer's weights (You et al. 2019, arXiv:1904.00962)."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_eff.optim.optimizers import _lists as lists
+from lightning_eff.optim.optimizers._first_order import FirstOrder, check, count, held, ratio_of_norms
+
+
+class LAMB(FirstOrder):
+    """AdamW for large batches, whose steps are a given part of each layer's weights.
+
+    For a layer's weights ``w`` with gradient ``g``, at rate ``lr`` and decay ``lambda``::
+
+        m = b1 m + (1 - b1) g
+        v = b2 v + (1 - b2) g^2
+        u = m^ / (sqrt(v^) + eps) + lambda w
+        w = w - lr |w| / |u| u                   # |w| / |u| is 1 where a norm is zero
+
+    with ``^`` for division by ``1 - b^t``: every step of a layer is as long as ``lr |w|``. Later work finds plain Adam as good,
+    where it is tuned as long (Nado et al. 2021, arXiv:2102.06356). Clipping is the Trainer's matter; the authors' runs of BERT
+    clip gradients at 1.
+
+    Args:
+        params: parameters or groups.
+        lr: the rate, >= 0.
+        betas: (b1, b2), each in [0, 1).
+        eps: > 0 keeps the denominator away from zero.
+        weight_decay: ``lambda`` >= 0.
+        vectors: whether biases, scales and other tensors of one dimension have steps in proportion, and decay, too. Left
+            out, they are plain Adam, as the authors' runs have them.
+
+    Raises:
+        ValueError: for other values; as a step begins, for a sparse gradient.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        *,
+        vectors: bool = False,
+    ) -> None:
+        check("LAMB", betas=betas, num_betas=2, lr=lr, eps=eps, weight_decay=weight_decay)
+        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "vectors": vectors}
+        super().__init__(params, defaults)
+
+    @override
+    def begin(self, p: Tensor) -> dict[str, Any]:
+        return {"step": 0, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+
+    @override
+    def update(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]
+    ) -> None:
+        (b1, b2), lr, steps = group["betas"], group["lr"], count(states)
+        m, v = held(states, "exp_avg"), held(states, "exp_avg_sq")
+        # m := b1 m + (1 - b1) g;  v := b2 v + (1 - b2) g^2
+        lists.lerp_(m, grads, 1 - b1)
+        lists.mul_(v, b2)
+        lists.addcmul_(v, grads, grads, 1 - b2)
+        # u := m^ / (sqrt(v^) + eps) + lambda w
+        under = lists.sqrt(v)
+        lists.div_(under, [(1 - b2**t) ** 0.5 for t in steps])
+        lists.add_(under, group["eps"])
+        u = list(lists.div(m, [1 - b1**t for t in steps]))
+        lists.div_(u, under)
+        layers = [group["vectors"] or p.ndim > 1 for p in params]
+        if group["weight_decay"] and any(layers):
+            lists.add_(
+                [x for x, layer in zip(u, layers, strict=True) if layer],
+                [p for p, layer in zip(params, layers, strict=True) if layer],
+                alpha=group["weight_decay"],
+            )
+        # w := w - lr |w| / |u| u
+        ratios = [
+            ratio if layer else torch.ones_like(ratio)
+            for ratio, layer in zip(ratio_of_norms(params, u), layers, strict=True)
+        ]
+        lists.mul_(u, ratios)
+        lists.add_(params, u, alpha=-lr)
