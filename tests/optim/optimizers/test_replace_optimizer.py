@@ -544,6 +544,12 @@ def test_kinds_of_parameters() -> None:
     assert vit["model.classifier.weight"] == "head"
     llama = kinds(hugging_face("llama"))
     assert llama["model.lm_head.weight"] == "head" and llama["model.model.embed_tokens.weight"] == "embedding"
+    # a decoder is a head where it is a linear map, as in BERT, and not where it is half of a network
+    by_channel = nn.Conv2d(8, 8, 3, groups=8)
+    halves = nn.ModuleDict({"encoder": nn.Conv2d(1, 8, 3), "decoder": nn.Sequential(by_channel, nn.Conv2d(8, 1, 1))})
+    assert kinds(halves)["decoder.0.weight"] == "other"
+    tail = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), "decoder": nn.Linear(4, 9)})
+    assert kinds(nn.ModuleDict({**tail, "aside": nn.Linear(4, 4)}))["decoder.weight"] == "head"
     plain = kinds(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)))
     assert [plain[f"{i}.weight"] for i in (0, 2, 4)] == ["other", "matrix", "head"]
 

@@ -15,7 +15,7 @@ _EMBEDDING = re.compile(
     r"(\w*_)?(embed|embedding|embeddings|embedder|emb|embd|wte|wpe)|tok(ens?)?(_emb\w*|_type\w*)?"
     r"|pos(ition\w*|_emb\w*|_table)?|cls_token|(\w*_)?(cls|register|mask|distillation|dist)_tokens?|(\w*_)?relative_attention_bias"
 )
-_HEAD = re.compile(r"(\w*_)?(lm_head|head|heads|classifier|unembed|embed_out|score|logits|output_projection|decoder)")
+_HEAD = re.compile(r"(\w*_)?(lm_head|head|heads|classifier|unembed|embed_out|score|logits|output_projection)")
 
 
 def kinds_of(module: nn.Module, matrices: Mapping[str, Layout]) -> dict[str, str]:
@@ -44,7 +44,7 @@ def kinds_of(module: nn.Module, matrices: Mapping[str, Layout]) -> dict[str, str
             found[name] = "vector"
         elif id(p) in tables or any(_EMBEDDING.fullmatch(c) for c in components):
             found[name] = "embedding"
-        elif any(_HEAD.fullmatch(c) for c in components):
+        elif any(_HEAD.fullmatch(c) for c in components) or (components[-2:-1] == ["decoder"] and id(p) in linear):
             found[name] = "head"
         else:
             found[name] = "other"
