@@ -22,7 +22,7 @@ from lightning.pytorch.loggers import Logger
 from torch import nn
 
 import lightning_eff
-from lightning_eff._core.technique import Control, Technique
+from lightning_eff._core.technique import Control, Technique, techniques_of
 from tests.cases import ALL, CASES, STAND_INS
 from tests.conftest import Once
 from tests.covering import Stack, gathered
@@ -317,7 +317,7 @@ def test_unsupported_strategies_are_refused(name: str) -> None:
     from lightning_eff._core.session import Session
 
     with pytest.raises(ValueError, match=f"{name}: got strategy ModelParallelStrategy.*ddp"):
-        Session.open(t, module(ALL[name].model), "fit")
+        Session.open(t, module(ALL[name].model), techniques_of(t), "fit")
 
 
 @every_and_stand_ins

@@ -1,12 +1,7 @@
 """Instance attributes that are replaced for the length of a run, and put back exactly."""
 
-import functools
 import inspect
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from lightning_eff._core.blocks import BlockStack
+from typing import Any
 
 _MISSING = object()
 
@@ -44,20 +39,3 @@ class Patches:
                 namespace.pop(name, None)
             else:
                 namespace[name] = old
-
-
-def thawing(original: Callable[..., Any], stacks: "Mapping[str, BlockStack]") -> Callable[..., Any]:
-    """``configure_optimizers`` with all blocks thawed: a filter on requires_grad must not lose those frozen for now."""
-
-    @functools.wraps(original)
-    def configure_optimizers() -> Any:
-        for stack in stacks.values():
-            stack.thaw()
-        try:
-            return original()
-        finally:
-            for stack in stacks.values():
-                stack.freeze_inactive()
-
-    configure_optimizers.__wrapped__ = inspect.unwrap(original)
-    return configure_optimizers

@@ -2,33 +2,31 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_eff._core import rng
 from lightning_eff._core._architecture.record import check_checkpoint, described
 from lightning_eff._core._run.checks import check_run
 from lightning_eff._core._run.loading import TrainLoaders
+from lightning_eff._core._run.member import Member
 from lightning_eff._core._run.metrics import CurrentMetrics
 from lightning_eff._core._run.silence import silence
+from lightning_eff._core._stack.thawing import thawing
 from lightning_eff._core.blocks import BlockStack, find_stack
-from lightning_eff._core.patches import Patches, thawing
+from lightning_eff._core.patches import Patches
 from lightning_eff._core.progress import Progress, ends_batch, mend_loops, open_gradients, restore_gradients
 from lightning_eff._core.steps import Step, StepChain
 from lightning_eff._core.surgery import Surgery
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lightning_eff._core.technique import Technique
 
 _KEY = "lightning_eff"
 _OPEN: "WeakKeyDictionary[Trainer, Session]" = WeakKeyDictionary()
@@ -56,10 +54,10 @@ class Session:
         fitting: False in validate, test and predict.
     """
 
-    def __init__(self, trainer: Trainer, module: LightningModule, techniques: "list[Technique]", stage: str) -> None:
+    def __init__(self, trainer: Trainer, module: LightningModule, techniques: Sequence[Member], stage: str) -> None:
         self.trainer = trainer
         self.module = module
-        self.techniques = techniques
+        self.techniques = list(techniques)
         self.working = [t for t in techniques if not t.neutral]
         self.fitting = stage == "fit"
         self.progress = Progress(trainer)
@@ -82,15 +80,12 @@ class Session:
     # -- opening and closing
 
     @classmethod
-    def open(cls, trainer: Trainer, module: LightningModule, stage: str) -> None:
+    def open(cls, trainer: Trainer, module: LightningModule, techniques: Sequence[Member], stage: str) -> None:
         """Open the session of this run, unless another technique of the trainer has done so.
 
         Raises:
             ValueError: if a technique cannot work in this run, or two contradict each other; nothing is left changed.
         """
-        from lightning_eff._core.technique import Technique
-
-        techniques = [c for c in trainer.callbacks if isinstance(c, Technique)]  # pyright: ignore[reportAttributeAccessIssue]
         if trainer in _OPEN and _OPEN[trainer].techniques[0]._session is _OPEN[trainer]:
             return
         session = cls(trainer, module, techniques, stage)
@@ -182,7 +177,7 @@ class Session:
             for stack in self._stacks.values():
                 stack.release()
             self._stacks.clear()
-        silence(self)
+        silence(self.trainer, self.module, self.techniques, self.working, self.patches)
 
     # -- the module's own methods, wrapped
 
@@ -251,7 +246,7 @@ class Session:
         """The torch optimizers of the run."""
         return [getattr(o, "_optimizer", o) for o in self.trainer.strategy.optimizers]
 
-    def rest(self, technique: "Technique") -> None:
+    def rest(self, technique: Member) -> None:
         """In :meth:`Technique.on_model`: with this module, what ``technique`` is set to do is plain training."""
         self.working.remove(technique)
 
@@ -262,7 +257,7 @@ class Session:
             strategy.model = self.module
             strategy.configure_ddp()
 
-    def blocks_changed(self, by: "Technique") -> None:
+    def blocks_changed(self, by: Member) -> None:
         """Tell the other techniques that ``by`` changed which blocks the network has."""
         for technique in self.working:
             if technique is not by:
@@ -286,7 +281,7 @@ class Session:
         return self.loaders.indices
 
     @property
-    def sample_weights(self) -> "Tensor | None":
+    def sample_weights(self) -> Tensor | None:
         """The weights that a technique chose for the current batch's samples, (B,); None where none did."""
         return self.loaders.weights
 

@@ -139,7 +139,7 @@ class Technique(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        Session.open(trainer, pl_module, stage)
+        Session.open(trainer, pl_module, techniques_of(trainer), stage)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -199,6 +199,11 @@ class Technique(Callback):
     def __getstate__(self) -> dict[str, Any]:
         run = ("_session", "_past", *BATCH_HOOKS)  # in a fit, a hook that does nothing is None
         return {key: value for key, value in self.__dict__.items() if key not in run}
+
+
+def techniques_of(trainer: Trainer) -> list[Technique]:
+    """Every technique among the trainer's callbacks, in their order."""
+    return [c for c in trainer.callbacks if isinstance(c, Technique)]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class OtherWeights(Technique):

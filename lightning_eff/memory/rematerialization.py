@@ -17,8 +17,10 @@ from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.memory._hosting.host import measure_bandwidth
+from lightning_eff.memory._planning import chain as _chain
 from lightning_eff.memory._planning import plan as _plan
-from lightning_eff.memory._planning.plan import Item, Plan
+from lightning_eff.memory._planning.chain import Item
+from lightning_eff.memory._planning.plan import Plan
 from lightning_eff.memory._recompute.calls import hand_over, refuse_checkpointed, without_caches
 from lightning_eff.memory._recompute.offloading import Offloading
 from lightning_eff.memory._recompute.optimum import agreed, measure, parse_budget, plan_from, plan_state, solve, tell
@@ -229,7 +231,7 @@ class Rematerialization(Technique):
         if self.policy == "optimal":
             items = () if self.plan is None else self.plan.items
         else:
-            blank = tuple(_plan.Stage(str(i), 0.0, 0.0, 0, 0, 0, 0, 0) for i in range(self._found().active))
+            blank = tuple(_chain.Stage(str(i), 0.0, 0.0, 0, 0, 0, 0, 0) for i in range(self._found().active))
             items = (_plan.full if self.policy == "full" else _plan.sqrt)(blank).items
         self._engine.follow(items)
         if self._offloading is not None:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from lightning_eff.memory._planning.chain import Action, Item, Keep, Segment, Stage
 from lightning_eff.memory._planning.offload_plan import optimal_with_offload, smallest_budget_with_offload
-from lightning_eff.memory._planning.plan import Action, Item, Keep, Plan, Segment, Stage, full, keep_all, segments, sqrt
+from lightning_eff.memory._planning.plan import Plan, full, keep_all, segments, sqrt
 from lightning_eff.memory._planning.rotor import optimal, smallest_budget
 
 MIB = 2**20

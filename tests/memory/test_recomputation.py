@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_eff._core.blocks import BlockStack, find_stack
 from lightning_eff._core.patches import Patches
-from lightning_eff.memory._planning.plan import Item, Keep, Plan, Segment, Stage, full, keep_all, sqrt
+from lightning_eff.memory._planning.chain import Item, Keep, Segment, Stage
+from lightning_eff.memory._planning.plan import Plan, full, keep_all, sqrt
 from lightning_eff.memory._recompute.calls import hand_over, without_caches
 from lightning_eff.memory._recompute.recomputation import Recomputation
 from lightning_eff.memory._recompute.selective import Selective

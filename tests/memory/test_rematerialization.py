@@ -22,7 +22,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_eff._core.technique import Technique
-from lightning_eff.memory._planning.plan import Keep, Segment, keep_all
+from lightning_eff.memory._planning.chain import Keep, Segment
+from lightning_eff.memory._planning.plan import keep_all
 from lightning_eff.memory._planning.rotor import optimal, smallest_budget
 from lightning_eff.memory._recompute.optimum import parse_budget
 from lightning_eff.memory._recompute.profile import MOST_ROUNDS, ROUNDS

@@ -187,11 +187,9 @@ def order_as_it_runs() -> Any:
         for runner in pipe.stages:
             forward, again = runner._forward, runner.again
 
-            def noted(
-                p: Any, r: Any, received: Any, mb: int, ran: Any = ran, run: Any = forward, s: int = runner.stage
-            ) -> Any:
+            def noted(r: Any, received: Any, mb: int, ran: Any = ran, run: Any = forward, s: int = runner.stage) -> Any:
                 ran.append((s, "F", mb))
-                return run(p, r, received, mb)
+                return run(r, received, mb)
 
             def backward(mb: int, *, last: bool, ran: Any = ran, view: Any = again, s: int = runner.stage) -> Any:
                 seen = (s, "I", mb) in ran

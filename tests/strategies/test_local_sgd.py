@@ -96,9 +96,10 @@ def test_another_communication_hook_is_refused(strategy: Any) -> None:
     t = trainer(LocalSGD(), max_steps=2)
     t._accelerator_connector.strategy = strategy
     from lightning_eff._core.session import Session
+    from lightning_eff._core.technique import techniques_of
 
     with pytest.raises(ValueError, match=f"LocalSGD: {type(strategy).__name__} has a communication hook already"):
-        Session.open(t, module("tiny_gpt"), "fit")
+        Session.open(t, module("tiny_gpt"), techniques_of(t), "fit")
 
 
 def test_a_gradient_scaler_is_refused() -> None:

@@ -1,17 +1,23 @@
 """What a run must be for techniques to train it, looked at before anything is touched."""
 
 import inspect
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Protocol
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
 
-if TYPE_CHECKING:
-    from lightning_eff._core.technique import Technique
+
+class Needing(Protocol):
+    """What a technique says that it needs and cannot stand, as ``Technique`` documents it."""
+
+    conflicts: ClassVar[Mapping[str, str]]
+    needs_automatic_optimization: ClassVar[bool]
+    needs_budget: ClassVar[bool]
+    any_strategy: ClassVar[bool]
 
 
-def check_run(trainer: Trainer, module: LightningModule, techniques: "list[Technique]", *, has_end: bool) -> None:
+def check_run(trainer: Trainer, module: LightningModule, techniques: Sequence[Needing], *, has_end: bool) -> None:
     """Check what every technique needs, and that no two of them contradict each other.
 
     Args:
@@ -61,14 +67,14 @@ def is_plain(strategy: Strategy) -> bool:
     return isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
 
 
-def check_pairs(techniques: "Sequence[Technique]") -> None:
+def check_pairs(techniques: Sequence[Needing]) -> None:
     """Raise ``ValueError`` where two techniques contradict each other, or are of one class."""
     for i, technique in enumerate(techniques):
         for other in techniques[:i]:
             _check_pair(other, technique)
 
 
-def _check_pair(first: "Technique", second: "Technique") -> None:
+def _check_pair(first: Needing, second: Needing) -> None:
     a, b = type(first).__name__, type(second).__name__
     reason = second.conflicts.get(a) or first.conflicts.get(b)
     if a == b:

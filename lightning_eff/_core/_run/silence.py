@@ -1,12 +1,13 @@
 """Hooks that do nothing are not called: Lightning takes some ten Python calls for each, in every step."""
 
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Sequence
+from typing import TypeVar
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-if TYPE_CHECKING:
-    from lightning_eff._core.session import Session
+from lightning_eff._core._run.member import Member
+from lightning_eff._core.patches import Patches
 
 #: What Lightning calls on every callback for every batch.
 BATCH_HOOKS = (
@@ -30,20 +31,21 @@ def driving(hook: F) -> F:
     return hook
 
 
-def silence(session: "Session") -> None:
+def silence(
+    trainer: Trainer, module: LightningModule, techniques: Sequence[Member], working: Sequence[Member], patches: Patches
+) -> None:
     """Let Lightning pass over the batch hooks of techniques that would do nothing in this fit; it calls what is callable.
 
     The first technique's hooks drive the run, unless nobody works in it; even then a checkpoint within an accumulation
     window, or within a step that is optimized by hand, must know how far the step is.
     """
-    trainer = session.trainer
     scheduled = any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
-    windows = scheduled or trainer.accumulate_grad_batches > 1 or not session.module.automatic_optimization
-    driven = bool(session.working) or windows
-    for technique in session.techniques:
-        leads = driven and technique is session.techniques[0]
+    windows = scheduled or trainer.accumulate_grad_batches > 1 or not module.automatic_optimization
+    driven = bool(working) or windows
+    for technique in techniques:
+        leads = driven and technique is techniques[0]
         for name in BATCH_HOOKS:
             own = getattr(type(technique), name)
             of_nobody = own is getattr(Callback, name)
-            if of_nobody or (not leads and (own in _DRIVING or technique not in session.working)):
-                session.patches.set(technique, name, None)
+            if of_nobody or (not leads and (own in _DRIVING or technique not in working)):
+                patches.set(technique, name, None)

@@ -22,7 +22,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_eff.memory._planning.plan import Item, Keep, Plan, Segment, Stage, span
+from lightning_eff.memory._planning.chain import Item, Keep, Segment, Stage, span
+from lightning_eff.memory._planning.plan import Plan
 from lightning_eff.memory._planning.rotor import Chain, optimal, smallest_budget
 from lightning_eff.memory._planning.view import amount
 

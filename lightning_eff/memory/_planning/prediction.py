@@ -6,8 +6,25 @@ clock says how long copies hold more than that, and where a run must wait for th
 
 from dataclasses import dataclass
 from math import inf
+from typing import Protocol
 
-from lightning_eff.memory._planning.plan import Event, Item, Keep, Kind, Plan, Segment, Stage, boundaries, span
+from lightning_eff.memory._planning.chain import Event, Item, Keep, Kind, Segment, Stage, boundaries, span
+
+
+class Laid(Protocol):
+    """What a plan lays down, as ``Plan`` documents it."""
+
+    @property
+    def stages(self) -> tuple[Stage, ...]: ...
+
+    @property
+    def items(self) -> tuple[Item, ...]: ...
+
+    @property
+    def budget_bytes(self) -> int | None: ...
+
+    @property
+    def bandwidth_bytes_per_second(self) -> float: ...
 
 
 @dataclass
@@ -94,7 +111,7 @@ class _Ledger:
         return self.x[start] + (stage.saved_bytes - stage.output_bytes if isinstance(item, Keep) else 0)
 
 
-def _operations(plan: Plan) -> list[_Run]:
+def _operations(plan: Laid) -> list[_Run]:
     ledger, n = _Ledger(plan.stages), len(plan.stages)
     ledger.hold("x", 0)
     ledger.forward(plan.items, "forward")
@@ -105,7 +122,7 @@ def _operations(plan: Plan) -> list[_Run]:
     return ledger.runs
 
 
-def schedule(plan: Plan) -> tuple[Event, ...]:
+def schedule(plan: Laid) -> tuple[Event, ...]:
     """The runs on the clock.
 
     Copies take turns at the bandwidth, beside the computing, and bytes leave the device, and come to it, as they are
@@ -151,15 +168,15 @@ def schedule(plan: Plan) -> tuple[Event, ...]:
     return tuple(events)
 
 
-def offloaded_bytes(plan: Plan) -> int:
+def offloaded_bytes(plan: Laid) -> int:
     """What goes to the host in a forward pass."""
     return sum(run.moved for run in _operations(plan) if run.kind == "forward")
 
 
-def room(plan: Plan, item: int) -> tuple[int | None, int]:
-    """See ``Plan.room``."""
+def room(plan: Laid, events: tuple[Event, ...], item: int) -> tuple[int | None, int]:
+    """See ``Plan.room``; ``events`` are the plan's :func:`schedule`."""
     start, end = span(plan.items[item])
     first = next(run for run in _operations(plan) if run.block == start)
     unsent = None if plan.budget_bytes is None else max(plan.budget_bytes - first.held, 0)
-    backward = next(event for event in plan.schedule if event.kind == "backward" and start <= event.block < end)
+    backward = next(event for event in events if event.kind == "backward" and start <= event.block < end)
     return unsent, backward.copying_bytes

@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_eff.memory._planning.plan import Item, Keep, Plan, Segment, Stage, boundaries, full, keep_all, segments
+from lightning_eff.memory._planning.chain import Item, Keep, Segment, Stage, boundaries
+from lightning_eff.memory._planning.plan import Plan, full, keep_all, segments
 from lightning_eff.memory._planning.view import amount
 
 EXACT = 2000  #: up to so many different amounts of memory that may remain at a block, each is told from the others

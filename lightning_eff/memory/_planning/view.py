@@ -1,10 +1,11 @@
 """What is shown of a plan: lines of text, and a picture."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_eff.memory._planning.plan import Action, Keep, Plan, Segment, keep_all, span
+from lightning_eff.memory._planning.chain import Action, Event, Item, Keep, Segment, Stage, span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -13,6 +14,21 @@ INK, GRID = "#1b1f24", "#d5d9de"
 COLOURS = {Action.KEEP: "#0072b2", Action.RECOMPUTE: "#e69f00", Action.OFFLOAD: "#009e73"}  # Okabe and Ito 2008
 UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 HEADINGS = ("blocks", "what happens", "forward runs", "forward ms", "backward ms", "saved")
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A plan and what is predicted of it, as ``Plan`` documents it."""
+
+    stages: tuple[Stage, ...]
+    items: tuple[Item, ...]
+    budget_bytes: int | None
+    actions: tuple[Action, ...]
+    forward_calls: tuple[int, ...]
+    offloaded_bytes: int
+    schedule: tuple[Event, ...]
+    peak_bytes: int
+    seconds: float
 
 
 def amount(size: float) -> str:
@@ -24,8 +40,8 @@ def amount(size: float) -> str:
     return f"{size:,.2f} GiB"
 
 
-def table(plan: Plan) -> str:
-    """A line for each group of blocks that are treated alike, and two of what is predicted."""
+def table(plan: Predicted, all_kept: Predicted) -> str:
+    """A line for each group of blocks that are treated alike, and two of what is predicted, beside storing all."""
     rows = [HEADINGS, *_rows(plan)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
     lines = []
@@ -33,19 +49,18 @@ def table(plan: Plan) -> str:
         left = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
         right = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
         lines.append("  ".join((*left, *right)).rstrip())
-    all_kept = keep_all(plan.stages)
     against = f", {plan.seconds / all_kept.seconds:.2f} times storing all" if all_kept.seconds > 0 else ""
     budget = "" if plan.budget_bytes is None else f" of a budget of {amount(plan.budget_bytes)}"
     moved = f"; {amount(plan.offloaded_bytes)} to the host and back" if plan.offloaded_bytes else ""
     lines += [
-        f"predicted: {1e3 * plan.seconds:.4g} ms a forward and backward pass{against}; {plan.total_forward_calls} forward runs"
+        f"predicted: {1e3 * plan.seconds:.4g} ms a forward and backward pass{against}; {sum(plan.forward_calls)} forward runs"
         f" of {len(plan.stages)} blocks{moved}",
         f"predicted peak: {amount(plan.peak_bytes)}{budget}; storing all takes {amount(all_kept.peak_bytes)}",
     ]
     return "\n".join(lines)
 
 
-def _rows(plan: Plan) -> Iterator[tuple[str, ...]]:
+def _rows(plan: Predicted) -> Iterator[tuple[str, ...]]:
     for start, end, what in _groups(plan):
         stages, calls = plan.stages[start:end], plan.forward_calls[start:end]
         yield (
@@ -58,7 +73,7 @@ def _rows(plan: Plan) -> Iterator[tuple[str, ...]]:
         )
 
 
-def _groups(plan: Plan) -> list[tuple[int, int, str]]:
+def _groups(plan: Predicted) -> list[tuple[int, int, str]]:
     """(start, end, what happens): blocks in a row that are treated alike, and a Segment of several blocks each."""
     groups: list[tuple[int, int, str]] = []
     for item in plan.items:
@@ -74,7 +89,7 @@ def _groups(plan: Plan) -> list[tuple[int, int, str]]:
     return groups
 
 
-def draw(plan: Plan, path: str | Path) -> None:
+def draw(plan: Predicted, path: str | Path) -> None:
     """See ``Plan.draw``."""
     try:
         from matplotlib.figure import Figure
@@ -94,7 +109,7 @@ def draw(plan: Plan, path: str | Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _draw_blocks(plan: Plan, axes: "Axes") -> None:
+def _draw_blocks(plan: Predicted, axes: "Axes") -> None:
     """A bar for each block, as high as its forward runs are many."""
     for action in Action:
         blocks = [i for i, of_block in enumerate(plan.actions) if of_block is action]
@@ -116,7 +131,7 @@ def _draw_blocks(plan: Plan, axes: "Axes") -> None:
     axes.legend(fontsize=8, ncols=2, loc="upper center", frameon=False)
 
 
-def _draw_bytes(plan: Plan, axes: "Axes") -> None:
+def _draw_bytes(plan: Predicted, axes: "Axes") -> None:
     """Bytes held over the schedule, the turn from forward to backward, and the budget."""
     events = plan.schedule
     highest = max(plan.peak_bytes, plan.budget_bytes or 0)

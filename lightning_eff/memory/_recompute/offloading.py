@@ -8,7 +8,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_eff._core.blocks import untraced_hooks
 from lightning_eff.memory._hosting.host import HostStore, Ticket, can_leave
-from lightning_eff.memory._planning.plan import Plan, span
+from lightning_eff.memory._planning.chain import span
+from lightning_eff.memory._planning.plan import Plan
 
 _FORMS = ("ToCopyBackward0", "TBackward0", "TransposeBackward0", "ViewBackward0", "UnsafeViewBackward0")
 

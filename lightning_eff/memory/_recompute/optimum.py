@@ -13,8 +13,9 @@ from lightning_eff._core.batches import num_samples
 from lightning_eff._core.blocks import BlockStack
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import silent, takes_index
+from lightning_eff.memory._planning.chain import Item, Keep, Segment, Stage
 from lightning_eff.memory._planning.offload_plan import optimal_with_offload, smallest_budget_with_offload
-from lightning_eff.memory._planning.plan import Item, Keep, Plan, Segment, Stage, keep_all
+from lightning_eff.memory._planning.plan import Plan, keep_all
 from lightning_eff.memory._planning.rotor import optimal, smallest_budget
 from lightning_eff.memory._planning.view import amount
 from lightning_eff.memory._recompute.profile import Profiler

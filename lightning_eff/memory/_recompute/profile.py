@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_eff._core.blocks import hidden_of, uncompiled, untraced_hooks
-from lightning_eff.memory._planning.plan import Stage
+from lightning_eff.memory._planning.chain import Stage
 from lightning_eff.memory._recompute.surroundings import random_state, set_random_state
 
 ROUNDS = 3  #: passes of the step in which each block is timed once

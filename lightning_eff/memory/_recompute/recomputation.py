@@ -22,7 +22,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from lightning_eff._core.blocks import untraced_hooks
 from lightning_eff.memory._hosting.host import Ticket, can_leave
-from lightning_eff.memory._planning.plan import Item, Segment
+from lightning_eff.memory._planning.chain import Item, Segment
 from lightning_eff.memory._recompute.offloading import Offloading
 from lightning_eff.memory._recompute.surroundings import Buffers, Surroundings, random_state, rewound, set_random_state
 

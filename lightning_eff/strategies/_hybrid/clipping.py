@@ -1,9 +1,12 @@
 """Norms of the gradients of the whole model, for Lightning's clipping and for hooks that take some."""
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -12,17 +15,39 @@ from lightning_eff.strategies._hybrid import gradients
 from lightning_eff.strategies._hybrid.arguments import innermost
 from lightning_eff.strategies._hybrid.hooks import Hook
 from lightning_eff.strategies._hybrid.norms import Norms, Within
-from lightning_eff.strategies._hybrid.saving.optimizer_state import whole_groups
+from lightning_eff.strategies._hybrid.saving.gathering import Gathering
+from lightning_eff.strategies._hybrid.saving.optimizer_state import NamedOptimizer, whole_groups
 from lightning_eff.strategies._hybrid.shards import counted_here
 
-if TYPE_CHECKING:
-    from lightning_eff.strategies._hybrid.replica import Replica
+
+class Clipped(Protocol):
+    """What clipping needs of a replica.
+
+    Attributes:
+        trainer: whose precision plugin clips.
+        module: this rank's part of it.
+        held: the names of the parameters that this rank holds.
+        optimizers: this rank's.
+        gathering: the ranks as holders of one module's tensors.
+        device: where norms are computed.
+    """
+
+    trainer: Trainer
+    module: LightningModule
+    held: set[str]
+    optimizers: list[NamedOptimizer]
+    gathering: Gathering
+    device: torch.device
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Show every parameter of the plain module."""
+        ...
 
 
 class Clipping:
     """Clips the gradients of one replica, whose pieces lie on the ranks."""
 
-    def __init__(self, replica: "Replica") -> None:
+    def __init__(self, replica: Clipped) -> None:
         self._replica = replica
         self._norms: Norms | None = None  # while a hook runs that takes some
 

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
+from lightning_eff.strategies._pipeline.course import Step
 from lightning_eff.strategies._pipeline.layout import Layout
-from lightning_eff.strategies._pipeline.runner import Step, left
+from lightning_eff.strategies._pipeline.runner import left
 from lightning_eff.strategies._pipeline.streams import Stream
 from lightning_eff.strategies._pipeline.view import Like, Pass, Stack
 

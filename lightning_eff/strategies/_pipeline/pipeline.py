@@ -26,16 +26,17 @@ from lightning_eff._core.blocks import find_stack, refuse_compiled_around
 from lightning_eff._core.steps import silent
 from lightning_eff.strategies._pipeline import layout as layouts
 from lightning_eff.strategies._pipeline._checks.module import check_compiled, check_module
-from lightning_eff.strategies._pipeline._checks.verify import Verification, bypassed, no_reentrant
+from lightning_eff.strategies._pipeline._checks.verify import Verification, no_reentrant
 from lightning_eff.strategies._pipeline._losses.losses import CutLosses, UncutLosses
 from lightning_eff.strategies._pipeline._losses.weights import Given, Weights, tell_of_statistics, weighted
 from lightning_eff.strategies._pipeline.batch import content, digest, signature, split
+from lightning_eff.strategies._pipeline.course import Course, Ground, OuterBuffers, Running, Step
 from lightning_eff.strategies._pipeline.evaluation import broadcast, through
 from lightning_eff.strategies._pipeline.gradients import SharedGradients
 from lightning_eff.strategies._pipeline.logging import Agreement, Recorders, metrics_kept, replay
 from lightning_eff.strategies._pipeline.memory import Holdings, free, holdings, registered
 from lightning_eff.strategies._pipeline.order import SPLIT_BACKWARD, schedule_name
-from lightning_eff.strategies._pipeline.runner import OuterBuffers, Running, StageRunner, Step
+from lightning_eff.strategies._pipeline.runner import StageRunner
 from lightning_eff.strategies._pipeline.schedules import Schedules
 from lightning_eff.strategies._pipeline.streams import Stream
 from lightning_eff.strategies._pipeline.view import Stack, learn_origins
@@ -124,15 +125,14 @@ class Pipeline:
         self.all_parameters = {n: (tuple(p.shape), p.dtype) for n, p in module.named_parameters()}
         self.owned_names: list[str] = list(self.all_names)
         self.outer_buffers = OuterBuffers(module, self.stack.blocks, self.local_stages)
-        self.running: Running | None = None
-        self.passes = self.evaluations = 0
         agreed = torch.tensor([torch.initial_seed() % 2**62], dtype=torch.int64, device=self.device)
         dist.broadcast(agreed, group_src=0, group=group)
-        self.seed = int(agreed) if seed is None else seed
+        self._course = Course(seed=int(agreed) if seed is None else seed)
         self._agreement = Agreement(module, group, self.layout.last_rank, self.device)
         self._shared: SharedGradients | None = None
         self.unsplit = [*range(self.layout.num_stages)]
-        self._schedules = Schedules(self)
+        self._ground = Ground(module, self.stack, self.layout, group, self.device, who)
+        self._schedules = Schedules(self._ground, self._course)
         self._weights = Weights(microbatch_weight, who=who)
         self._most: int | None = None
 
@@ -183,7 +183,7 @@ class Pipeline:
 
     def _learn_origins(self, step: Step, batch: Any, kind: str) -> None:
         with silent(cast("Any", self.module)), torch.set_grad_enabled(kind == "train"):
-            learn_origins(self.stack, step, batch, Stream(self.seed, kind, 0, 0))
+            learn_origins(self.stack, step, batch, Stream(self._course.seed, kind, 0, 0))
 
     def _ask(self, microbatches: list[Any]) -> None:
         """Let a function that says what micro-batches weigh fail at setup, if it does."""
@@ -194,10 +194,6 @@ class Pipeline:
             self._weights.learn(losses, batch, number)
         self._weights.agree()
         tell_of_statistics(self.module, number, num_samples(batch) // number, who=self.who)
-
-    def bypassed(self, stage: int) -> str:
-        """What to say when a stage depends on more of the earlier blocks than it receives."""
-        return bypassed(self.stack, self.layout, stage, "what it hands on")
 
     def cut(self) -> None:
         """Let go of the parameters that this rank does not use, and build its stages.
@@ -213,8 +209,10 @@ class Pipeline:
         owned = [i for stage in self.local_stages for i in range(*self.layout.bounds[stage])]
         free(self.module, self.stack, owned, keep)
         alone = self.module if len(self.local_stages) == 1 else None
+        shared = {"buffers": self.outer_buffers, "metrics": self.metrics, "outside": self.outer_parameters}
         self.stages = [
-            StageRunner(self, stage, own, whole=alone) for stage, own in zip(self.local_stages, blocks, strict=True)
+            StageRunner(self._ground, self._course, stage, own, whole=alone, **shared)
+            for stage, own in zip(self.local_stages, blocks, strict=True)
         ]
         holders = {
             n: ranks for n in whole.stages if len(ranks := whole.ranks(n, self.layout)) > 1 and self.rank in ranks
@@ -236,6 +234,11 @@ class Pipeline:
             else:
                 owner[key] = first.get(key, self.layout.last_rank)
         return [key for key in self.all_names if owner[key] == self.rank]
+
+    @property
+    def seed(self) -> int:
+        """From which all random numbers of the steps follow."""
+        return self._course.seed
 
     @property
     def loss_dtype(self) -> torch.dtype:
@@ -293,35 +296,35 @@ class Pipeline:
         if not self.stages:
             raise RuntimeError("Pipeline.run: the module is not cut; call cut() first.")
         microbatches, name = self._microbatches(batch)
-        number = len(microbatches)
+        course = self._course
         weights = self._weights.of(microbatches)
         microbatches = self._weights.defined(microbatches, weights)
         recorders = Recorders(self.module, self.local_stages, who=self.who)
         state = rng.capture()
         kept = None if self._shared is None else self._shared.set_aside()
+        unsplit = self.unsplit if self.splits_backward else ()
         try:
-            schedule, likes = self._schedules.of(name, step, microbatches)
-            self.running = Running(step, microbatches, self.passes, scale / accumulate, weights, likes, recorders)
-            self._execute(schedule, number)
-            losses = self.running.losses
+            schedule, likes = self._schedules.of(name, step, microbatches, self.stages, unsplit=unsplit)
+            running = Running(step, microbatches, course.passes, scale / accumulate, weights, likes, recorders)
+            course.running = running
+            self._execute(schedule, running)
         finally:
-            self.running = None
+            course.running = None
             rng.restore(state)
-        self.passes += 1
+        course.passes += 1
         if before_reduce is not None:
             before_reduce()
         self.reduce_shared()
         if self._shared is not None and kept is not None:
             self._shared.put_back(kept)
         records = recorders.take()
-        total = weighted(losses, weights, records) if losses else 0.0
+        total = weighted(running.losses, weights, records) if running.losses else 0.0
         (loss,), logged = self._agreement.share("train", records, [total])
         replay(self.module, logged)
         return torch.tensor(loss, dtype=self.loss_dtype, device=self.device)
 
-    def _execute(self, schedule: Any, number: int) -> None:
-        running = self.running
-        assert running is not None
+    def _execute(self, schedule: Any, running: Running) -> None:
+        number = len(running.microbatches)
         torch_log = logging.getLogger("torch.distributed.pipelining.schedules")
         level = torch_log.level
         torch_log.setLevel(logging.CRITICAL)  # after an error it would print the whole schedule above its message
@@ -343,7 +346,7 @@ class Pipeline:
     def _microbatches(self, batch: Any) -> tuple[list[Any], str]:
         """The micro-batches and their schedule, after a check that all pipeline ranks were given the same batch."""
         size = num_samples(batch)
-        self._same(batch, self.passes)
+        self._same(batch, self._course.passes)
         parts, schedule = layouts.num_microbatches(
             size, self.num_microbatches, self.layout, most=self._most, who=self.who
         )
@@ -373,10 +376,10 @@ class Pipeline:
 
         What it logs is logged on all pipeline ranks; what it returns, on the last stage, is returned on all.
         """
-        self._same(batch, self.evaluations)
+        self._same(batch, self._course.evaluations)
         if any(origin >= 0 for origin in self.stack.origins["train"].values()):
             self._learn_origins(step, batch, "evaluate")
-        stream = Stream(self.seed, "evaluate", self.evaluations, 0)
+        stream = Stream(self._course.seed, "evaluate", self._course.evaluations, 0)
         recorders = Recorders(self.module, self.local_stages, who=self.who)
         is_last = self.rank == self.layout.last_rank
         last = self.layout.num_stages - 1
@@ -390,7 +393,7 @@ class Pipeline:
             found = through(
                 self.stack, self.layout, step, batch, stream, group=self.group, device=self.device, around=around
             )
-        self.evaluations += 1
+        self._course.evaluations += 1
         records = recorders.take()
         _, logged = self._agreement.share("evaluate", records, [])
         replay(self.module, logged)
@@ -400,11 +403,11 @@ class Pipeline:
 
     def state_dict(self) -> dict[str, int]:
         """The seed and the number of passes, from which every random number follows."""
-        return {"seed": self.seed, "passes": self.passes, "evaluations": self.evaluations}
+        return {name: getattr(self._course, name) for name in ("seed", "passes", "evaluations")}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on with the random numbers of the run that ``state`` comes from, on whatever layout."""
-        self.seed, self.passes, self.evaluations = state["seed"], state["passes"], state["evaluations"]
+        vars(self._course).update(state)
         self.outer_buffers.forget()
 
 

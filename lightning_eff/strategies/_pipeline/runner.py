@@ -1,24 +1,20 @@
 """What PyTorch's PipelineStage runs: the user's own step on one micro-batch, with one stage's blocks in place."""
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
+from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_eff.strategies._pipeline.logging import Recorders, metrics_kept
+from lightning_eff.strategies._pipeline.course import Course, Ground, OuterBuffers, Running, Step
+from lightning_eff.strategies._pipeline.logging import metrics_kept
 from lightning_eff.strategies._pipeline.streams import Stream
-from lightning_eff.strategies._pipeline.view import Like, Pass, StageExit
-
-if TYPE_CHECKING:
-    from lightning_eff.strategies._pipeline.pipeline import Pipeline
-
-Step = Callable[[Any], Any]
+from lightning_eff.strategies._pipeline.view import Pass, StageExit
 
 _WRITTEN = "refers to a single memory location"  # torch, of tensors whose elements are one: those that were let go of
 
@@ -73,33 +69,6 @@ def loss_of(output: Any, *, who: str) -> Tensor:
     return loss if loss.ndim == 0 else loss.reshape(())
 
 
-@dataclass
-class Running:
-    """One training pass.
-
-    Attributes:
-        scale: what the batch's loss is multiplied by before the backward passes.
-        weights: of the micro-batches' losses in it, summing to 1; None if they are all the same.
-        likes: shape and type of the hidden state between stages ``s`` and ``s + 1``.
-        passes: by stage and micro-batch, those whose backward pass is still to come.
-    """
-
-    step: Step
-    microbatches: list[Any]
-    number: int
-    scale: Any
-    weights: list[float] | None
-    likes: dict[int, Like]
-    recorders: Recorders
-    losses: dict[int, Tensor] = field(default_factory=dict)
-    passes: dict[tuple[int, int], Pass] = field(default_factory=dict)
-    failure: BaseException | None = None
-
-    def factor(self, microbatch: int) -> Any:
-        """What that micro-batch's loss is multiplied by."""
-        return self.scale * (1 / len(self.microbatches) if self.weights is None else self.weights[microbatch])
-
-
 class Stage(PipelineStage):
     """PyTorch's stage, whose backward passes see the blocks as the forward pass of their micro-batch did."""
 
@@ -118,45 +87,18 @@ class Stage(PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
 
-class OuterBuffers:
-    """Buffers outside the blocks, for a rank of several stages: each stage's passes see and change its own.
-
-    The code outside the blocks runs once for each stage, and would count every micro-batch twice (a BatchNorm before
-    the stack). The buffers that are seen outside of training passes are those of the rank's last stage.
-    """
-
-    def __init__(self, module: nn.Module, blocks: list[nn.Module], stages: list[int]) -> None:
-        inside = {id(m) for block in blocks for m in block.modules()}
-        self._owners = [m for m in module.modules() if id(m) not in inside and m._buffers]
-        self._copies: dict[int, list[dict[str, Tensor | None]]] = {}
-        self._stages = stages
-
-    def put(self, stage: int) -> Callable[[], None]:
-        """Show ``stage`` its own buffers; returns what shows the module's again."""
-        if len(self._stages) < 2 or stage == self._stages[-1] or not self._owners:
-            return lambda: None
-        if stage not in self._copies:
-            self._copies[stage] = [
-                {name: None if b is None else b.detach().clone() for name, b in m._buffers.items()}
-                for m in self._owners
-            ]
-        before = [m._buffers for m in self._owners]
-        for m, buffers in zip(self._owners, self._copies[stage], strict=True):
-            m._buffers = buffers
-
-        def put_back() -> None:
-            for m, buffers in zip(self._owners, before, strict=True):
-                m._buffers = buffers
-
-        return put_back
-
-    def forget(self) -> None:
-        """Begin anew from the module's buffers (they were loaded, or changed outside of training passes)."""
-        self._copies.clear()
-
-
 class StageRunner(nn.Module):
     """The submodule of a torch ``PipelineStage``.
+
+    Args:
+        ground: what the pipeline is cut from.
+        course: how far its passes are.
+        stage: its index.
+        blocks: the stage's own blocks.
+        whole: the module, for a rank's only stage.
+        buffers: the rank's buffers outside the blocks.
+        metrics: the module's.
+        outside: gives the rank's parameters outside its blocks.
 
     Attributes:
         stage: its index.
@@ -165,9 +107,26 @@ class StageRunner(nn.Module):
 
     blocks: list[nn.Module]
 
-    def __init__(self, pipeline: "Pipeline", stage: int, blocks: list[nn.Module], *, whole: nn.Module | None) -> None:
+    def __init__(
+        self,
+        ground: Ground,
+        course: Course,
+        stage: int,
+        blocks: list[nn.Module],
+        *,
+        whole: nn.Module | None,
+        buffers: OuterBuffers,
+        metrics: list[Metric],
+        outside: Callable[[], Iterable[nn.Parameter]],
+    ) -> None:
         super().__init__()
-        self.__dict__["_pipeline"] = pipeline
+        self._ground, self._course, self._outer, self._metrics, self._outside = (
+            ground,
+            course,
+            buffers,
+            metrics,
+            outside,
+        )
         self.__dict__["blocks"] = blocks  # not registered here: see below
         self.stage = stage
         if whole is not None:  # the rank's only stage: a root over all that the rank holds
@@ -181,7 +140,7 @@ class StageRunner(nn.Module):
             yield from super().parameters(recurse)
             return
         seen: set[int] = set()
-        for p in (*super().parameters(), *self.__dict__["_pipeline"].outer_parameters()):
+        for p in (*super().parameters(), *self._outside()):
             if id(p) not in seen:
                 seen.add(id(p))
                 yield p
@@ -189,7 +148,8 @@ class StageRunner(nn.Module):
     @contextmanager
     def again(self, mb: int, *, last: bool) -> Iterator[None]:
         """The view of a micro-batch's forward pass; after its ``last`` backward pass it is let go of."""
-        running = self.__dict__["_pipeline"].running
+        running = self._course.running
+        assert running is not None
         with running.passes[self.stage, mb].again():
             yield
         if last:
@@ -205,25 +165,24 @@ class StageRunner(nn.Module):
         Returns:
             The hidden state for the stage after; on the last, the loss, shape ().
         """
-        pipeline: Pipeline = self.__dict__["_pipeline"]
-        running = pipeline.running
+        running = self._course.running
         assert running is not None
         try:
-            return self._forward(pipeline, running, received[0] if received else None, int(mb))
+            return self._forward(running, received[0] if received else None, int(mb))
         except BaseException as error:
             running.failure = error
             raise
 
-    def _forward(self, pipeline: "Pipeline", running: Running, received: Tensor | None, mb: int) -> Tensor:
-        where, who = pipeline.layout, pipeline.who
+    def _forward(self, running: Running, received: Tensor | None, mb: int) -> Tensor:
+        where, who, stack = self._ground.layout, self._ground.who, self._ground.stack
         first, end = where.bounds[self.stage]
         is_last = self.stage == where.num_stages - 1
-        stream = Stream(pipeline.seed, "train", running.number, mb)
-        run = Pass(pipeline.stack, first, end, stream, received, training=True)
+        stream = Stream(self._course.seed, "train", running.number, mb)
+        run = Pass(stack, first, end, stream, received, training=True)
         running.passes[self.stage, mb] = run
-        put_back = pipeline.outer_buffers.put(self.stage)
+        put_back = self._outer.put(self.stage)
         try:
-            with running.recorders.recorded(self.stage), metrics_kept(() if is_last else pipeline.metrics):
+            with running.recorders.recorded(self.stage), metrics_kept(() if is_last else self._metrics):
                 output, exited = left(run, running.step, running.microbatches[mb])
         finally:
             put_back()
@@ -234,7 +193,7 @@ class StageRunner(nn.Module):
         shape, dtype = running.likes[self.stage]
         if tuple(output.shape) != shape or output.dtype != dtype:
             raise ValueError(
-                f"{who}: micro-batch {mb} left stage {self.stage} (before block {end} of {pipeline.stack.path!r}) with a"
+                f"{who}: micro-batch {mb} left stage {self.stage} (before block {end} of {stack.path!r}) with a"
                 f" hidden state of shape {tuple(output.shape)} and type {output.dtype}; the stages are set up for"
                 f" {shape} and {dtype}, as the first micro-batch had it. Expected micro-batches whose hidden states have"
                 " one shape: pad all samples of a batch to one length before training_step, and drop no tokens by chance."

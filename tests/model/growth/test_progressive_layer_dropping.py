@@ -16,6 +16,7 @@ from lightning_eff._core.blocks import BlockStack, find_stack
 from lightning_eff._core.rng import keyed_generator
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import silent
+from lightning_eff._core.technique import techniques_of
 from lightning_eff.model.growth.progressive_layer_dropping import draw, keep_probabilities, theta
 from tests.cases import Case, no_blocks
 from tests.core.nop import Nop
@@ -469,7 +470,7 @@ def test_ddp_is_told_to_look_for_unused_parameters_and_static_graphs_are_refused
     strategy.broadcast = lambda obj, src=0: obj  # type: ignore[method-assign]
     t, technique = opened(strategy)
     net = TinyGPT()
-    Session.open(t, net, "fit")
+    Session.open(t, net, techniques_of(t), "fit")
     assert strategy._ddp_kwargs == {"find_unused_parameters": True}
     technique.session.close()
     assert strategy._ddp_kwargs == {}
@@ -478,14 +479,14 @@ def test_ddp_is_told_to_look_for_unused_parameters_and_static_graphs_are_refused
     static.broadcast = lambda obj, src=0: obj  # type: ignore[method-assign]
     t, _ = opened(static)
     with pytest.raises(ValueError, match=r"got DDPStrategy\(static_graph=True\); expected static_graph=False"):
-        Session.open(t, net, "fit")
+        Session.open(t, net, techniques_of(t), "fit")
 
     strategy = DDPStrategy()
     strategy.broadcast = lambda obj, src=0: obj  # type: ignore[method-assign]
     t, technique = opened(strategy)
     checkpointed: Any = hugging_face("gpt2")
     checkpointed.model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": True})
-    Session.open(t, checkpointed, "fit")
+    Session.open(t, checkpointed, techniques_of(t), "fit")
     with pytest.raises(ValueError, match="checkpointed with use_reentrant=True, under DDP; expected use_reent"):
         technique.on_model(technique.session)
     technique.session.close()

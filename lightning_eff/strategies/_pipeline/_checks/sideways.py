@@ -24,7 +24,7 @@ from torchmetrics import Metric
 from lightning_eff._core import rng
 from lightning_eff._core.steps import silent
 from lightning_eff.strategies._pipeline._losses.probing import perturbed
-from lightning_eff.strategies._pipeline.runner import Step
+from lightning_eff.strategies._pipeline.course import Step
 from lightning_eff.strategies._pipeline.streams import Stream
 from lightning_eff.strategies._pipeline.view import Marks, Stack, uncut
 
