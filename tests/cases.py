@@ -31,6 +31,7 @@ class Case:
         sharded: whether tests of its own run it under strategies that shard parameters.
         refuses: models of ``tests.models`` on which ``active`` is refused, with what the error must say.
         neutral_by_machine: whether it is the machine, and not its settings, that decides if it is neutral.
+        outside_surveys: whether it stands in neither of the surveys.
         refuses_manual: whether these settings refuse manual optimization; None where the class says it.
         on_classifier: builds it for ``classifier``, where ``active`` does not suit that module.
         neutral_on_classifier: ``neutral`` for ``classifier``, where that does not suit it.
@@ -50,6 +51,7 @@ class Case:
     sharded: bool = False
     refuses: Mapping[str, str] = field(default_factory=dict)
     neutral_by_machine: bool = False
+    outside_surveys: bool = False
     refuses_manual: bool | None = None
     on_classifier: Callable[[], Technique] | None = None
     neutral_on_classifier: Callable[[], Technique] | None = None

@@ -23,7 +23,12 @@ from tests.runs import (
 
 CASES = {
     "ExactResume": Case(
-        active=lambda: ExactResume(), neutral=lambda: ExactResume(), exact=True, figure="batches", anywhere=True
+        active=lambda: ExactResume(),
+        neutral=lambda: ExactResume(),
+        exact=True,
+        figure="batches",
+        outside_surveys=True,
+        anywhere=True,
     )
 }
 
