@@ -9,7 +9,17 @@ import pytest
 from lightning_eff import _source_tree
 
 ROOT = Path(__file__).parent.parent
-WITHOUT = ("triton", "deepspeed", "bitsandbytes", "peft", "transformers", "jsonargparse", "torchao", "matplotlib")
+WITHOUT = (
+    "triton",
+    "deepspeed",
+    "bitsandbytes",
+    "peft",
+    "transformers",
+    "jsonargparse",
+    "torchao",
+    "matplotlib",
+    "scipy",
+)
 
 # Without `site` no .pth file is read, and so no editable installation; the packages beside it are searched all the same.
 CODE = """

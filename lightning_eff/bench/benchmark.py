@@ -18,7 +18,7 @@ from lightning_eff.bench.pace import SCHEDULES, Budget, Incomparable, Pace, mode
 from lightning_eff.bench.progress import PlanBar
 from lightning_eff.bench.references import References, mean_cost
 from lightning_eff.bench.reports.export import log, write_csvs
-from lightning_eff.bench.reports.report import require_matplotlib, write_html, write_pngs
+from lightning_eff.bench.reports.report import require_extra, write_html, write_pngs
 from lightning_eff.bench.reports.statistics import summarize
 from lightning_eff.bench.results import SCHEMA, now, save, write_json
 from lightning_eff.bench.running.jobs import Job, crashed
@@ -175,7 +175,7 @@ class Benchmark:
             RuntimeError: if the baseline crashes or diverges in its rehearsal: then there is nothing to compare with.
         """
         if report:
-            require_matplotlib()
+            require_extra()
         self.out.mkdir(parents=True, exist_ok=True)
         if len(self.budgets) > 1:
             return several.run(self._at, self.budgets, self.out, progress=progress, report=report)

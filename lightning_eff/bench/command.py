@@ -118,9 +118,9 @@ def _run(argv: Sequence[str]) -> None:
     options = parser().parse_args(argv)
     from lightning_eff.bench.arms import named
     from lightning_eff.bench.benchmark import Benchmark
-    from lightning_eff.bench.reports.report import require_matplotlib
+    from lightning_eff.bench.reports.report import require_extra
 
-    require_matplotlib()
+    require_extra()
     baseline_name, baseline = named(options.baseline)
     recipes: dict[str, Any] = {}
     for text in options.recipe:
@@ -240,14 +240,14 @@ def _logger(text: str, out: Path) -> Any:
 def _report(argv: Sequence[str]) -> None:
     from lightning_eff.bench import several
     from lightning_eff.bench.reports.export import write_csvs
-    from lightning_eff.bench.reports.report import require_matplotlib, write_html, write_pngs
+    from lightning_eff.bench.reports.report import require_extra, write_html, write_pngs
     from lightning_eff.bench.reports.statistics import summarize
     from lightning_eff.bench.results import load, save
 
     options = Arguments("lightning-eff bench report", description="Draw a bench's report again.")
     options.add_argument("folder", type=Path, metavar="DIR", help="the folder of a bench, or its results.json")
     folder = options.parse_args(argv).folder
-    require_matplotlib()
+    require_extra()
     every = several.found(folder)
     for results in every.values() or [load(folder)]:
         results["summary"] = summarize(results)

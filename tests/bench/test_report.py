@@ -211,11 +211,21 @@ def test_matplotlibs_settings_are_the_users_again(made):
 
 def test_without_matplotlib_it_is_told_at_once(made, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for call in (report.require_matplotlib, lambda: report.write_html(made, tmp_path / "report.html")):
+    for call in (report.require_extra, lambda: report.write_html(made, tmp_path / "report.html")):
         with pytest.raises(ModuleNotFoundError, match=r'pip install "lightning-eff\[bench\]"'):
             call()
     assert not list(tmp_path.iterdir())
     assert report.table(made, 80)  # which draws nothing
+
+
+def test_without_scipy_it_is_told_at_once(monkeypatch):
+    for name in ("scipy", "scipy.special"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for call in (report.require_extra, lambda: intervals.t_quantile(0.975, 2)):
+        with pytest.raises(
+            ModuleNotFoundError, match=r'scipy, which is not installed.*pip install "lightning-eff\[bench\]"'
+        ):
+            call()
 
 
 @pytest.mark.parametrize(
@@ -230,4 +240,4 @@ def test_importing_it_imports_neither_matplotlib_nor_numpy(module):
         names = (
             [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in getattr(node, "names", [])]
         )
-        assert not {name.split(".")[0] for name in names} & {"matplotlib", "numpy"}
+        assert not {name.split(".")[0] for name in names} & {"matplotlib", "numpy", "scipy"}

@@ -1,5 +1,6 @@
 """A figure of the report and how it leaves matplotlib: as SVG for the page and as PNG, without global state."""
 
+import importlib
 import math
 import re
 from contextlib import AbstractContextManager
@@ -26,20 +27,20 @@ class Drawing:
     figure: "Figure"
 
 
-def require_matplotlib() -> None:
-    """Raise at once, rather than after hours of training, if the report cannot be drawn.
+def require_extra() -> None:
+    """Raise at once, rather than after hours of training, if the report cannot be made.
 
     Raises:
-        ModuleNotFoundError: matplotlib is not installed.
+        ModuleNotFoundError: matplotlib or scipy is not installed.
     """
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "The bench draws its report with matplotlib, which is not installed. "
-            'Install it: pip install "lightning-eff[bench]"',
-            name=error.name,
-        ) from error
+    for name, what in (("matplotlib", "draws its report with"), ("scipy", "tells differences by")):
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f'The bench {what} {name}, which is not installed. Install it: pip install "lightning-eff[bench]"',
+                name=error.name,
+            ) from error
 
 
 def svg(drawing: Drawing) -> str:

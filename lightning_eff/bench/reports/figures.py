@@ -16,7 +16,7 @@ from lightning_eff.bench.reports.drawing import (
     grid_of,
     label,
     one,
-    require_matplotlib,
+    require_extra,
     style,
 )
 from lightning_eff.bench.reports.pareto import pareto
@@ -54,7 +54,7 @@ def draw(results: dict[str, Any], summary: dict[str, dict[str, Any]]) -> list[Dr
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    require_matplotlib()
+    require_extra()
     with style():
         lines = _lines(results, summary)
         drawings = [speedups(results, summary)]

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_eff.bench.reports import findings, words
-from lightning_eff.bench.reports.drawing import png, require_matplotlib
+from lightning_eff.bench.reports.drawing import png, require_extra
 from lightning_eff.bench.reports.figures import draw
 from lightning_eff.bench.reports.report_html import page
 from lightning_eff.bench.reports.statistics import summarize
 
-__all__ = ["require_matplotlib", "table", "write_html", "write_pngs"]
+__all__ = ["require_extra", "table", "write_html", "write_pngs"]
 
 NARROWEST, WIDEST = 80, 160
 
