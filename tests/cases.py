@@ -35,6 +35,8 @@ class Case:
         refuses_manual: whether these settings refuse manual optimization; None where the class says it.
         on_classifier: builds it for ``classifier``, where ``active`` does not suit that module.
         neutral_on_classifier: ``neutral`` for ``classifier``, where that does not suit it.
+        architecture: whether its purpose is other parameters: its checkpoints are then those of ``apply(plain)``.
+        stays: of an architecture that ``export`` cannot make plain again, what the error must say.
         anywhere: whether it acts on weights or samples that every module has, so that there is nothing to be found.
         lost: otherwise, a module on which it can find nothing to act on, with what the error must say.
         as_is: builds it for ``lost``, where ``active`` is made for modules as small as that.
@@ -55,6 +57,8 @@ class Case:
     refuses_manual: bool | None = None
     on_classifier: Callable[[], Technique] | None = None
     neutral_on_classifier: Callable[[], Technique] | None = None
+    architecture: bool = False
+    stays: str = ""
     anywhere: bool = False
     lost: tuple[Callable[[], pl.LightningModule], str, str] | None = None
     as_is: Callable[[], Technique] | None = None
@@ -98,3 +102,10 @@ ALL: Beside[Case] = Beside(beside("CASES", of="tests.cases.Case"), "CASES")
 CASES = ALL.only(set(lightning_eff.__all__))
 # Techniques that are not exported: they stand in for others in the control arms of a comparison.
 STAND_INS = ALL.only(set(ALL) - set(CASES))
+# Techniques of the tests alone, which show a way in that no exported technique has yet.
+EXAMPLES: Beside[Case] = Beside(beside("EXAMPLES", of="tests.cases.Case"), "EXAMPLES")
+
+
+def case_of(name: str) -> Case:
+    """The case of a technique, be it exported, a stand-in or of the tests alone."""
+    return ALL[name] if name in ALL else EXAMPLES[name]

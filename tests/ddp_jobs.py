@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_eff.data.exact_resume import ExactResume
 from lightning_eff.optim.averaging.latest_weight_averaging import LatestWeightAveraging
 from lightning_eff.optim.sharpness.sharpness_aware_minimization import SharpnessAwareMinimization
-from tests.cases import ALL
+from tests.cases import ALL, case_of
 from tests.covering import Stack
 from tests.models import Samples, flat, loader, module, trainer
 from tests.plugins import PLUGINS
@@ -58,7 +58,7 @@ def contract(what: str, root: Path) -> Any:
 
 def alone(name: str, root: Path) -> dict[str, Any]:
     """Train and resume within the second epoch; what differs, and whether the ranks end alike."""
-    case = ALL[name]
+    case = case_of(name)
 
     def build() -> list[Any]:
         return [case.active()]

@@ -23,11 +23,11 @@ from torch import nn
 
 import lightning_eff
 from lightning_eff._core.technique import Control, Technique, techniques_of
-from tests.cases import ALL, CASES, STAND_INS
+from tests.cases import ALL, CASES, EXAMPLES, STAND_INS, Case, case_of
 from tests.conftest import Once
 from tests.covering import Stack, gathered
 from tests.ddp import launch
-from tests.models import flat, loader, module, trainer
+from tests.models import flat, loader, make_batch, module, trainer
 from tests.runs import (
     MODES,
     NUM_STEPS,
@@ -43,6 +43,7 @@ from tests.stacks import MODEL, cut_down, declared
 
 NAMES = sorted(CASES)
 every = pytest.mark.parametrize("name", NAMES)
+every_and_examples = pytest.mark.parametrize("name", [*NAMES, *sorted(STAND_INS), *sorted(EXAMPLES)])
 every_and_stand_ins = pytest.mark.parametrize("name", [*NAMES, *sorted(STAND_INS)])
 
 
@@ -145,9 +146,9 @@ def groups(config: pytest.Config) -> list[Stack]:
     return gathered(CASES, refused) + gathered(STAND_INS, refused)
 
 
-@every_and_stand_ins
+@every_and_examples
 def test_resume_equals_uninterrupted_from_every_step(name: str, tmp_path: Path) -> None:
-    case = ALL[name]
+    case = case_of(name)
     assert resume_from_every_step(case.model, lambda: [case.active()], tmp_path) == {}
 
 
@@ -195,7 +196,7 @@ def test_resume_within_accumulation_windows(name: str, tmp_path: Path) -> None:
 def under_ddp(once: Once, request: pytest.FixtureRequest) -> dict[str, Any]:
     """One start of two processes for all: each technique alone, and groups of them in every mode and from every step."""
     name = chosen(request.config)
-    what = [f"alone:{name}" for name in ([*ALL] if name is None else [name])]
+    what = [f"alone:{name}" for name in ([*ALL, *EXAMPLES] if name is None else [name])]
     what += [f"together:{'+'.join(group)}" for group in groups(request.config)]
     return once("ddp", lambda: launch("contract", *what, timeout=TIMEOUT))
 
@@ -203,7 +204,7 @@ def under_ddp(once: Once, request: pytest.FixtureRequest) -> dict[str, Any]:
 TIMEOUT = 1200  # seconds for all that shares the two processes; who is first waits for all of it
 
 
-@every_and_stand_ins
+@every_and_examples
 @pytest.mark.timeout(TIMEOUT)
 def test_alone_under_ddp(name: str, under_ddp: dict[str, Any]) -> None:
     """It trains, ranks end alike, and a resumed run as the undisturbed one."""
@@ -271,15 +272,22 @@ def test_killed_run_resumes(tmp_path: Path) -> None:
 # -- 4. and 5. checkpoints load strictly into the plain module, with weights_only=True
 
 
-@every_and_stand_ins
+@every_and_examples
 def test_checkpoints_are_the_plain_modules(name: str, tmp_path: Path) -> None:
-    case = ALL[name]
+    case = case_of(name)
     fit(case.model, lambda: [case.active()], directory=tmp_path)
     saved = checkpoints(tmp_path)
     assert len(saved) == NUM_STEPS
     for path in saved:
         checkpoint = torch.load(path, weights_only=True)
-        module(case.model).load_state_dict(checkpoint["state_dict"], strict=True)
+        if case.architecture:
+            _loads_into_what_apply_makes(case, checkpoint)
+        else:
+            module(case.model).load_state_dict(checkpoint["state_dict"], strict=True)
+    if case.architecture:
+        with pytest.raises(RuntimeError, match="state_dict"):
+            fit(case.model, list, resume=saved[4])
+        return
     if case.own_optimizer:
         with pytest.raises(ValueError, match="parameter group"):
             fit(case.model, list, resume=saved[4])
@@ -287,6 +295,25 @@ def test_checkpoints_are_the_plain_modules(name: str, tmp_path: Path) -> None:
     net, t = fit(case.model, list, resume=saved[4])  # a plain trainer goes on from it
     assert t.global_step == NUM_STEPS
     assert flat(net).isfinite().all()
+
+
+def _loads_into_what_apply_makes(case: Case, checkpoint: dict[str, Any]) -> None:
+    """And ``export`` makes the plain module of it again, or says why it cannot."""
+    changed = lightning_eff.apply(module(case.model), case.active())  # pyright: ignore[reportArgumentType]
+    changed.load_state_dict(checkpoint["state_dict"], strict=True)
+    if case.stays:
+        with pytest.raises(ValueError, match=case.stays):
+            lightning_eff.export(changed)
+        return
+    plain = module(case.model)
+    plain.load_state_dict(lightning_eff.export(changed).state_dict(), strict=True)
+    batch = make_batch(case.model)
+    changed.eval()
+    plain.eval()
+    for net in (changed, plain):
+        net.__dict__["log"] = lambda *args, **kwargs: None
+    steps = [net.training_step(batch, 0) for net in (changed, plain)]
+    torch.testing.assert_close(steps[1], steps[0], rtol=1e-5, atol=1e-5)
 
 
 # -- 6. accumulation, clipping, bf16-mixed, DDP
@@ -383,15 +410,17 @@ class _Fails(nn.Module):
             raise RuntimeError("planted")
 
 
-@every_and_stand_ins
+@every_and_examples
 @pytest.mark.parametrize("fails_after", [None, 0, 7])
 def test_leaves_no_trace(name: str, fails_after: int | None) -> None:
-    net, data = module(ALL[name].model), loader(ALL[name].model)
+    net, data = module(case_of(name).model), loader(case_of(name).model)
+    if case_of(name).architecture:  # it stays changed, as it must be for what was trained
+        lightning_eff.apply(net, case_of(name).active())  # pyright: ignore[reportArgumentType]
     handle = net.register_forward_pre_hook(_Fails(10**9 if fails_after is None else fails_after))
     plain = trainer(max_steps=1)
     handle.remove()
     plain.fit(net, data)  # Lightning itself leaves attributes on the module and the strategy in its first fit
-    t = trainer(ALL[name].active(), max_steps=NUM_STEPS)
+    t = trainer(case_of(name).active(), max_steps=NUM_STEPS)
     handle = net.register_forward_pre_hook(_Fails(10**9 if fails_after is None else fails_after))
     before = _traces(net, plain, data)
     if fails_after is None:
@@ -411,11 +440,11 @@ def test_leaves_no_trace(name: str, fails_after: int | None) -> None:
     assert t.global_step == 2
 
 
-@every_and_stand_ins
+@every_and_examples
 def test_the_same_callback_fits_again(name: str) -> None:
-    technique = ALL[name].active()
-    first = final_state(*fit(ALL[name].model, lambda: [technique]))
-    assert differences(first, final_state(*fit(ALL[name].model, lambda: [technique]))) == []
+    technique = case_of(name).active()
+    first = final_state(*fit(case_of(name).model, lambda: [technique]))
+    assert differences(first, final_state(*fit(case_of(name).model, lambda: [technique]))) == []
 
 
 # -- 9. reports what it did

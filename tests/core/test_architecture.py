@@ -16,11 +16,24 @@ import lightning_eff as eff
 from lightning_eff._core._architecture.folding import CannotFold
 from lightning_eff._core._architecture.linear_maps import choose, stacked
 from lightning_eff._core._architecture.record import applied, described
+from tests.cases import Case
 from tests.core.architectures import BiasesOnly, Halved, LowRankAdapter, ScalarNorm
 from tests.models import HuggingFace, TinyClassifier, TinyGPT, flat, loader, make_batch, module, trainer
 from tests.runs import checkpoints, fit
 
 VOCAB = 61
+
+EXAMPLES = {
+    "LowRankAdapter": Case(
+        active=lambda: LowRankAdapter(), neutral=lambda: LowRankAdapter(rank=0), architecture=True, sharded=True
+    ),
+    "ScalarNorm": Case(
+        active=lambda: ScalarNorm(),
+        neutral=lambda: ScalarNorm(),
+        architecture=True,
+        stays="ScalarNorm exchanged LayerNorm at .*: one number takes the place",
+    ),
+}
 
 
 def qwen3() -> HuggingFace:

@@ -15,10 +15,16 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 import lightning_eff as eff
 from lightning_eff._core._samples.chosen import interleaved, share
 from lightning_eff._core._samples.technique import Choice, Epoch
+from tests.cases import Case
 from tests.core.choosers import Again, Easier, Some
 from tests.models import trainer
 
 N = 23
+
+EXAMPLES = {
+    "Easier": Case(active=lambda: Easier(), neutral=lambda: Easier()),
+    "Some": Case(active=lambda: Some(grow=0.2), neutral=lambda: Some(1.0)),
+}
 
 
 class Numbered(Dataset[Any]):
