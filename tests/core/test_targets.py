@@ -311,6 +311,30 @@ def test_an_auxiliary_loss_is_left_alone() -> None:
     check_same(got, [(LAMBDA, one_step(step, (x, y))), (1 - LAMBDA, one_step(step, (x, y.flip(0))))])
 
 
+def test_targets_that_only_look_like_labels_are_left_alone() -> None:
+    """Pseudo-labels of the labels' type, or masked by them, are of the network; classes made of labels are labels."""
+
+    def step(z: Tensor, b: Any, m: Probe) -> Tensor:
+        own = z.detach().argmax(-1).int().type_as(b[1])
+        masked = torch.where(b[1] == 2, -100, own.masked_fill(b[1] == 1, -100))
+        loss = F.cross_entropy(z, own.to(b[1])) + F.cross_entropy(z, masked)
+        return F.binary_cross_entropy_with_logits(z[:, 0], torch.where(b[1] > 1, 1.0, 0.0)) + 0.5 * loss
+
+    x, y = draw(B, D), classes(B)
+    technique = OtherTargets()
+    got = one_step(step, (x, y), technique)
+    assert technique.calls == 1
+
+    def only(z: Tensor, b: Any, m: Probe) -> Tensor:
+        return (
+            step(z, (b[0], y), m)
+            - F.binary_cross_entropy_with_logits(z[:, 0], torch.where(y > 1, 1.0, 0.0))
+            + F.binary_cross_entropy_with_logits(z[:, 0], torch.where(b[1] > 1, 1.0, 0.0))
+        )
+
+    check_same(got, [(LAMBDA, one_step(only, (x, y))), (1 - LAMBDA, one_step(only, (x, y.flip(0))))])
+
+
 def test_all_calls_on_labels_are_meant() -> None:
     def step(z: Tensor, b: Any, m: Probe) -> Tensor:
         return F.cross_entropy(z, b["y"]) + 0.5 * F.cross_entropy(z * 2, b["other"])
