@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, DistributedSampler
 
 import lightning_eff as eff
-from tests.core.architectures import LowRankAdapter, ScalarNorm
+from tests.core.architectures import LowRankAdapter
 from tests.core.choosers import Easier, Some
 from tests.core.test_samples import N, Net, Numbered
 from tests.models import flat, loader, make_batch, module, trainer
@@ -44,14 +44,14 @@ def samples(root: Path) -> dict[str, Any]:
     }
     for kind, build in loaders.items():
         settings: dict[str, Any] = {**TWO, "use_distributed_sampler": "own" not in kind, "max_steps": 9}
-        for technique in (Some(0.6), Easier()):
+        for technique in [Easier()] if kind == "workers" else [Some(0.6)]:
             name = f"{kind}, {type(technique).__name__}"
             pl.seed_everything(5, verbose=False)
             net, saver = Net(), ModelCheckpoint(root / name, every_n_train_steps=1, save_top_k=-1, filename="{step}")
             trainer(technique, saver, **settings, enable_checkpointing=True).fit(net, build())
             torch.distributed.barrier()
             again = {}
-            for step in (2, net.bars[0], 7):
+            for step in (net.bars[0], 7):
                 pl.seed_everything(6, verbose=False)
                 resumed = Net()
                 path = root / name / f"step={step}.ckpt"
@@ -77,11 +77,11 @@ def sharded(root: Path) -> dict[str, Any]:
         try:
             pl.seed_everything(1, verbose=False)
             net = module("tiny_gpt", dropout=0.0)
-            settings: dict[str, Any] = {"devices": 2, "max_steps": 3}
-            t = trainer(LowRankAdapter(), strategy=eff.HybridParallelStrategy(**sizes), **settings)
+            saver = ModelCheckpoint(root / name, every_n_train_steps=3, filename="{step}")
+            settings: dict[str, Any] = {"devices": 2, "max_steps": 3, "enable_checkpointing": True}
+            t = trainer(LowRankAdapter(), saver, strategy=eff.HybridParallelStrategy(**sizes), **settings)
             t.fit(net, loader("tiny_gpt", 40))
-            path = root / f"{name}.ckpt"
-            t.save_checkpoint(path)
+            path = root / name / "step=3.ckpt"
             torch.distributed.barrier()
             pl.seed_everything(1, verbose=False)
             plain = eff.apply(module("tiny_gpt", dropout=0.0), LowRankAdapter())
@@ -118,7 +118,6 @@ def main() -> None:
     torch.set_num_threads(1)
     root = Path(sys.argv[1])
     result = {"samples": samples(root), "sharded": sharded(root), "divided": divided_before(root), "N": N}
-    assert ScalarNorm
     if torch.distributed.get_rank() == 0:
         (root / "result.json").write_text(json.dumps(result))
     torch.distributed.barrier()
