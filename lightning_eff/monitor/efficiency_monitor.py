@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from lightning_eff._core._run.metrics import CurrentMetrics
 from lightning_eff.monitor import _counting as counting
+from lightning_eff.monitor._cost import Prices, cost_row, run_cost, unseen
 from lightning_eff.monitor._phases import PHASES
 from lightning_eff.monitor._watch import Totals, Watch
 from lightning_eff.monitor.machine import EnergyMeter, Peak, measured_peak, peak_flops, peak_memory, reset_peak_memory
@@ -45,14 +46,21 @@ class EfficiencyMonitor(Callback):
       ``validation_seconds`` apart. On CUDA they are of the device's stream, by events that nothing waits for. In manual
       optimization a backward pass other than through ``manual_backward`` counts as forward.
     - ``energy_joules`` where the machine tells: the host's CPU packages by RAPL with all that runs on them, and this
-      rank's GPU by NVML. ``co2_grams`` where ``grid_g_per_kwh`` says what they stand for.
+      rank's GPU by NVML. ``co2_grams`` where ``co2_per_kwh`` says what they stand for.
+    - ``cost``, so far and at the end, where prices are given: ``hours_cost`` for the time since this fit started on all
+      its devices (validation with it), ``energy_cost`` for the energy. Where energy is not known, or the counters of
+      this process do not see all devices of the run, ``cost`` lacks it, and the table says so.
 
     Steps in which FLOPs are counted are slower: their time stands apart (``counting_seconds``) and is in no rate. Losses
     and weights are bit for bit those without the monitor, beside every technique and plugin: operators are recorded and
     graphs are read, and nothing stands between. The peak of memory is reset as fit starts.
 
     Args:
-        grid_g_per_kwh: grams of CO2 for a kWh of the electricity used, >= 0; None tells no CO2.
+        price_per_hour: of one device, such as a rented accelerator, >= 0, in any currency: a run on n devices pays n
+            times that (of a machine rented as a whole, give its price divided by the processes on it). None tells none.
+        price_per_kwh: of the electricity used, >= 0, in that currency. None tells none.
+        co2_per_kwh: grams of CO2 for a kWh of the electricity used, >= 0; None tells no CO2.
+        grid_g_per_kwh: the same, by its older name.
         peak: the device's peak in FLOP/s, > 0, in place of its data sheet's.
         measure_peak: measure the peak, by large matrix products in about 0.2 s as fit starts; for CPUs and devices of
             no known peak. ``peak`` and the data sheet go before it.
@@ -66,6 +74,9 @@ class EfficiencyMonitor(Callback):
     def __init__(
         self,
         *,
+        price_per_hour: float | None = None,
+        price_per_kwh: float | None = None,
+        co2_per_kwh: float | None = None,
         grid_g_per_kwh: float | None = None,
         peak: float | None = None,
         measure_peak: bool = False,
@@ -77,6 +88,13 @@ class EfficiencyMonitor(Callback):
                 f"EfficiencyMonitor(grid_g_per_kwh={grid_g_per_kwh}): expected grams of CO2 per kWh, a finite number"
                 " >= 0, or None. Grid operators publish theirs."
             )
+        if grid_g_per_kwh is not None and co2_per_kwh is not None:
+            raise ValueError(
+                f"EfficiencyMonitor({co2_per_kwh=}, {grid_g_per_kwh=}): these are two names of one thing; expected one of"
+                " them. Leave grid_g_per_kwh out."
+            )
+        self.prices = Prices(price_per_hour, price_per_kwh, grid_g_per_kwh if co2_per_kwh is None else co2_per_kwh)
+        self.prices.check("EfficiencyMonitor")
         if peak is not None and not 0 < peak < math.inf:
             raise ValueError(
                 f"EfficiencyMonitor(peak={peak}): expected FLOP/s, a finite number > 0 such as 312e12, or None for the"
@@ -87,7 +105,6 @@ class EfficiencyMonitor(Callback):
                 f"EfficiencyMonitor(max_counts={max_counts!r}): expected an integer >= 0, a number of kinds of step. 0"
                 " counts no FLOPs and no activations."
             )
-        self.grid_g_per_kwh = grid_g_per_kwh
         self.peak = peak
         self.measure_peak = measure_peak
         self.max_counts = max_counts
@@ -105,6 +122,7 @@ class EfficiencyMonitor(Callback):
         self._peak_reset = False
         self._logged = (0, 0, 0.0, 0, 0, 0.0)
         self._first_step = 0
+        self._began = time.perf_counter()
 
     # -- Lightning's hooks
 
@@ -231,7 +249,9 @@ class EfficiencyMonitor(Callback):
         hardware = _rate(totals.model + totals.more, totals.known_seconds)
         peak = self._peak.flops if self._peak is not None else None
         joules = self._energy.joules if self._energy is not None else None
-        grid = self.grid_g_per_kwh
+        sources = self._energy.sources if self._energy is not None else []
+        dark = unseen(sources, device=watch.device.type, processes=world, nodes=trainer.num_nodes)
+        spent = time.perf_counter() - self._began
         memory = {name: self._memory.get(name) for name in _MEMORY}
         held = [k.activation_bytes for k in watch.kinds.values() if k.activation_bytes is not None]
         memory["activations"] = max(held, default=None)
@@ -265,8 +285,8 @@ class EfficiencyMonitor(Callback):
             "peak_kind": used.kind,
             "peak_reset": self._peak_reset,
             "energy_joules": joules,
-            "energy_sources": self._energy.sources if self._energy is not None else [],
-            "co2_grams": None if joules is None or grid is None else joules / 3.6e6 * grid,
+            "energy_sources": sources,
+            **run_cost(self.prices, seconds=spent, devices=world, joules=joules, unseen=dark),
         }
 
     def _metrics(self) -> dict[str, float]:
@@ -286,13 +306,13 @@ class EfficiencyMonitor(Callback):
             **{f"{name}_bytes": value for name, value in now["memory"].items()},
             **{f"{phase}_seconds": value for phase, value in now["phases"].items()},
             **{name: now[name] for name in ("validation_seconds", "counting_seconds", "peak_bytes")},
-            **{name: now[name] for name in ("energy_joules", "co2_grams")},
+            **{name: now[name] for name in ("energy_joules", "co2_grams", "hours_cost", "energy_cost", "cost")},
         }
         return {f"eff/monitor/{name}": float(value) for name, value in found.items() if value is not None}
 
     def text(self) -> str:
         """The closing table, a line for each thing."""
-        rows = _rows(self.summary())
+        rows = _rows(self.prices, self.summary())
         width = max(len(name) for name, _ in rows)
         return "\n".join(["", "What this run cost", *(f"  {name:<{width}}  {value}" for name, value in rows), ""])
 
@@ -313,7 +333,7 @@ def _rate(amount: float, seconds: float) -> float | None:
     return amount / seconds if seconds > 0 and amount else None
 
 
-def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:
+def _rows(prices: Prices, s: dict[str, Any]) -> list[tuple[str, str]]:
     rated = f"over {s['rated_seconds']:.1f} s of training"
     rows = [
         (f"{unit}/s", f"{s[f'{unit}_per_second']:,.0f} {rated}")
@@ -339,6 +359,9 @@ def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:
     else:
         co2 = "" if s["co2_grams"] is None else f", {s['co2_grams']:,.3g} g of CO2"
         rows.append(("energy", f"{s['energy_joules']:,.0f} J{co2} ({', '.join(s['energy_sources'])})"))
+    money = cost_row(prices, s)
+    if money is not None:
+        rows.append(("cost", money))
     rows.append(("the monitor", f"counted {s['counted_batches']:,} batches, {s['counting_seconds']:.1f} s, in no rate"))
     return rows
 

@@ -683,6 +683,9 @@ def test_flops_under_ddp() -> None:
 def test_arguments_out_of_range() -> None:
     wrong: Sequence[dict[str, Any]] = [
         {"grid_g_per_kwh": -1.0},
+        {"co2_per_kwh": -1.0},
+        {"price_per_hour": float("inf")},
+        {"price_per_kwh": "0.3"},
         {"peak": 0.0},
         {"max_counts": -1},
         {"max_counts": 1.5},
@@ -691,6 +694,8 @@ def test_arguments_out_of_range() -> None:
         (name,) = kwargs
         with pytest.raises(ValueError, match=rf"EfficiencyMonitor\({name}=.*expected"):
             EfficiencyMonitor(**kwargs)
+    with pytest.raises(ValueError, match="two names of one thing"):
+        EfficiencyMonitor(co2_per_kwh=400.0, grid_g_per_kwh=400.0)
     with pytest.raises(RuntimeError, match="watched no run"):
         EfficiencyMonitor().summary()
 
