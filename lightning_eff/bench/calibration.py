@@ -7,7 +7,7 @@ from statistics import fmean, median
 from typing import Any
 
 from lightning_eff.bench.pace import Incomparable
-from lightning_eff.bench.reports.intervals import paired_interval, speed_ratio
+from lightning_eff.bench.reports.intervals import paired_interval, paired_ratio
 
 FEWEST_STEPS = 20  # in a budget
 DECAYED = 0.1  # of its peak, at most, is what is left of a decayed learning rate; cosine schedules often end there
@@ -89,7 +89,7 @@ def tied(
         baseline: the baseline's.
         pairs: samples per second of the baseline and of the arm, in each round.
     """
-    measured = speed_ratio(pairs)
+    measured = paired_ratio(pairs)
     scale = _priced_rate(blocks) / _priced_rate(baseline) / (measured.estimate if measured is not None else 1.0)
     return [{**price, "seconds": price["seconds"] * scale} for price in prices(blocks)]
 

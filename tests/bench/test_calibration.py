@@ -7,7 +7,7 @@ import pytest
 
 from lightning_eff.bench import calibration
 from lightning_eff.bench.pace import Incomparable
-from lightning_eff.bench.reports.intervals import speed_ratio
+from lightning_eff.bench.reports.intervals import paired_ratio
 
 
 def block(times: list[float], kinds: list[str] | None = None, **more) -> dict:
@@ -43,7 +43,7 @@ def machine(seed: int, count: int = 2, rounds: int = 8, steps: int = 32) -> Call
 
 def ratio(seed: int, slower: float):
     base, arm = machine(seed)([0.01, 0.01 * slower])
-    return speed_ratio(calibration.rates(base, arm))
+    return paired_ratio(calibration.rates(base, arm))
 
 
 def test_two_copies_show_no_difference() -> None:
@@ -69,7 +69,7 @@ def test_slow_steps_that_come_back_count_and_the_machines_own_do_not() -> None:
     once = [*plain[:4], block([0.01] * 20 + [0.5] * 5 + [0.01] * 7)]
     for arm, seconds in ((recurring, 0.01 + 0.04 * 4 / 31), (once, 0.01)):
         pairs = calibration.rates(plain, arm)
-        assert speed_ratio(pairs).estimate == pytest.approx(0.01 / seconds, rel=1e-6)
+        assert paired_ratio(pairs).estimate == pytest.approx(0.01 / seconds, rel=1e-6)
         assert calibration.tied(arm, plain, pairs)[0]["seconds"] == pytest.approx(seconds, rel=1e-6)
 
 
@@ -86,7 +86,7 @@ def test_prices_stand_to_the_baselines_as_the_paired_speeds_do() -> None:
     pairs = calibration.rates(base, arm)
     (price,) = calibration.tied(arm, base, pairs)
     (unit,) = calibration.prices(base)
-    assert price["seconds"] / unit["seconds"] == pytest.approx(speed_ratio([(b, a) for a, b in pairs]).estimate)
+    assert price["seconds"] / unit["seconds"] == pytest.approx(paired_ratio([(b, a) for a, b in pairs]).estimate)
     assert calibration.tied(base, base, [(x, x) for x, _ in pairs])[0]["seconds"] == pytest.approx(unit["seconds"])
 
 

@@ -89,14 +89,14 @@ def test_seeds_needed_is_the_least_with_the_power() -> None:
 
 
 def test_seeds_needed_stands_with_arms_that_show_no_difference() -> None:
-    made = synthetic.results({"baseline": 1.0, "a": 1.02, "b": 1.4}, noise=0.03)
+    made = synthetic.results({"baseline": 1.0, "c": 1.02, "b": 1.4}, noise=0.03)
     summary = summarize(made)
-    assert summary["a"]["verdict"] == "no difference shown" and summary["b"]["verdict"] == "faster"
+    assert summary["c"]["verdict"] == "no difference shown" and summary["b"]["verdict"] == "faster"
     assert summary["b"]["seeds_needed"] is None and "seeds in all" not in summary["b"]["sentence"]
-    if summary["a"]["seeds_needed"]:
-        assert f"{summary['a']['seeds_needed']} seeds in all" in summary["a"]["sentence"]
+    if summary["c"]["seeds_needed"]:
+        assert f"{summary['c']['seeds_needed']} seeds in all" in summary["c"]["sentence"]
     else:
-        assert "would not be shown by 200 seeds" in summary["a"]["sentence"]
+        assert "would not be shown by 200 seeds" in summary["c"]["sentence"]
 
 
 def test_what_differs_in_model_batch_or_rate_is_shown() -> None:

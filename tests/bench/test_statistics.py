@@ -1,23 +1,14 @@
 """The bench's statistics: coverage by simulation, figures against hand-made ones, and no verdict beyond its interval."""
 
-import itertools
 import json
 import math
 from random import Random
 
 import pytest
 
-from lightning_eff.bench.reports import findings, intervals, statistics
-from lightning_eff.bench.reports.intervals import percentile_bounds, t_quantile
-from lightning_eff.bench.reports.statistics import (
-    Interval,
-    equivalent_seconds,
-    paired_interval,
-    paired_ratio,
-    speed_up,
-    summarize,
-    time_to,
-)
+from lightning_eff.bench.reports import findings, statistics
+from lightning_eff.bench.reports.intervals import Interval, paired_interval, paired_ratio, t_quantile
+from lightning_eff.bench.reports.statistics import equivalent_seconds, speed_up, summarize, time_to
 from tests.bench import synthetic
 
 
@@ -44,43 +35,27 @@ def test_t_quantile_is_the_tables(probability, degrees, expected):
 
 @pytest.mark.parametrize("n", [3, 5, 10])
 def test_interval_covers_the_mean_of_normal_data(n):
-    random, covered, rounds = Random(n), 0, 1000
-    for _ in range(rounds):
-        interval = paired_interval([random.gauss(0.3, 1) for _ in range(n)], resamples=400 if n > 5 else 10_000)
-        covered += not interval.excludes(0.3)
-    assert covered / rounds >= 0.92
+    """95 % of 4000 draws, to within four standard errors of that count."""
+    random, rounds = Random(n), 4000
+    covered = sum(not paired_interval([random.gauss(0.3, 1) for _ in range(n)]).excludes(0.3) for _ in range(rounds))
+    assert covered / rounds == pytest.approx(0.95, abs=4 * math.sqrt(0.95 * 0.05 / rounds))
 
 
-def test_plain_percentile_interval_is_too_narrow_at_three():
-    random, covered, rounds = Random(3), 0, 1000
-    for _ in range(rounds):
-        low, high = percentile_bounds([random.gauss(0.3, 1) for _ in range(3)])
-        covered += low <= 0.3 <= high
-    assert 0.70 < covered / rounds < 0.80  # 1 - 2 / 2^3: the interval is from the least to the greatest
+@pytest.mark.parametrize("n", [3, 6, 8])
+def test_wild_values_widen_the_interval_rather_than_mislead_it(n):
+    """One round in ten is eight times as far off, as on a machine that others use: the mean is still covered."""
+    random, rounds = Random(n), 4000
+    drawn = [[random.gauss(0.3, 8 if random.random() < 0.1 else 1) for _ in range(n)] for _ in range(rounds)]
+    assert sum(not paired_interval(values).excludes(0.3) for values in drawn) / rounds >= 0.945
 
 
-def test_interval_at_three_is_the_stretched_range():
-    stretch = 4.302653 / 1.959964 * math.sqrt(3 / 2)
+def test_interval_is_students():
+    """By hand: mean 3, s = √7, so ± 4.302653 · √(7 / 3); at 80 % the quantile is 1.885618."""
     interval = paired_interval([1.0, 2.0, 6.0])
-    assert interval.estimate == 3
-    assert interval.low == pytest.approx(3 - 2 * stretch, rel=1e-6)
-    assert interval.high == pytest.approx(3 + 3 * stretch, rel=1e-6)
-    assert interval.n == 3
-
-
-def test_counted_resamples_are_all_of_them():
-    values = [0.11, -0.43, 0.97, 0.31]
-    means = sorted(sum(drawn) / 4 for drawn in itertools.product(values, repeat=4))  # 256
-    low, high = percentile_bounds(values, level=0.9)
-    assert (low, high) == (pytest.approx(means[12]), pytest.approx(means[-13]))  # 0.05 · 256 = 12.8
-
-
-def test_drawn_resamples_agree_with_counted_ones():
-    values = [0.113, -0.427, 0.931, 0.318, 0.649, -0.205, 0.277]
-    counted, drawn = percentile_bounds(values), percentile_bounds(values, resamples=1700)
-    assert drawn == pytest.approx(counted, abs=0.05)
-    assert drawn != counted
-    assert drawn == percentile_bounds(values, resamples=1700)
+    assert (interval.estimate, interval.n) == (3, 3)
+    assert interval.low == pytest.approx(3 - 4.302653 * math.sqrt(7 / 3), rel=1e-6)
+    assert interval.high == pytest.approx(3 + 4.302653 * math.sqrt(7 / 3), rel=1e-6)
+    assert paired_interval([1.0, 2.0, 6.0], level=0.8).high == pytest.approx(3 + 1.885618 * math.sqrt(7 / 3), rel=1e-6)
 
 
 def test_fewer_than_two_give_no_interval():
@@ -267,7 +242,7 @@ def test_nothing_is_called_faster_whose_interval_includes_no_gain():
     ],
 )
 def test_a_verdict_needs_both_intervals(monkeypatch, speedup, gap, expected):
-    monkeypatch.setattr("lightning_eff.bench.reports.statistics.ratio_interval", lambda ratios: Interval(*speedup, 3))
+    monkeypatch.setattr("lightning_eff.bench.reports.statistics.paired_ratio", lambda pairs: Interval(*speedup, 3))
     monkeypatch.setattr("lightning_eff.bench.reports.statistics.paired_interval", lambda differences: Interval(*gap, 3))
     assert summarize(synthetic.results({"baseline": 1.0, "a": 1.0}))["a"]["verdict"] == expected
 
@@ -279,27 +254,6 @@ def test_two_equal_recipes_are_rarely_told_apart():
         own = summarize(made)[f"a {draw}"]
         covered += own["speedup"]["low"] <= 1 <= own["speedup"]["high"]
     assert covered >= 51  # as 17 of 20
-
-
-def test_signed_ranks_cover_and_shrug_off_a_wild_value() -> None:
-    """Exact for n = 8: P(W <= 3) = 5/256 on either side, so the 4th of the 36 Walsh averages; 96 % coverage."""
-    rng = Random(3)
-    for n, least, most in ((6, 0.95, 0.985), (8, 0.94, 0.98), (12, 0.935, 0.97)):
-        hits = 0
-        for _ in range(2000):
-            interval = intervals.signed_rank_interval([rng.gauss(0, 1) for _ in range(n)])
-            assert interval is not None
-            hits += interval.low <= 0 <= interval.high
-        assert least <= hits / 2000 <= most, n
-    values = [0.9, 1.0, 1.1, 1.05, 0.95, 1.02, 0.98, 1.0]
-    calm = intervals.signed_rank_interval(values)
-    wild = intervals.signed_rank_interval([*values[:-1], 9.0])
-    mean = paired_interval([*values[:-1], 9.0])
-    assert calm is not None and wild is not None and mean is not None
-    walsh = sorted((a + b) / 2 for i, a in enumerate(values) for b in values[i:])
-    assert (calm.low, calm.high) == (walsh[3], walsh[-4]) and calm.estimate == pytest.approx(1.0, abs=0.02)
-    assert wild.estimate == pytest.approx(1.0, abs=0.05) and wild.low > 0.9 > mean.low
-    assert intervals.signed_rank_interval(values[:5]) == paired_interval(values[:5])
 
 
 def in_reference_time(*, rates: list[list[float]], gain: float = 1.1, same: bool = False) -> dict:

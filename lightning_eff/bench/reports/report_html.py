@@ -74,10 +74,10 @@ HOW = (
     "Speed-up: the time the baseline took for its final metric, by the time the arm took for it; for an arm that ends worse, "
     "the other way round. It is conservative in both directions, because at the crossing the faster curve's learning rate "
     "has not decayed yet. Arms that train bit for bit as the baseline does are judged by their throughput instead.",
-    "Intervals: paired by seed, 95 %, percentile bootstrap expanded for few seeds; on the reference clock widened by the "
-    "uncertainty of the prices, which is the same in all seeds. Speeds: signed ranks over rounds. “Faster” or “slower” needs "
-    "the intervals of the speed-up and of the difference in the metric to exclude none; else no difference is shown, which is "
-    "not to say that there is none.",
+    "Intervals: Student’s t on differences that are paired by seed, 95 %; on the reference clock widened by the uncertainty "
+    "of the prices, which is the same in all seeds. Speeds: the same, paired by rounds of rehearsals. “Faster” or “slower” "
+    "needs the intervals of the speed-up and of the difference in the metric to exclude none; else no difference is shown, "
+    "which is not to say that there is none.",
     "A recipe must beat its control too: the cheap way to the same gain, such as the small model throughout for a model that "
     "grows. What holds here holds for this model, this data, this budget and this machine.",
 )

@@ -11,26 +11,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from lightning_eff.bench.reports import findings, words
-from lightning_eff.bench.reports.intervals import (
-    Interval,
-    paired_interval,
-    paired_ratio,
-    percentile_bounds,
-    ratio_interval,
-    speed_ratio,
-)
-
-__all__ = [
-    "Interval",
-    "equivalent_seconds",
-    "paired_interval",
-    "paired_ratio",
-    "percentile_bounds",
-    "ratio_interval",
-    "speed_up",
-    "summarize",
-    "time_to",
-]
+from lightning_eff.bench.reports.intervals import Interval, paired_interval, paired_ratio
 
 
 def time_to(points: Sequence[dict[str, Any]], target: float, mode: str) -> float | None:
@@ -165,14 +146,13 @@ def _summary(results: dict[str, Any], arm: dict[str, Any], finished: dict[str, d
     gains = [speed_up(b["points"], a["points"], mode) for b, a in pairs.values()]
     reached = [_reached(baseline.get(seed), own.get(seed), mode, name == first) for seed in seeds]
     difference = paired_interval([_final(a) - _final(b) for b, a in pairs.values()])
-    speedup = ratio_interval(gains)
-    error = slope = 0.0
+    speedup = paired_ratio([(1.0, gain) for gain in gains])
+    error = slope = 0.0  # of the prices, as a logarithm, and what the metric changes for each unit of it
     if plan["budget"]["clock"] == "reference" and throughput is not None and calibration.get("rates"):
         slope = _slope([b for b, _ in pairs.values()])
-        error = max(math.log(throughput.high / throughput.estimate), math.log(throughput.estimate / throughput.low))
-        below, above = math.log(throughput.estimate / throughput.low), math.log(throughput.high / throughput.estimate)
-        speedup = _widened(speedup, below, above, ratio=True)
-        difference = _widened(difference, slope * max(below, above), slope * max(below, above))
+        error = math.log(throughput.high / throughput.estimate)
+        speedup = _widened(speedup, error, ratio=True)
+        difference = _widened(difference, slope * error)
     same = same and not _contradicted(throughput, difference, _sign(mode))
     speedup = throughput if same else speedup
     equivalent, bound = _equivalent(plan, finished, own) if compared else (None, None)
@@ -223,15 +203,14 @@ def _slope(baseline: Sequence[dict[str, Any]]) -> float:
     return max(fmean(slopes[1:] or slopes), 0.0)
 
 
-def _widened(interval: Interval | None, below: float, above: float, *, ratio: bool = False) -> Interval | None:
-    """An interval with the half-widths of an independent error added in quadrature; of logarithms for a ratio."""
+def _widened(interval: Interval | None, error: float, *, ratio: bool = False) -> Interval | None:
+    """An interval with the half-width of an independent error added in quadrature; of logarithms for a ratio."""
     if interval is None:
         return None
     form, back = (math.log, math.exp) if ratio else (float, float)
     middle = form(interval.estimate)
-    low = middle - math.hypot(middle - form(interval.low), below)
-    high = middle + math.hypot(form(interval.high) - middle, above)
-    return Interval(interval.estimate, back(low), back(high), interval.n)
+    half = math.hypot(form(interval.high) - middle, error)
+    return Interval(interval.estimate, back(middle - half), back(middle + half), interval.n)
 
 
 def _contradicted(throughput: Interval | None, difference: Interval | None, sign: int) -> bool:
@@ -299,7 +278,7 @@ def _equivalent(
 def _throughput(rates: list[Any], pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> Interval | None:
     """Samples per second by the baseline's own: from the calibration's blocks, or else on the wall-clock of the runs."""
     if rates:
-        return speed_ratio([(baseline, arm) for baseline, arm in rates])
+        return paired_ratio([(baseline, arm) for baseline, arm in rates])
     whole = [(b, a) for b, a in pairs if min(b["samples"], b["wall_seconds"], a["samples"], a["wall_seconds"]) > 0]
     return paired_ratio([(b["samples"] / b["wall_seconds"], a["samples"] / a["wall_seconds"]) for b, a in whole])
 
