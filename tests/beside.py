@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from lightning.pytorch.utilities.seed import isolate_rng
+
 T = TypeVar("T")
 TESTS = Path(__file__).parent
 
@@ -14,7 +16,8 @@ class Beside(Mapping[str, T], Generic[T]):
     """What test files name in a dict of literal keys at their top level, such as ``CASES = {"Technique": Case(...)}``.
 
     Names are read from the files' text; a file is imported when one of its values is asked for, so that a file with cases
-    may itself ask for others'.
+    may itself ask for others'. What a file draws while it is imported moves no random state: a run that is the first to ask
+    is the same as a second.
 
     Args:
         homes: the module of each name.
@@ -25,7 +28,9 @@ class Beside(Mapping[str, T], Generic[T]):
         self._homes, self._variable = homes, variable
 
     def __getitem__(self, name: str) -> T:
-        return getattr(importlib.import_module(self._homes[name]), self._variable)[name]
+        with isolate_rng():
+            home = importlib.import_module(self._homes[name])
+        return getattr(home, self._variable)[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._homes)

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.beside import beside
+from tests.beside import Beside, beside
 from tests.cases import ALL, CASES, STAND_INS
 
 CASE = "tests.cases.Case"
@@ -41,6 +42,15 @@ def test_a_name_with_two_cases_is_an_error(tmp_path: Path) -> None:
 def test_a_name_that_is_computed_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"tests\.test_a: a key of CASES is 'A' \+ 'B'; expected a literal name"):
         beside("CASES", CASE, files(tmp_path, test_a="CASES = {'A' + 'B': Case()}"))
+
+
+def test_an_import_moves_no_random_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first run to ask for a case would else have other dropout than a second one."""
+    (tmp_path / "draws_at_import.py").write_text("import torch\nCASES = {'A': torch.rand(3)}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = torch.get_rng_state()
+    assert Beside({"A": "draws_at_import"}, "CASES")["A"].shape == (3,)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_what_is_exported_stands_in_for_nothing() -> None:

@@ -246,7 +246,6 @@ def test_resume_under_ddp(name: str, ddp_resumes: dict[str, Any]) -> None:
     assert found["differences"] == [{}, {}]
 
 
-@pytest.mark.xfail(strict=False, reason="a defect not found yet: a stack of all goes on otherwise in another process")
 def test_killed_run_resumes(tmp_path: Path) -> None:
     """Kill -9 in mid-run, resume from the last checkpoint: the weights of an undisturbed run."""
     script = Path(__file__).with_name("killed_run.py")
