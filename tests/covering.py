@@ -93,8 +93,10 @@ def gathered(names: Collection[str], refused: Collection[Pair]) -> list[Stack]:
     return [tuple(sorted(stack)) for stack in stacks]
 
 
-def watched(stacks: Sequence[Stack], names: Iterable[str], wanted: Collection[Pair] | None = None) -> list[Stack]:
-    """For each stack the names that are to be looked at in it, so that each is looked at beside all its partners.
+def watched(
+    stacks: Sequence[Stack], names: Iterable[str], wanted: Collection[Pair] | None = None
+) -> list[dict[str, Stack]]:
+    """For each stack the names that are to be looked at in it, each with the partners that it is looked at beside there.
 
     Few: a name is looked at where most partners stand beside it that it was not yet looked at with.
 
@@ -103,17 +105,17 @@ def watched(stacks: Sequence[Stack], names: Iterable[str], wanted: Collection[Pa
         names: those that can be looked at.
         wanted: the pairs that :func:`design` was given.
     """
-    found: list[list[str]] = [[] for _ in stacks]
+    found: list[dict[str, Stack]] = [{} for _ in stacks]
     for name in sorted(set(names)):
         beside = [set(stack) - {name} if name in stack else set[str]() for stack in stacks]
         left = {other for some in beside for other in some if wanted is None or frozenset((name, other)) in wanted}
         while left:
             at = max(range(len(stacks)), key=lambda i: len(left & beside[i]))
-            found[at].append(name)
+            found[at][name] = tuple(sorted(left & beside[at]))
             left -= beside[at]
     for stack, some in zip(stacks, found, strict=True):
-        some += [name for name in stack if len(stack) == 1 and name in names]
-    return [tuple(some) for some in found]
+        some |= {name: () for name in stack if len(stack) == 1 and name in names}
+    return found
 
 
 def smallest(names: Sequence[str], fails: Callable[[Stack], bool]) -> Stack:

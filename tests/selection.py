@@ -3,6 +3,8 @@
 import difflib
 import re
 from collections.abc import Collection, Sequence
+from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +41,7 @@ def chosen(config: pytest.Config) -> str | None:
     return config.stash[CHOSEN]
 
 
+@cache
 def modules() -> dict[str, str]:
     """The last part of the module of everything that is exported or stands in for it, by name: its tests are called so."""
     import lightning_eff
@@ -47,6 +50,14 @@ def modules() -> dict[str, str]:
     classes = {name: getattr(lightning_eff, name) for name in lightning_eff.__all__}
     classes |= {name: type(case.active()) for name, case in STAND_INS.items()}
     return {name: thing.__module__.rpartition(".")[2].removeprefix("_") for name, thing in classes.items()}
+
+
+def may_hold(path: Path, name: str) -> bool:
+    """Whether a test file may hold tests of ``name``: others need not be imported."""
+    if path.stem == f"test_{modules()[name]}":
+        return True
+    text = path.read_text()
+    return name in text or any(f"tests.{table} import" in text for table in ("cases", "plugins"))
 
 
 def own(items: Sequence[pytest.Item], name: str) -> list[pytest.Item]:

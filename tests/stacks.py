@@ -45,21 +45,25 @@ class _Trace(pl.Callback):
         self.known = known
         self.seen: list[Tensor] = []
         self.differs = False
+        self.figures: dict[str, set[str]] = {}  # of each technique, those that were above zero after some step
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         self.seen.append(flat(pl_module).cpu())
+        for technique in (callback for callback in trainer.callbacks if isinstance(callback, Technique)):
+            above = {figure for figure, value in technique.report().items() if value > 0}
+            self.figures.setdefault(type(technique).__name__, set()).update(above)
         if self.known is not None and not torch.equal(self.seen[-1], self.known[len(self.seen) - 1]):
             self.differs = trainer.should_stop = True
 
 
 @dataclass(frozen=True)
 class Whole:
-    """An undisturbed run: weights after each step, what it left behind, and each technique's figures."""
+    """An undisturbed run: weights after each step, what it left behind, and each technique's figures above zero."""
 
     trace: list[Tensor]
     final: dict[str, Tensor]
     weights: Tensor
-    figures: dict[str, dict[str, Any]]
+    figures: dict[str, set[str]]
     steps: int
 
 
@@ -82,7 +86,7 @@ class Stacks:
     _numbers: dict[Stack, int] = field(default_factory=dict)
 
     def run(self, names: Stack, *callbacks: pl.Callback, backwards: bool = False, resume: Path | None = None) -> Any:
-        """The module, the trainer and the techniques of one run of ``names``.
+        """The module and the trainer of one run of ``names``.
 
         Where none of them is a technique, ``ExactResume`` is there for the data, as the others bring it along.
         """
@@ -91,16 +95,14 @@ class Stacks:
         settings: dict[str, Any] = {"precision": self.precision}
         for name in self.plugins.keys() & set(names):
             settings = {"plugins": [self.plugins[name].build(self.precision)]}
-        net, trainer = fit(MODEL, lambda: built, callbacks=callbacks, resume=resume, **settings)
-        return net, trainer, {technique.name(): technique for technique in built}
+        return fit(MODEL, lambda: built, callbacks=callbacks, resume=resume, **settings)
 
     def whole(self, names: Stack) -> Whole:
         if names not in self._whole:
             trace = _Trace()
-            net, trainer, built = self.run(names, trace, SaveBatches(self._at(names), RESUMED))
-            figures = {name: {**technique.report()} for name, technique in built.items()}
+            net, trainer = self.run(names, trace, SaveBatches(self._at(names), RESUMED))
             final = final_state(net, trainer)
-            self._whole[names] = Whole(trace.seen, final, flat(net).cpu(), figures, trainer.global_step)
+            self._whole[names] = Whole(trace.seen, final, flat(net).cpu(), trace.figures, trainer.global_step)
         return self._whole[names]
 
     def _at(self, names: Stack) -> Path:
@@ -119,15 +121,20 @@ class Stacks:
         return None
 
     def resumes(self, step: int, names: Stack) -> str | None:
-        whole = self.whole(names)
-        net, trainer, _ = self.run(names, resume=self._at(names) / f"batch={step}.ckpt")
-        wrong = differences(whole.final, final_state(net, trainer))
-        return f"resumed from step {step}, ends otherwise than undisturbed: {', '.join(wrong[:4])}" if wrong else None
+        wrong = self._resumed(step, names)
+        return f"resumed from step {step}, ends otherwise than undisturbed: {wrong}" if wrong else None
 
-    def any_order(self, names: Stack) -> str | None:
-        net, trainer, _ = self.run(names, EfficiencyMonitor(), backwards=True)
-        wrong = differences(self.whole(names).final, final_state(net, trainer))
-        return f"in reversed order, beside a monitor, ends otherwise: {', '.join(wrong[:4])}" if wrong else None
+    def resumes_in_any_order(self, step: int, names: Stack) -> str | None:
+        """One run for two things, which are told apart where it fails."""
+        wrong = self._resumed(step, names, EfficiencyMonitor(), backwards=True)
+        if wrong and self.resumes(step, names) is None:
+            return f"in reversed order, beside a monitor, ends otherwise: {wrong}"
+        return self.resumes(step, names) if wrong else None
+
+    def _resumed(self, step: int, names: Stack, *callbacks: pl.Callback, **kwargs: Any) -> str:
+        whole = self.whole(names)
+        net, trainer = self.run(names, *callbacks, resume=self._at(names) / f"batch={step}.ckpt", **kwargs)
+        return ", ".join(differences(whole.final, final_state(net, trainer))[:4])
 
     def exact(self, without: frozenset[str], names: Stack) -> str | None:
         rest = tuple(name for name in names if name not in without)
@@ -136,12 +143,12 @@ class Stacks:
         return f"ends with other weights than without {' and '.join(sorted(without & set(names)))}, which change none"
 
     def shows(self, name: str, names: Stack) -> str | None:
-        """Of an exact technique: whether its figure says that it acted."""
+        """Whether a technique's figures say that it acted; of an exact one, the figure that its case names."""
         if name not in names:
             return None
-        figure, name_there = self.cases[name].figure, type(self.cases[name].active()).name()
-        value = self.whole(names).figures[name_there].get(figure, 0)
-        return None if value > 0 else f"{name} did nothing: {figure} is {value}"
+        above, figure = self.whole(names).figures.get(name, set()), self.cases[name].figure
+        said = figure in above if figure else bool(above)
+        return None if said else f"lets {name} do nothing: {figure or 'each of its figures'} is zero after every step"
 
     def acts(self, name: str, names: Stack) -> str | None:
         """Of all others: whether the run without it is another one, at the first step that shows it."""
@@ -149,29 +156,34 @@ class Stacks:
             return None
         whole = self.whole(names)
         trace = _Trace(whole.trace)
-        net, _, _ = self.run(tuple(other for other in names if other != name), trace)
+        net, _ = self.run(tuple(other for other in names if other != name), trace)
         if trace.differs or not torch.equal(flat(net).cpu(), whole.weights):
             return None
         return f"{name} changes nothing: without it, every step and the end are the same"
 
 
-def checks(stacks: Stacks, stack: Stack, watched: Stack) -> list[tuple[Stack, Callable[[Stack], str | None]]]:
+def checks(
+    stacks: Stacks, stack: Stack, watched: Mapping[str, Stack]
+) -> list[tuple[Stack, Callable[[Stack], str | None]]]:
     """What must be true of a stack: of which of its names, and what looks at these or fewer of them.
 
     Args:
         stacks: runs them.
         stack: the names.
-        watched: those of them that are to be seen to act here.
+        watched: those of them that are to be seen to change something here, beside which others.
     """
     known: Mapping[str, Case | PluginCase] = {**stacks.cases, **stacks.plugins}
     exact = frozenset(name for name in stack if name in stacks.cases and stacks.cases[name].exact)
     saving = frozenset(name for name in exact if stacks.cases[name].saves_less)
     lossy = {name for name in stack if known[name].lossy}
+    first, *later = RESUMED
     found: list[tuple[Stack, Callable[[Stack], str | None]]] = [(stack, stacks.trains)]
-    found += [(stack, partial(stacks.resumes, step)) for step in RESUMED]
-    found.append((stack, stacks.any_order))
-    found += [(stack, partial(stacks.shows, name)) for name in sorted(exact)]
-    found += [(stack, partial(stacks.acts, name)) for name in watched if name not in exact]
+    found.append((stack, partial(stacks.resumes_in_any_order, first)))
+    found += [(stack, partial(stacks.resumes, step)) for step in later]
+    found += [(stack, partial(stacks.shows, name)) for name in stack if name in stacks.cases]
+    for name, partners in watched.items():
+        few = tuple(sorted((name, *partners)))
+        found.append((few if 2 * len(few) < len(stack) else stack, partial(stacks.acts, name)))
     if exact and not (lossy and saving):
         found.append((stack, partial(stacks.exact, exact)))
     elif exact:  # what is compressed depends on what is saved: both are looked at, but not with each other
@@ -181,13 +193,13 @@ def checks(stacks: Stacks, stack: Stack, watched: Stack) -> list[tuple[Stack, Ca
     return found
 
 
-def verify(stacks: Stacks, stack: Stack, watched: Stack) -> None:
+def verify(stacks: Stacks, stack: Stack, watched: Mapping[str, Stack]) -> None:
     """Raise an AssertionError that names the smallest part of ``stack`` of which something is wrong, and what.
 
     Args:
         stacks: runs them; its ``precision`` is set to what the stack's plugin is around.
         stack: names that are allowed together.
-        watched: those of them that are to be seen to act here.
+        watched: those of them that are to be seen to change something here, beside which others.
     """
     for name in stacks.plugins.keys() & set(stack):
         stacks.precision = stacks.plugins[name].precisions[0]

@@ -50,7 +50,7 @@ def test_each_name_is_looked_at_beside_all_its_partners(names: list[str], refuse
     stacks = design(names, refused)
     looked_at = watched(stacks, names)
     for name in names:
-        beside = {other for stack, seen in zip(stacks, looked_at, strict=True) if name in seen for other in stack}
+        beside = {other for seen in looked_at for other in seen.get(name, ())}
         assert {frozenset((name, other)) for other in beside - {name}} == {
             pair for pair in pairs(names) - refused if name in pair
         }
@@ -78,7 +78,7 @@ def test_the_pairs_of_one_name_take_as_many_stacks_as_its_largest_rivals() -> No
 def test_a_name_that_all_refuse_stands_alone() -> None:
     refused = {frozenset(("a", "b")), frozenset(("a", "c"))}
     assert design("abc", refused) == [("b", "c"), ("a",)]
-    assert watched(design("abc", refused), "abc") == [("b", "c"), ("a",)]
+    assert watched(design("abc", refused), "abc") == [{"b": ("c",), "c": ("b",)}, {"a": ()}]
 
 
 @pytest.mark.parametrize("culprits", [*combinations("adgj", 1), *combinations("adgj", 2), tuple("adg"), tuple("adgj")])
@@ -96,10 +96,17 @@ def test_the_smallest_failing_part_is_found(culprits: Stack) -> None:
 # -- two techniques that break each other in silence
 
 
-class Larger(Technique):
-    """Makes gradients larger by half."""
+class Planted(Technique):
+    """Says that it acted, whether it did or not."""
 
     saves = paper = "planted"
+
+    def report(self) -> dict[str, Any]:
+        return {"acted": 1}
+
+
+class Larger(Planted):
+    """Makes gradients larger by half."""
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         super().on_after_backward(trainer, pl_module)
@@ -108,10 +115,8 @@ class Larger(Technique):
                 p.grad *= 1.5
 
 
-class Signs(Technique):
+class Signs(Planted):
     """Leaves of each gradient its sign, so that nothing is left of what makes it larger."""
-
-    saves = paper = "planted"
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         for p in pl_module.parameters():
@@ -119,10 +124,8 @@ class Signs(Technique):
                 p.grad.sign_()
 
 
-class Growing(Technique):
+class Growing(Planted):
     """Multiplies gradients by a number that grows with the batches, which it counts."""
-
-    saves = paper = "planted"
 
     def __init__(self) -> None:
         self.count = 0
@@ -146,10 +149,8 @@ class Growing(Technique):
         self.count = state_dict["count"]
 
 
-class Forgetting(Technique):
+class Forgetting(Planted):
     """Halves one gradient, and takes out of a checkpoint what another technique is to find there."""
-
-    saves = paper = "planted"
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         pl_module.head.weight.grad *= 0.5
@@ -159,10 +160,8 @@ class Forgetting(Technique):
         checkpoint["callbacks"].pop("Growing", None)
 
 
-class Refusing(Technique):
+class Refusing(Planted):
     """Trains with all but one, of which it declares nothing."""
-
-    saves = paper = "planted"
 
     def check(self, session: Session) -> None:
         if any(type(other).__name__ == "Growing" for other in session.techniques):
@@ -172,9 +171,17 @@ class Refusing(Technique):
         pl_module.head.weight.grad *= 0.5
 
 
+class Idle(Planted):
+    """Does nothing beside another, and says so."""
+
+    def report(self) -> dict[str, Any]:
+        return {"acted": int(not any(type(other).__name__ == "Signs" for other in self.session.techniques))}
+
+
 PLANTED = {
     "undone": (Larger, Signs, "Larger changes nothing: without it, every step and the end are the same"),
     "resumed": (Forgetting, Growing, "resumed from step 3, ends otherwise than undisturbed: optimizer0/"),
+    "idle": (Idle, Signs, "lets Idle do nothing: acted is zero after every step"),
     "refused": (
         Growing,
         Refusing,
@@ -183,24 +190,25 @@ PLANTED = {
 }
 
 
+def _steps_as_it_is(case: Case) -> bool:
+    """Whether a technique leaves alone the hook in which what is planted acts: there, the callbacks' order is theirs."""
+    return type(case.active()).on_before_optimizer_step is Technique.on_before_optimizer_step
+
+
 @pytest.mark.parametrize("kind", sorted(PLANTED))
 def test_two_that_break_each_other_are_found_and_named(kind: str, tmp_path: Path) -> None:
     """Each trains and resumes alone; together, somewhere in a stack of eight, one of them does not."""
     first, second, told = PLANTED[kind]
-    planted = {cls.__name__: Case(active=cls, neutral=cls) for cls in (first, second)}
-    for name in planted:
-        verify(Stacks(planted, {}, tmp_path / name), (name,), (name,))
-    # in the hook in which what is planted acts, the callbacks' order is theirs
-    steps = Technique.on_before_optimizer_step
-    cases = {
-        name: case
-        for name, case in CASES.items()
-        if not case.exact and not case.lossy and type(case.active()).on_before_optimizer_step is steps
+    planted = {
+        cls.__name__: Case(active=cls, neutral=cls, exact=cls is Idle, figure="acted") for cls in (first, second)
     }
+    for name in planted:
+        verify(Stacks(planted, {}, tmp_path / name), (name,), {} if planted[name].exact else {name: ()})
+    cases = {name: case for name, case in CASES.items() if not case.exact and not case.lossy and _steps_as_it_is(case)}
     cases |= planted
     names = [*cases]
     stacks = design(names, set(declared(cases, {})))
-    seen = watched(stacks, names)
+    seen = watched(stacks, [name for name in names if not cases[name].exact])
     both = [i for i, stack in enumerate(stacks) if planted.keys() <= set(stack) and seen[i]]
     assert len(stacks[both[0]]) >= 8
     message = rf"^{first.__name__} \+ {second.__name__} .*{told}"

@@ -32,14 +32,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("stack", "seen"), list(zip(stacks, looked_at, strict=True)), ids=ids)
 
 
-def test_stack_trains_and_resumes(stack: Stack, seen: Stack, tmp_path: Path) -> None:
+def test_stack_trains_and_resumes(stack: Stack, seen: dict[str, Stack], tmp_path: Path) -> None:
     verify(Stacks(CASES, PLUGINS, tmp_path), stack, seen)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("a", "b"), [two for two in combinations(NAMES, 2) if frozenset(two) not in REFUSED])
 def test_pair_trains_and_resumes(a: str, b: str, tmp_path: Path) -> None:
-    verify(Stacks(CASES, PLUGINS, tmp_path), (a, b), tuple({a, b}.intersection(SEEN)))
+    verify(Stacks(CASES, PLUGINS, tmp_path), (a, b), watched([(a, b)], SEEN)[0])
 
 
 WITH_STAND_INS = sorted(tuple(sorted(pair)) for pair in declared(ALL, PLUGINS) if not pair <= PLUGINS.keys())

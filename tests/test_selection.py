@@ -1,0 +1,68 @@
+"""``make test K=name``: whose tests those are, and what is said of a name that nothing has."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.suite_growth import Timed, grown, kind, read
+from tests.cases import ALL
+from tests.plugins import PLUGINS
+from tests.selection import modules, named
+
+
+@pytest.mark.parametrize(
+    "asked", ["SharpnessAwareMinimization", "sharpness_aware_minimization", "sharpness-aware minimization"]
+)
+def test_a_name_may_be_written_as_class_or_file(asked: str) -> None:
+    assert named(asked, modules()) == "SharpnessAwareMinimization"
+
+
+def test_an_unknown_name_is_told_the_nearest() -> None:
+    with pytest.raises(pytest.UsageError, match=r"'SharpnesAware'.*nearest are SharpnessAwareMinimization"):
+        named("SharpnesAware", modules())
+    with pytest.raises(pytest.UsageError, match="expected one of LocalSGD, Muon"):
+        named("qqqq", ["Muon", "LocalSGD"])
+
+
+def test_own_tests_stand_in_a_file_of_the_modules_name() -> None:
+    files = {path.stem for path in Path(__file__).parent.rglob("test_*.py")}
+    found = modules()
+    assert found["RandomSubset"] == "random_subset" and found["FP8Precision"] == "fp8"
+    cases = {*ALL, *PLUGINS}
+    assert {f"test_{found[name]}" for name in cases} <= files
+
+
+def test_reports_are_counted_by_kind_and_grown(tmp_path: Path) -> None:
+    cases = [
+        ("tests.test_contract", "test_leaves_no_trace[None-Muon]", 2.0),
+        ("tests.test_contract", "test_groups_under_ddp[A-and-3]", 3.0),
+        ("tests.test_contract", "test_every_export_has_a_case", 1.0),
+        ("tests.test_pairs", "test_stack_trains_and_resumes[00]", 5.0),
+        ("tests.test_plugins", "test_under_ddp[INT8Precision]", 7.0),
+        ("tests.optim.optimizers.test_muon", "test_step", 11.0),
+        ("tests.core.test_steps", "test_stages", 13.0),
+    ]
+    text = "".join(
+        f'<testcase classname="{file}" name="{name}" time="99"><properties><property name="processor_seconds"'
+        f' value="{seconds}"/></properties></testcase>'
+        for file, name, seconds in cases
+    )
+    skipped = '<testcase classname="tests.test_gpu" name="test_it" time="99"><skipped/></testcase>'
+    clock = '<testcase classname="tests.test_cli" name="test_it" time="0.5"/>'
+    report = tmp_path / "report.xml"
+    report.write_text(f"<testsuites><testsuite>{text}{skipped}{clock}</testsuite></testsuites>")
+    seconds: dict[str, float] = {}
+    for test in read(report):
+        assert isinstance(test, Timed)
+        seconds[kind(test, {"muon"})] = seconds.get(kind(test, {"muon"}), 0) + test.seconds
+    assert seconds == {
+        "contract, each technique alone": 2.0,
+        "contract, shared by groups": 3.0,
+        "fixed": 14.5,
+        "pairs": 5.0,
+        "contract of plugins": 7.0,
+        "own tests": 11.0,
+    }
+    then = grown(seconds, {"techniques": 9, "plugins": 5, "own": 20}, 100, stacks_now=1e9)
+    assert then["fixed"] == 14.5 and then["contract, each technique alone"] == pytest.approx(2 * 90 / 9)
+    assert then["contract of plugins"] == 14.0 and then["own tests"] == 55.0 and 0 < then["pairs"] < 5
