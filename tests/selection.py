@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+TESTS = Path(__file__).parent
+
 
 def named(asked: str, names: Collection[str]) -> str:
     """Which of ``names`` is meant by ``asked``, however it is written.
@@ -41,15 +43,29 @@ def chosen(config: pytest.Config) -> str | None:
     return config.stash[CHOSEN]
 
 
+def home(name: str) -> str:
+    """The module of something exported, or of a stand-in."""
+    import lightning_eff
+    from tests.cases import STAND_INS
+
+    return (getattr(lightning_eff, name, None) or type(STAND_INS[name].active())).__module__
+
+
 @cache
 def modules() -> dict[str, str]:
     """The last part of the module of everything that is exported or stands in for it, by name: its tests are called so."""
     import lightning_eff
     from tests.cases import STAND_INS
 
-    classes = {name: getattr(lightning_eff, name) for name in lightning_eff.__all__}
-    classes |= {name: type(case.active()) for name, case in STAND_INS.items()}
-    return {name: thing.__module__.rpartition(".")[2].removeprefix("_") for name, thing in classes.items()}
+    return {name: home(name).rpartition(".")[2].removeprefix("_") for name in (*lightning_eff.__all__, *STAND_INS)}
+
+
+def own_files(name: str) -> list[Path]:
+    """The files of tests of ``name``: that which is called after its module, or else those of its room that speak of it."""
+    _, *room, last = home(name).split(".")
+    files = sorted(TESTS.joinpath(*room).glob("test_*.py"))
+    called = [path for path in files if path.stem == f"test_{last.removeprefix('_')}"]
+    return called or [path for path in files if re.search(rf"\b{name}\b", path.read_text())]
 
 
 def may_hold(path: Path, name: str) -> bool:
@@ -61,13 +77,13 @@ def may_hold(path: Path, name: str) -> bool:
 
 
 def own(items: Sequence[pytest.Item], name: str) -> list[pytest.Item]:
-    """Those of ``items`` that stand in the file of ``name``, that are a case for it, or that hold its pairs."""
-    stem = f"test_{modules()[name]}"
+    """Those of ``items`` that stand in the files of ``name``, that are a case for it, or that hold its pairs."""
+    files = set(own_files(name))
 
     def belongs(item: pytest.Item) -> bool:
         callspec = getattr(item, "callspec", None)
         values = [] if callspec is None else callspec.params.values()
         case = any(isinstance(value, str) and value == name for value in values)
-        return case or item.path.stem == stem or bool(callspec and callspec.params.keys() & {"stack", "group"})
+        return case or item.path in files or bool(callspec and callspec.params.keys() & {"stack", "group"})
 
     return [item for item in items if belongs(item)]
