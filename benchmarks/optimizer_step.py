@@ -1,9 +1,10 @@
 """How long a step of each matrix optimizer takes, beside the network's own step, in one run.
 
-    python -m benchmarks.optimizer_step [--widths 48 128] [--rounds 15] [--out benchmarks/results/optimizer_step.json]
+    python -m benchmarks.optimizer_step [--widths 48 128] [--rounds 20] [--out benchmarks/results/optimizer_step.json]
 
 Four blocks of a GPT of each width, one thread. All arms take turns, one step each a round, so that what else the machine
-does meets all alike; told are medians and quartiles in milliseconds, and each arm's ratio to ``torch.optim.Muon`` by round.
+does meets all alike; told are medians, quartiles and means in milliseconds, and each arm's ratio to ``torch.optim.Muon`` by
+round. Means alone hold SOAP's refreshes, which are one step in ten: give it a multiple of ten rounds.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import torch
 from examples.gpt.module import GPT
 from lightning_eff.monitor.machine import fingerprint
 from lightning_eff.optim.optimizers.muon import Muon
+from lightning_eff.optim.optimizers.soap import SOAP
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -54,6 +56,7 @@ def arms(width: int) -> dict[str, Callable[[], Any]]:
         "AdamW, fused": stepping(lambda m: torch.optim.AdamW(m.parameters(), fused=True)),
         "torch.optim.Muon (matrices alone)": stepping(lambda m: torch.optim.Muon(matrices(m))),
         "Muon (AdamW with it)": stepping(lambda m: Muon(m)),
+        "SOAP": stepping(lambda m: SOAP(m)),
         "Muon, neuron normalization": stepping(lambda m: Muon(m, normalization="neuron")),
         "Muon, dtype='bfloat16'": stepping(lambda m: Muon(m, dtype="bfloat16")),
     }
@@ -62,7 +65,7 @@ def arms(width: int) -> dict[str, Callable[[], Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--widths", type=int, nargs="+", default=[48, 128])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -82,9 +85,11 @@ def main() -> None:
         for name, taken in times.items():
             low, median, high = statistics.quantiles(taken, n=4)
             ratio = statistics.median(a / b for a, b in zip(taken, torchs, strict=True))
-            rows[name] = {"quartiles": [low, median, high], "of_torch_muon": ratio}
+            mean = statistics.fmean(taken)
+            rows[name] = {"quartiles": [low, median, high], "mean": mean, "of_torch_muon": ratio}
             print(
-                f"width {width:4}  {name:36} {median:8.2f} ms ({low:.2f} to {high:.2f})  {ratio:6.3f} of torch's Muon",
+                f"width {width:4}  {name:36} {median:8.2f} ms ({low:.2f} to {high:.2f}, mean {mean:.2f})"
+                f"  {ratio:6.3f} of torch's Muon",
                 flush=True,
             )
         found["milliseconds"][str(width)] = rows

@@ -29,6 +29,13 @@ def check(who: str, *, betas: Sequence[float] = (), num_betas: int = 0, **positi
         raise ValueError(f"{who}(betas={tuple(betas)}): expected {num_betas} numbers in [0, 1).")
 
 
+def check_counts(who: str, **counts: int) -> None:
+    """Raise ``ValueError`` for what must be an integer >= 1 and is not."""
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{who}({name}={value!r}): expected an integer >= 1.")
+
+
 class FirstOrder(Optimizer):
     """A rule that moves each parameter by its gradient and its own state; a subclass writes :meth:`update`."""
 

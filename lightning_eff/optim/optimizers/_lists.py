@@ -15,6 +15,7 @@ norm = torch._foreach_norm
 add = torch._foreach_add
 addcdiv_ = torch._foreach_addcdiv_
 addcmul_ = torch._foreach_addcmul_
+copy_ = torch._foreach_copy_
 div = torch._foreach_div
 div_ = torch._foreach_div_
 sign_ = torch._foreach_sign_

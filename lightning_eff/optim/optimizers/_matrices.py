@@ -106,7 +106,7 @@ def _divided(layout: Layout, name: str, tensor: Tensor, parts: int | Sequence[in
     sizes = (out // max(parts, 1),) * parts if isinstance(parts, int) else tuple(parts)
     if not sizes or sum(sizes) != out or min(sizes) < 1:
         raise ValueError(
-            f"Muon(split=...): {name} of shape {tuple(tensor.shape)} has {out} outputs, and got {parts!r}; expected a number of"
+            f"split=...: {name} of shape {tuple(tensor.shape)} has {out} outputs, and got {parts!r}; expected a number of"
             " equal parts that divides them, or the sizes of the parts, which add up to them."
         )
     return Layout(layout.form, layout.transposed, sizes)
