@@ -4,8 +4,9 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,36 +16,60 @@ FILE_NAME = "results.json"
 KINDS = ("baseline", "recipe", "control", "ladder")
 STATUSES = ("finished", "crashed", "diverged")
 
-# Fields and what they hold: a type name, "?" where null is allowed too, or the words that are allowed.
-_TOP = {"title": "text", "created": "text", "finished": "text?", "machine": "object", "plan": "object"}
-_TOP |= {"calibration": "object", "runs": "list"}
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _finite_number(value: Any) -> bool:
+    return _number(value) and math.isfinite(value)
+
+
+def _pair(value: Any, first: Callable[[Any], bool], second: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and first(value[0]) and second(value[1])
+
+
+#: What a field may hold: how it is called, and whether a value is one.
+_CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "text": ("a text", lambda value: isinstance(value, str)),
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "whole": ("a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool)),
+    "number": ("a finite number", _finite_number),
+    "figure": ("a number", _number),
+    "object": ("an object", lambda value: isinstance(value, dict)),
+    "point": (
+        "[seconds, value], where the value is a number or null",
+        lambda value: _pair(value, _finite_number, lambda v: v is None or _number(v)),
+    ),
+    "rates": (
+        "[baseline, arm] in samples/s, > 0",
+        lambda value: _pair(value, *[lambda v: _finite_number(v) and v > 0] * 2),
+    ),
+}
+
+
+# A field holds what a name of _CHECKS says, with "?" where null is allowed too; one of the words of a tuple; a list of what
+# the one entry of a list says; or an object with the fields of a dict.
 _MACHINE = {"cpu": "text", "cores": "whole", "memory_bytes": "whole", "gpu": "text?", "driver": "text?", "os": "text"}
-_MACHINE |= {"python": "text", "torch": "text", "lightning": "text", "lightning_eff": "text", "git": "object?"}
-_MACHINE |= {"threads": "whole"}
-_PLAN = {"target": "text", "mode": ("min", "max"), "budget": "object", "seeds": "list", "threads": "whole"}
-_PLAN |= {"evaluations": "whole", "schedule": ("own", "linear", "cosine"), "arms": "list"}
+_MACHINE |= {"python": "text", "torch": "text", "lightning": "text", "lightning_eff": "text", "threads": "whole"}
+_MACHINE |= {"git": "object?"}
+_ARM = {"name": "text", "kind": KINDS, "of": "text?", "factor": "number", "description": "text", "configs": ["text"]}
 _BUDGET = {"seconds": "number", "clock": ("reference", "wall")}
-_ARM = {"name": "text", "kind": KINDS, "of": "text?", "factor": "number", "description": "text", "configs": "list"}
-_CALIBRATION = {"steps": "whole", "step_seconds": "number", "same_training": "bool", "rates": "list", "prices": "list"}
-_CALIBRATION |= {"lr": "object"}
-_RUN = {"arm": "text", "seed": "whole", "status": STATUSES, "error": "text?", "points": "list", "losses": "list"}
-_RUN |= {"memory": "list", "seconds": "number", "wall_seconds": "number", "setup_seconds": "number"}
+_PLAN = {"target": "text", "mode": ("min", "max"), "budget": _BUDGET, "seeds": ["whole"], "threads": "whole"}
+_PLAN |= {"evaluations": "whole", "schedule": ("own", "linear", "cosine"), "arms": [_ARM]}
+_PRICE = {"kind": "text", "seconds": "number", "share": "number"}
+_CALIBRATION = {"steps": "whole", "step_seconds": "number", "same_training": "bool", "rates": ["rates"]}
+_CALIBRATION |= {"prices": [_PRICE], "lr": "object"}
+_POINT = {"seconds": "number", "wall_seconds": "number", "step": "whole", "samples": "whole", "tokens": "whole"}
+_POINT |= {"metric": "figure?"}
+_RUN = {"arm": "text", "seed": "whole", "status": STATUSES, "error": "text?", "points": [_POINT], "losses": ["point"]}
+_RUN |= {"memory": ["point"], "seconds": "number", "wall_seconds": "number", "setup_seconds": "number"}
 _RUN |= {"warmup_seconds": "number", "validation_seconds": "number", "extra_seconds": "number"}
 _RUN |= {"forward_passes": "whole", "steps": "whole", "samples": "whole", "tokens": "whole"}
 _RUN |= {"peak_memory_bytes": "whole", "memory_kind": ("resident", "allocated"), "energy_joules": "number?"}
-_RUN |= {"lr_last_share": "number?", "uncalibrated_share": "number", "notes": "list"}
-_POINT = {"seconds": "number", "wall_seconds": "number", "step": "whole", "samples": "whole", "tokens": "whole"}
-_POINT |= {"metric": "figure?"}
-
-_CHECKS = {
-    "text": lambda value: isinstance(value, str),
-    "bool": lambda value: isinstance(value, bool),
-    "whole": lambda value: isinstance(value, int) and not isinstance(value, bool),
-    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value),
-    "figure": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
-    "list": lambda value: isinstance(value, list | tuple),
-    "object": lambda value: isinstance(value, dict),
-}
+_RUN |= {"lr_last_share": "number?", "uncalibrated_share": "number", "notes": ["text"]}
+_RESULTS = {"title": "text", "created": "text", "finished": "text?", "plan": _PLAN, "calibration": "object"}
+_RESULTS |= {"machine": _MACHINE, "runs": [_RUN]}
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -140,50 +165,53 @@ def validate(results: Any) -> None:
     Raises:
         ValueError: says where, what was got and what was expected.
     """
-    if not isinstance(results, dict):
-        raise ValueError(f"results: got {_short(results)}; expected an object of schema {SCHEMA!r}.")
-    if results.get("schema") != SCHEMA:
+    if isinstance(results, dict) and results.get("schema") != SCHEMA:
         raise ValueError(
             f"schema: got {results.get('schema')!r}; this version of lightning_eff reads {SCHEMA!r}. "
             f"Open it with the version that wrote it, or run the bench again."
         )
-    _fields(results, _TOP, "results")
-    machine, plan = results["machine"], results["plan"]
-    _fields(machine, _MACHINE, "machine")
-    if machine["git"] is not None:
-        _fields(machine["git"], {"revision": "text", "dirty": "bool"}, "machine.git")
-    _plan(plan)
-    names = [arm["name"] for arm in plan["arms"]]
+    _check(results, _RESULTS, "results")
+    if results["machine"]["git"] is not None:
+        _check(results["machine"]["git"], {"revision": "text", "dirty": "bool"}, "results.machine.git")
+    _plan(results["plan"])
+    names, seeds = [arm["name"] for arm in results["plan"]["arms"]], results["plan"]["seeds"]
     for name, calibration in results["calibration"].items():
         _known(name, names, "calibration", "arm of the plan")
-        _calibration(calibration, f"calibration[{name!r}]")
+        _check(calibration, _CALIBRATION, f"calibration[{name!r}]")
+        if calibration["same_training"] and not calibration["rates"]:
+            raise ValueError(
+                f"calibration[{name!r}].rates: got none; expected some where same_training is true: they decide its verdict."
+            )
     seen = set()
     for index, run in enumerate(results["runs"]):
         where = f"runs[{index}]"
-        _run(run, where)
         _known(run["arm"], names, f"{where}.arm", "arm of the plan")
-        _known(run["seed"], plan["seeds"], f"{where}.seed", "seed of the plan")
+        _known(run["seed"], seeds, f"{where}.seed", "seed of the plan")
         if (run["arm"], run["seed"]) in seen:
             raise ValueError(
                 f"{where}: arm {run['arm']!r} with seed {run['seed']} is there twice; expected one run each."
             )
         seen.add((run["arm"], run["seed"]))
+        if run["status"] == "finished" and not run["points"]:
+            raise ValueError(f"{where}.points: got none in a finished run; expected at least the last evaluation.")
+        for number, (before, after) in enumerate(pairwise(point["seconds"] for point in run["points"]), 1):
+            if after < before:
+                raise ValueError(f"{where}.points[{number}].seconds: got {after} after {before}; expected a rise.")
 
 
 def _plan(plan: dict[str, Any]) -> None:
-    _fields(plan, _PLAN, "plan")
-    _fields(plan["budget"], _BUDGET, "plan.budget")
     if plan["budget"]["seconds"] <= 0:
         raise ValueError(f"plan.budget.seconds: got {plan['budget']['seconds']}; expected > 0.")
-    _every(plan["seeds"], "whole", "plan.seeds")
     if not plan["seeds"] or len(set(plan["seeds"])) < len(plan["seeds"]):
         raise ValueError(f"plan.seeds: got {plan['seeds']}; expected at least one, each once.")
     if not plan["arms"]:
         raise ValueError("plan.arms: got none; expected the baseline first, then the others.")
+    names = [arm["name"] for arm in plan["arms"]]
+    if len(set(names)) < len(names):
+        raise ValueError(f"plan.arms: got the names {names}; expected each once.")
+    recipes = [arm["name"] for arm in plan["arms"] if arm["kind"] == "recipe"]
     for index, arm in enumerate(plan["arms"]):
         where = f"plan.arms[{index}]"
-        _fields(arm, _ARM, where)
-        _every(arm["configs"], "text", f"{where}.configs")
         if (arm["kind"] == "baseline") != (index == 0):
             raise ValueError(
                 f"{where}.kind: got {arm['kind']!r}; expected the first arm, and no other, to be 'baseline'."
@@ -193,86 +221,35 @@ def _plan(plan: dict[str, Any]) -> None:
                 f"{where}.factor: got {arm['factor']} for a {arm['kind']}; expected 1, or for a ladder arm what it "
                 f"multiplies the budget by: > 0 and not 1."
             )
-    names = [arm["name"] for arm in plan["arms"]]
-    if len(set(names)) < len(names):
-        raise ValueError(f"plan.arms: got the names {names}; expected each once.")
-    recipes = [arm["name"] for arm in plan["arms"] if arm["kind"] == "recipe"]
-    for arm in plan["arms"]:
         if arm["kind"] == "control":
             _known(arm["of"], recipes, f"plan.arms: 'of' of the control {arm['name']!r}", "recipe of the plan")
 
 
-def _calibration(calibration: Any, where: str) -> None:
-    _fields(calibration, _CALIBRATION, where)
-    for index, pair in enumerate(calibration["rates"]):
-        _every(pair, "number", f"{where}.rates[{index}]")
-        if len(pair) != 2 or min(pair) <= 0:
-            raise ValueError(f"{where}.rates[{index}]: got {_short(pair)}; expected [baseline, arm] in samples/s, > 0.")
-    if calibration["same_training"] and not calibration["rates"]:
-        raise ValueError(
-            f"{where}.rates: got none; expected some where same_training is true: they decide its verdict."
-        )
-    for index, price in enumerate(calibration["prices"]):
-        _fields(price, {"kind": "text", "seconds": "number", "share": "number"}, f"{where}.prices[{index}]")
+def _check(value: Any, expected: Any, where: str) -> None:
+    """Raise ``ValueError`` unless ``value`` is what the schema expects there."""
+    if isinstance(expected, dict):
+        if not isinstance(value, dict):
+            raise ValueError(f"{where}: got {_short(value)}; expected an object with {', '.join(expected)}.")
+        for name, inner in expected.items():
+            if name not in value:
+                raise ValueError(f"{where}.{name}: missing; expected {_told(inner)}.")
+            _check(value[name], inner, f"{where}.{name}")
+    elif isinstance(expected, list) and isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _check(item, expected[0], f"{where}[{index}]")
+    elif isinstance(expected, list | tuple):
+        if isinstance(expected, list) or value not in expected:
+            raise ValueError(f"{where}: got {_short(value)}; expected {_told(expected)}.")
+    elif not (expected[-1] == "?" and value is None) and not _CHECKS[expected.rstrip("?")][1](value):
+        raise ValueError(f"{where}: got {_short(value)}; expected {_told(expected)}.")
 
 
-def _run(run: Any, where: str) -> None:
-    _fields(run, _RUN, where)
-    last = -math.inf
-    for index, point in enumerate(run["points"]):
-        _fields(point, _POINT, f"{where}.points[{index}]")
-        if point["seconds"] < last:
-            raise ValueError(f"{where}.points[{index}].seconds: got {point['seconds']} after {last}; expected a rise.")
-        last = point["seconds"]
-    if run["status"] == "finished" and not run["points"]:
-        raise ValueError(f"{where}.points: got none in a finished run; expected at least the last evaluation.")
-    for name in ("losses", "memory"):
-        for index, pair in enumerate(run[name]):
-            if not _CHECKS["list"](pair) or len(pair) != 2 or not _CHECKS["number"](pair[0]):
-                raise ValueError(f"{where}.{name}[{index}]: got {_short(pair)}; expected [seconds, value].")
-            if pair[1] is not None and not _CHECKS["figure"](pair[1]):
-                raise ValueError(
-                    f"{where}.{name}[{index}]: got {_short(pair)}; expected a number or null as its value."
-                )
-    _every(run["notes"], "text", f"{where}.notes")
-
-
-def _fields(value: Any, fields: dict[str, Any], where: str) -> None:
-    """Raise unless ``value`` is an object that has ``fields``."""
-    if not isinstance(value, dict):
-        raise ValueError(f"{where}: got {_short(value)}; expected an object with {', '.join(fields)}.")
-    for name, expected in fields.items():
-        if name not in value:
-            raise ValueError(f"{where}.{name}: missing; expected {_told(expected)}.")
-        got = value[name]
-        if isinstance(expected, tuple):
-            good = got in expected
-        else:
-            good = (expected[-1] == "?" and got is None) or _CHECKS[expected.rstrip("?")](got)
-        if not good:
-            raise ValueError(f"{where}.{name}: got {_short(got)}; expected {_told(expected)}.")
-
-
-def _told(expected: str | tuple[str, ...]) -> str:
+def _told(expected: Any) -> str:
     if isinstance(expected, tuple):
         return "one of " + ", ".join(map(repr, expected))
-    words = {
-        "text": "a text",
-        "whole": "a whole number",
-        "number": "a finite number",
-        "figure": "a number",
-        "bool": "true or false",
-    }
-    words |= {"list": "a list", "object": "an object"}
-    return words[expected.rstrip("?")] + (" or null" if expected[-1] == "?" else "")
-
-
-def _every(values: Any, expected: str, where: str) -> None:
-    if not _CHECKS["list"](values):
-        raise ValueError(f"{where}: got {_short(values)}; expected a list.")
-    for index, value in enumerate(values):
-        if not _CHECKS[expected](value):
-            raise ValueError(f"{where}[{index}]: got {_short(value)}; expected {_told(expected)}.")
+    if isinstance(expected, dict | list):
+        return "an object" if isinstance(expected, dict) else "a list"
+    return _CHECKS[expected.rstrip("?")][0] + (" or null" if expected[-1] == "?" else "")
 
 
 def _known(value: Any, known: Iterable[Any], where: str, what: str) -> None:

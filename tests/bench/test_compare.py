@@ -86,3 +86,9 @@ def test_what_is_unfinished_is_told():
     a, b = pair()
     b["finished"] = None
     assert "! B is not finished." in compare(a, b)
+
+
+def test_benches_that_share_no_arm_are_told_apart():
+    a, b = synthetic.results({"baseline": 1.0, "a": 1.1}), synthetic.results({"plain": 1.0, "b": 1.1})
+    text = flat(compare(a, b))
+    assert "Only in A: baseline, a." in text and "Only in B: plain, b." in text

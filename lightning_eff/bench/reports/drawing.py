@@ -1,11 +1,13 @@
-"""A figure of the report and how it leaves matplotlib: as SVG for the page and as PNG, without global state."""
+"""A figure of the report and how it leaves matplotlib: as SVG for the page and as PNG, without global state.
+
+It is drawn once, dark on nothing; a page on dark ground turns its light and dark round (``report_html.STYLE``).
+"""
 
 import importlib
 import math
-import re
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from io import BytesIO, StringIO
+from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -43,37 +45,20 @@ def require_extra() -> None:
             ) from error
 
 
-def svg(drawing: Drawing) -> str:
-    """The figure as an ``<svg>`` element for an HTML page: the same bytes for the same input, without a namespace.
-
-    Colours become the CSS variables ``--ink``, ``--paper``, ``--grid`` and ``--c0`` to ``--c5``; text takes the page's font.
-    """
-    buffer = StringIO()
-    with style():
-        drawing.figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :].strip()
-    text = re.sub(
-        r"<metadata>.*?</metadata>\s*|<style.*?</style>\s*|<!--.*?-->\s*|<defs>\s*</defs>\s*", "", text, flags=re.DOTALL
-    )
-    used = set(re.findall(r"(?:href=\"|url\()#([^\")]+)", text))
-    text = re.sub(r' id="([^"]*)"', lambda m: f' id="{drawing.name}-{m[1]}"' if m[1] in used else "", text)
-    text = re.sub(r"(href=\"|url\()#", rf"\1#{drawing.name}-", text).replace("xlink:href", "href")
-    text = re.sub(r" font-family: [^;]*;", "", text)
-    text = re.sub(r"\n\s*", " ", text)  # paths take a line a point
-    for index, colour in enumerate(COLOURS):
-        text = text.replace(colour, f"var(--c{index})")
-    text = text.replace(INK, "var(--ink)").replace(GRID, "var(--grid)").replace(PAPER, "var(--paper)")
-    box = re.search(r'viewBox="[^"]*"', text)
-    assert box is not None
-    return f'<svg {box[0]} role="img" aria-labelledby="{drawing.name}-caption">' + text[text.index(">") + 1 :]
+def svg(drawing: Drawing) -> bytes:
+    """The figure as an SVG of its own, without a ground: the same bytes for the same input."""
+    return _saved(drawing, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
 
 
 def png(drawing: Drawing) -> bytes:
     """The figure as a PNG on white."""
+    return _saved(drawing, format="png", dpi=200, facecolor=PAPER, metadata={"Software": None})
+
+
+def _saved(drawing: Drawing, **options: Any) -> bytes:
     buffer = BytesIO()
     with style():
-        drawing.figure.savefig(buffer, format="png", dpi=200, facecolor=PAPER, metadata={"Software": None})
+        drawing.figure.savefig(buffer, **options)
     return buffer.getvalue()
 
 
@@ -131,7 +116,7 @@ def style() -> AbstractContextManager[None]:
         "grid.color": GRID,
         "grid.linewidth": 0.6,
         "text.parse_math": False,
-        "svg.fonttype": "none",
+        "svg.fonttype": "path",  # as it was laid out, whatever fonts the reader has
         "svg.hashsalt": "lightning-eff",
     }
     settings |= dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK)

@@ -176,16 +176,17 @@ def _settings(configs: Sequence[str]) -> dict[str, Any]:
     """What configs say of the model, the data and the trainer but its callbacks, by dotted names."""
     import yaml
 
-    def flat(value: Any, name: str) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            return {name: value}
-        return {k: v for key, item in value.items() for k, v in flat(item, f"{name}.{key}".lstrip(".")).items()}
-
-    merged: dict[str, Any] = {}
-    for text in configs:
-        merged |= flat(yaml.safe_load(text) or {}, "")
+    merged = {name: value for text in configs for name, value in flat(yaml.safe_load(text) or {}).items()}
     left_out = ("trainer.callbacks", "trainer.logger", "seed_everything")
     return {name: value for name, value in merged.items() if name not in left_out}
+
+
+def flat(value: dict[str, Any], name: str = "") -> dict[str, Any]:
+    """The entries of nested dicts, by dotted names."""
+    found: dict[str, Any] = {}
+    for key, item in value.items():
+        found |= flat(item, f"{name}{key}.") if isinstance(item, dict) else {f"{name}{key}": item}
+    return found
 
 
 def _text(value: Any) -> str:

@@ -25,13 +25,13 @@ def table(results: dict[str, Any], width: int = 100) -> str:
         results: of the bench's schema.
         width: columns of the terminal; 80 to 160 are used.
     """
-    width = min(max(width, NARROWEST), WIDEST)
+    width = fitting(width)
     summary = summarize(results)
     unfinished = "" if results["finished"] else " (not finished: what there is so far)"
-    parts = [_wrap(results["title"] + unfinished, width), _wrap(words.plan_line(results), width), ""]
+    parts = [wrapped(results["title"] + unfinished, width), wrapped(words.plan_line(results), width), ""]
     parts += [grid(*words.cells(results, summary), width), ""]
-    parts += [_wrap(own["sentence"], width, bullet="- ") for own in summary.values()]
-    parts += ["", *(_wrap(line, width) for line in findings.lines(results, summary))]
+    parts += [wrapped(own["sentence"], width, bullet="- ") for own in summary.values()]
+    parts += ["", *(wrapped(line, width) for line in findings.lines(results, summary))]
     if rows := findings.unlike(results):
         parts += [
             "",
@@ -39,9 +39,9 @@ def table(results: dict[str, Any], width: int = 100) -> str:
             grid(words.UNLIKE, rows, width),
         ]
     if failed := words.failures(summary):
-        parts += ["", "Failed runs", *(_wrap(line, width, bullet="- ") for line in failed)]
+        parts += ["", "Failed runs", *(wrapped(line, width, bullet="- ") for line in failed)]
     parts += ["", "Mean seconds of a run; set-up, compilation and validation lie outside the budget"]
-    parts += [grid(*words.times(results, summary), width), "", _wrap(words.machine_line(results), width)]
+    parts += [grid(*words.times(results, summary), width), "", wrapped(words.machine_line(results), width)]
     return "\n".join(parts) + "\n"
 
 
@@ -58,7 +58,7 @@ def grid(columns: list[words.Column], rows: list[dict[str, str]], width: int) ->
     blocks: list[list[tuple[words.Column, int]]] = [[]]
     used = first
     for column in columns:
-        size = max(len(column.head), *(len(row[column.key]) for row in rows))
+        size = max([len(column.head), *(len(row[column.key]) for row in rows)])
         if used + 2 + size > width and blocks[-1]:
             blocks.append([])
             used = first
@@ -115,7 +115,13 @@ def write_pngs(results: dict[str, Any], folder: str | os.PathLike[str]) -> list[
     return files
 
 
-def _wrap(text: str, width: int, bullet: str = "") -> str:
+def fitting(width: int) -> int:
+    """The columns that are used of a terminal's ``width``."""
+    return min(max(width, NARROWEST), WIDEST)
+
+
+def wrapped(text: str, width: int, bullet: str = "") -> str:
+    """A sentence in lines of at most ``width``, those after the first indented as far as its bullet."""
     clean = " ".join(text.split())
     return textwrap.fill(clean, width, initial_indent=bullet, subsequent_indent=" " * len(bullet))
 

@@ -1,6 +1,7 @@
 """The bench's report as one HTML file: no script, and no reference to anything outside it."""
 
 import json
+from base64 import b64encode
 from html import escape
 from typing import Any
 
@@ -11,10 +12,10 @@ from lightning_eff.bench.reports.statistics import summarize
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --paper: #ffffff; --soft: #f3f5f7; --grid: #d5d9de; --dim: #555d66;
-  --c0: #0072b2; --c1: #d55e00; --c2: #009e73; --c3: #cc79a7; --c4: #e69f00; --c5: #56b4e9; }
+  --better: #0072b2; --worse: #d55e00; }
 @media (prefers-color-scheme: dark) { @media not print { :root { --ink: #e8eaed; --paper: #15181c; --soft: #1f242a;
-  --grid: #3a4149; --dim: #a6aeb7; --c0: #4aa8e0; --c1: #ff8a3d; --c2: #2fc79a; --c3: #e09bc4; --c4: #f0b429;
-  --c5: #8fd0f5; } } }
+  --grid: #3a4149; --dim: #a6aeb7; --better: #4aa8e0; --worse: #ff8a3d; }
+  figure img { filter: invert(.91) hue-rotate(180deg); } } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 1rem; max-width: 76rem; background: var(--paper); color: var(--ink);
   font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
@@ -24,13 +25,12 @@ p, li { max-width: 48rem; }
 .dim, figcaption { color: var(--dim); font-size: .875rem; }
 .verdicts { list-style: none; padding: 0; margin: 1rem 0; }
 .verdicts li { margin: .6rem 0; padding: .15rem 0 .15rem .8rem; border-left: 4px solid var(--grid); }
-.verdicts .faster { border-color: var(--c0); }
-.verdicts .slower, .verdicts .failed { border-color: var(--c1); }
+.verdicts .faster { border-color: var(--better); }
+.verdicts .slower, .verdicts .failed { border-color: var(--worse); }
 .tag { display: inline-block; padding: 0 .45rem; border: 1px solid currentColor; border-radius: .6rem; font-size: .8rem;
   margin-right: .3rem; }
 figure { margin: 0; break-inside: avoid; }
-figure svg { display: block; width: 100%; max-width: 34rem; height: auto; font-family: "DejaVu Sans", Verdana, sans-serif; }
-figure svg * { stroke-linejoin: round; stroke-linecap: butt; }
+figure img { display: block; width: 100%; max-width: 34rem; height: auto; }
 .lead { max-width: 34rem; }
 .figures { display: grid; gap: 1.5rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 25rem), 1fr)); }
 table { border-collapse: collapse; width: 100%; font-size: .8125rem; font-variant-numeric: tabular-nums; }
@@ -151,12 +151,10 @@ def _verdicts(results: dict[str, Any], summary: dict[str, dict[str, Any]]) -> st
 
 def figure_html(drawing: Drawing, style: str = "") -> str:
     """A figure with its caption."""
-    shown = svg(drawing)
-    end = shown.index(">") + 1
-    shown = f"{shown[:end]}<desc>{escape(drawing.alternative)}</desc>{shown[end:]}"
-    caption = f'<figcaption id="{drawing.name}-caption">{escape(drawing.caption)}</figcaption>'
+    picture = f"data:image/svg+xml;base64,{b64encode(svg(drawing)).decode()}"
     opening = f'<figure class="{style}">' if style else "<figure>"
-    return f"{opening}\n{shown}\n{caption}\n</figure>"
+    image = f'<img src="{picture}" alt="{escape(drawing.alternative)}">'
+    return f"{opening}\n{image}\n<figcaption>{escape(drawing.caption)}</figcaption>\n</figure>"
 
 
 def table_html(columns: list[words.Column], rows: list[dict[str, str]]) -> str:
