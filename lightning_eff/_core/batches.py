@@ -8,6 +8,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
@@ -100,6 +101,122 @@ def select(batch: Any, index: Tensor, size: int | None = None) -> Any:
         return value
 
     return pick(batch)
+
+
+def join(batches: Sequence[Any]) -> Any:
+    """One batch, of the make of the first, with the samples of all of ``batches`` in their order.
+
+    What :func:`select` would index is put together; all else (say a mask that all samples share) must be alike.
+
+    Raises:
+        ValueError: where they are of different makes, or their tensors of shapes that do not fit together.
+    """
+    sizes = [num_samples(batch) for batch in batches]
+    return _joined(list(batches), sizes, "")
+
+
+def _joined(parts: list[Any], sizes: list[int], path: str) -> Any:
+    first = parts[0]
+    if any(type(part) is not type(first) for part in parts):
+        raise ValueError(
+            f"Got batches with {[type(part).__name__ for part in parts]} at {path or 'their top'}; expected one type."
+        )
+    if isinstance(first, Tensor | np.ndarray):
+        shapes = [tuple(part.shape) for part in parts]
+        if all(shape[:1] == (size,) for shape, size in zip(shapes, sizes, strict=True)):
+            if len({shape[1:] for shape in shapes}) > 1:
+                raise ValueError(
+                    f"Got batches with tensors of shapes {shapes} at {path or 'their top'}, which cannot be put together."
+                )
+            return torch.cat(parts) if isinstance(first, Tensor) else np.concatenate(parts)
+        same = all(
+            shape == shapes[0] and bool((part == first).all()) for shape, part in zip(shapes, parts, strict=True)
+        )
+        return first if same else _differ(path)
+    if isinstance(first, PackedSequence):
+        raise ValueError(
+            "Got a batch with a PackedSequence, whose samples lie interleaved; expected padded tensors, dimension 0"
+            " of which counts the samples. Pack them in training_step."
+        )
+    if isinstance(first, Mapping):
+        if any(part.keys() != first.keys() for part in parts):
+            raise ValueError(f"Got batches with the keys {[list(part) for part in parts]}; expected the same in all.")
+        made = {key: _joined([part[key] for part in parts], sizes, f"{path}[{key!r}]") for key in first}
+        if type(first) is dict:
+            return made
+        other: Any = copy.copy(first)
+        for key, item in made.items():
+            other[key] = item
+        return other
+    if isinstance(first, list | tuple):
+        return _joined_sequence(parts, sizes, path)
+    if is_dataclass(first) and not isinstance(first, type):
+        other = copy.copy(first)
+        for f in fields(first):
+            values = [getattr(part, f.name) for part in parts]
+            object.__setattr__(other, f.name, _joined(values, sizes, f"{path}.{f.name}"))  # frozen ones too
+        return other
+    return first if all(part == first for part in parts) else _differ(path)
+
+
+def _joined_sequence(parts: list[Any], sizes: list[int], path: str) -> Any:
+    first = parts[0]
+    by_sample = all(
+        len(part) == size and not any(t.ndim > 0 and t.shape[0] == size for _, t in tensors(part))
+        for part, size in zip(parts, sizes, strict=True)
+    )
+    if by_sample and not hasattr(first, "_fields"):
+        return type(first)([item for part in parts for item in part])
+    if any(len(part) != len(first) for part in parts):
+        raise ValueError(
+            f"Got batches of {[len(part) for part in parts]} items at {path or 'their top'}; expected as many in all."
+        )
+    made = [_joined(list(items), sizes, f"{path}[{i}]") for i, items in enumerate(zip(*parts, strict=True))]
+    return type(first)(*made) if hasattr(first, "_fields") else type(first)(made)
+
+
+def _differ(path: str) -> Any:
+    raise ValueError(
+        f"Got batches with different values at {path or 'their top'}, which count no samples; expected the same in all."
+    )
+
+
+def plain(batch: Any) -> Any:
+    """The batch in dicts, lists, tuples and tensors on the CPU, as a checkpoint may hold them; see :func:`like`."""
+    if isinstance(batch, Tensor):
+        return batch.detach().cpu()
+    if isinstance(batch, np.ndarray):
+        return torch.from_numpy(batch)
+    if isinstance(batch, Mapping):
+        return {key: plain(value) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return [plain(value) for value in batch]
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return {f.name: plain(getattr(batch, f.name)) for f in fields(batch)}
+    return batch
+
+
+def like(batch: Any, saved: Any) -> Any:
+    """What :func:`plain` made of a batch, of the make of ``batch`` and on its devices."""
+    if isinstance(batch, Tensor):
+        return saved.to(batch.device)
+    if isinstance(batch, np.ndarray):
+        return saved.numpy()
+    if isinstance(batch, Mapping):
+        other: Any = {} if type(batch) is dict else copy.copy(batch)
+        for key, value in saved.items():
+            other[key] = like(batch[key], value)
+        return other
+    if isinstance(batch, list | tuple):
+        alike = len(batch) == len(saved)  # lists of one item for each sample may be of other lengths
+        items = [like(old, new) for old, new in zip(batch, saved, strict=True)] if alike else saved
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        other = copy.copy(batch)
+        for f in fields(batch):
+            object.__setattr__(other, f.name, like(getattr(batch, f.name), saved[f.name]))
+        return other
+    return saved
 
 
 def num_tokens(batch: Any) -> int:

@@ -150,7 +150,7 @@ class Session:
         def load_checkpoint(*args: Any, **kwargs: Any) -> dict[str, Any]:
             checkpoint = load(*args, **kwargs)
             if self.fitting and _KEY in checkpoint:
-                window = self.trainer.accumulate_grad_batches
+                window = checkpoint[_KEY].get("window", self.trainer.accumulate_grad_batches)
                 mend_loops(checkpoint, by_steps=self.trainer.max_steps != -1, accumulate=window)
             check_checkpoint(
                 self.module, checkpoint.get("state_dict"), checkpoint.get(_KEY, {}).get("architecture", [])
@@ -384,6 +384,7 @@ class Session:
             "rng": self.gather(rng.capture()),
             "gradients": [] if summed is None else self.gather(summed),
             "cost": self.chain.cost.state_dict(),
+            "window": self.trainer.accumulate_grad_batches,
             "architecture": described(self.module),
             # under Lightning's own key a plain trainer, whose loaders keep no state, would refuse the checkpoint
             "loaders": checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", []),

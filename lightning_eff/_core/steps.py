@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 class Stage(IntEnum):
     """Where a link acts; a smaller stage wraps the larger ones, whatever the order of the callbacks."""
 
+    JOIN = 0  #: make one batch of several of the loader's
     CHOOSE = 1  #: choose samples
     TRANSFORM = 2  #: change the batch: length, resolution, tokens, mixing
     PERTURB = 3  #: run at other weights
