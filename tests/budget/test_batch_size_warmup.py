@@ -227,7 +227,7 @@ def test_an_epoch_of_fewer_batches_than_a_full_step_is_the_largest_step() -> Non
 # -- resume
 
 
-@pytest.mark.parametrize("by", ["batch", "rate"])
+@pytest.mark.parametrize("by", ["batch", pytest.param("rate", marks=pytest.mark.slow)])
 def test_it_resumes_from_every_step(by: Any, tmp_path: Path) -> None:
     build = lambda: [BatchSizeWarmup(1, 0.6, full=3, by=by)]  # noqa: E731
     assert resume_from_every_step("tiny_gpt", build, tmp_path) == {}
