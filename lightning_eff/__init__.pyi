@@ -31,6 +31,7 @@ from lightning_eff.model.growth.progressive_layer_dropping import ProgressiveLay
 from lightning_eff.model.growth.progressive_stacking import ProgressiveStacking as ProgressiveStacking
 from lightning_eff.monitor.efficiency_monitor import EfficiencyMonitor as EfficiencyMonitor
 from lightning_eff.optim.averaging.latest_weight_averaging import LatestWeightAveraging as LatestWeightAveraging
+from lightning_eff.optim.averaging.schedule_free import ScheduleFree as ScheduleFree
 from lightning_eff.optim.optimizers.adan import Adan as Adan
 from lightning_eff.optim.optimizers.gradient_centralization import GradientCentralization as GradientCentralization
 from lightning_eff.optim.optimizers.lamb import LAMB as LAMB

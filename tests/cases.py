@@ -3,6 +3,7 @@
 A case stands beside its technique's own tests, in their file: ``CASES = {"Technique": Case(...)}``.
 """
 
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -98,7 +99,12 @@ def classifier() -> pl.LightningModule:
     return TinyClassifier()
 
 
+#: Techniques that need a library of an extra, by that: they have no case where it is not installed.
+NEEDS = {"ScheduleFree": "schedulefree"}
+MISSING = {name for name, library in NEEDS.items() if importlib.util.find_spec(library) is None}
+
 ALL: Beside[Case] = Beside(beside("CASES", of="tests.cases.Case"), "CASES")
+ALL = ALL.only(set(ALL) - MISSING)
 CASES = ALL.only(set(lightning_eff.__all__))
 # Techniques that are not exported: they stand in for others in the control arms of a comparison.
 STAND_INS = ALL.only(set(ALL) - set(CASES))

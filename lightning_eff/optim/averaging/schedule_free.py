@@ -1,0 +1,402 @@
+"""Schedule-free learning: the average of all steps in the place of a decaying rate (Defazio et al. 2024, arXiv:2405.15682)."""
+
+import importlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any, ClassVar
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_eff._core._optim.combined import set_rate
+from lightning_eff._core._optim.scheduled import optimizers_of, put_to_rest, reference_rates, schedulers_of
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
+from lightning_eff._core.session import Session
+from lightning_eff._core.technique import Control, OtherWeights
+from lightning_eff.optim.averaging._batch_norm import batch_norms, modes, recompute_statistics
+
+_PROGRESS = ("k", "lr_max", "weight_sum")  # what the library keeps for a group
+
+
+class Base:
+    """The module's optimizer as ``schedulefree.ScheduleFreeWrapper`` sees it; what the wrapper keeps, it keeps here.
+
+    So the optimizer's own state stays that of a plain run, and loads into one.
+
+    Args:
+        optimizer: the module's.
+        step: its own step, without a closure.
+    """
+
+    def __init__(self, optimizer: Optimizer, step: Callable[[], Any]) -> None:
+        self.optimizer, self._step = optimizer, step
+        self.state: defaultdict[Tensor, dict[str, Tensor]] = defaultdict(dict)  # z, by parameter
+        self.param_groups: list[dict[str, Any]] = []
+        self.look()
+
+    def look(self) -> None:
+        """See the groups as they are now."""
+        groups = self.optimizer.param_groups
+        self.param_groups += [{} for _ in groups[len(self.param_groups) :]]  # somebody has thawed parameters since
+        for group, own in zip(groups, self.param_groups, strict=True):
+            # rates are weights of the average here, and a sum of weights must not be zero
+            own |= {"params": group["params"], "lr": float(group.get("lr", 1.0)) or 1e-30}
+
+    def step(self) -> None:
+        with without_momentum(self.optimizer):
+            self._step()
+
+
+@contextmanager
+def without_momentum(optimizer: Optimizer) -> Iterator[None]:
+    """Within, ``momentum`` and the first of the ``betas`` are zero in every group: the average's own takes their place."""
+    kept = [{k: group[k] for k in ("momentum", "nesterov", "betas") if k in group} for group in optimizer.param_groups]
+    try:
+        for group, own in zip(optimizer.param_groups, kept, strict=True):
+            group.update({k: False if k == "nesterov" else 0.0 for k in own if k != "betas"})
+            if own.get("betas"):
+                group["betas"] = (0.0, *own["betas"][1:])
+        yield
+    finally:
+        for group, own in zip(optimizer.param_groups, kept, strict=True):
+            group.update(own)
+
+
+def wrapper_around(base: Base, momentum: float, power: float) -> Any:
+    """``schedulefree.ScheduleFreeWrapper`` around ``base``.
+
+    Args:
+        base: the optimizer.
+        momentum: of the interpolation.
+        power: of the steps' number, in their weight.
+
+    Raises:
+        ImportError: if the library is not installed.
+    """
+    try:
+        library: Any = importlib.import_module("schedulefree")
+    except ImportError as error:
+        raise ImportError(
+            "ScheduleFree needs the library schedulefree, which is not installed: pip install 'lightning-eff[schedulefree]'."
+        ) from error
+
+    class Wrapper(library.ScheduleFreeWrapper):
+        @staticmethod
+        def swap(x: Tensor, y: Tensor) -> None:
+            """The library's own swaps bytes, which tensors without dimensions and with channels last do not have in a row."""
+            kept = x.clone()
+            x.copy_(y)
+            y.copy_(kept)
+
+    made: Any = Wrapper(base, momentum=momentum, r=power)
+    made.train_mode = True
+    return made
+
+
+class ScheduleFree(OtherWeights):
+    """Train without a schedule; validate, keep and leave behind the average, which is as good as a decayed rate at any time.
+
+    The library's ``schedulefree.ScheduleFreeWrapper`` goes around the module's own optimizer, whichever that is, and this
+    callback makes its calls of ``train()`` and ``eval()``. With ``beta`` for ``momentum``, and ``c`` the share of a step's
+    weight in the sum of all so far, each weighing ``t^power`` times the square of the highest rate so far::
+
+        z = the module's optimizer's step from z, with the gradient at y
+        x = (1 - c) x + c z
+        y = (1 - beta) z + beta x
+
+    Training runs at ``y``. While the trainer validates, in every checkpoint's ``state_dict``, and from the end of fit on, the
+    module holds ``x``; afterwards ``y`` is put back bit for bit, so that neither validation nor checkpoints change training.
+    ``y`` and ``z`` are in this callback's state (two copies of the weights), and a resumed fit goes on from them. The
+    optimizer's own momentum, or the first of its betas, is zero in its steps, since the interpolation takes its place. Its
+    decay acts on ``z``. The module's schedulers are put to rest, each group at the highest rate that they name; the paper's
+    runs want rates 1 to 10 times those of a schedule, see ``lr_factor``, and a warm-up.
+
+    BatchNorm's statistics are recomputed for each ``x`` that is used, as by :class:`LatestWeightAveraging`. If another
+    technique changes which blocks the network has, the average begins anew there.
+
+    Args:
+        momentum: beta in (0, 1); longer runs take more, as 0.95 or 0.98. None is plain training.
+        lr_factor: each group's rate is multiplied by this, > 0.
+        warmup_steps: optimizer steps over which the rates rise from zero, >= 0.
+        power: >= 0; above zero late steps weigh more.
+        bn_batches: how many training batches, on each rank, BatchNorm statistics are recomputed from; None takes an epoch.
+
+    Raises:
+        ValueError: for other values; at setup, for manual optimization, for an optimizer that is schedule-free by itself or
+            holds parameters that are not the module's, or beside another averaging of weights.
+        ImportError: at setup, if the library is not installed.
+    """
+
+    saves: ClassVar[str] = "the schedule: no end needs to be known, and the weights are good at any time"
+    paper: ClassVar[str] = "Defazio et al. 2024, arXiv:2405.15682"
+    constraints: ClassVar[str] = (
+        "pip install 'lightning-eff[schedulefree]'; one optimizer, which needs gradients alone; a single device or DDP"
+    )
+    survey: ClassVar[Survey | None] = None
+    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+        {
+            "lr_factor": Uniform(1.0, 10.0, log=True),
+            "momentum": Choice((0.9, 0.95, 0.98)),
+            "warmup_steps": Choice((0, 20, 100)),
+        }
+    )
+    control: ClassVar[Control] = Control(
+        "the baseline for as many seconds with its learning rate tuned as long and decayed linearly to zero"
+    )
+    conflicts: ClassVar[Mapping[str, str]] = {
+        "LatestWeightAveraging": "both replace the weights that are validated and kept",
+        "LearningRateSchedule": "it does without a schedule, and the rates weigh its average",
+        "LocalSGD": "it averages the weights that are trained, and not those that they are stepped from",
+        "OptimizerOffload": "it makes the optimizer's step elsewhere, and here the step is made at other weights",
+        "StochasticRoundingBF16": "it makes the optimizer's step by itself, and here the step is made at other weights",
+    }
+    sets_rates: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        *,
+        momentum: float | None = 0.9,
+        lr_factor: float = 1.0,
+        warmup_steps: int = 0,
+        power: float = 0.0,
+        bn_batches: int | None = 100,
+    ) -> None:
+        def refuse(name: str, got: object, expected: str) -> None:
+            raise ValueError(f"ScheduleFree({name}={got!r}): expected {expected}.")
+
+        if momentum is not None and not 0.0 < momentum < 1.0:
+            refuse("momentum", momentum, "a number in (0, 1), or None for plain training")
+        if not 0.0 < lr_factor < float("inf"):
+            refuse("lr_factor", lr_factor, "a finite number > 0")
+        if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 0:
+            refuse("warmup_steps", warmup_steps, "a number of steps >= 0")
+        if not 0.0 <= power < float("inf"):
+            refuse("power", power, "a finite number >= 0")
+        if bn_batches is not None and (
+            isinstance(bn_batches, bool) or not isinstance(bn_batches, int) or bn_batches < 1
+        ):
+            refuse("bn_batches", bn_batches, "a number of training batches >= 1, or None for an epoch's")
+        self.momentum, self.lr_factor, self.warmup_steps = momentum, lr_factor, warmup_steps
+        self.power, self.bn_batches = power, bn_batches
+        self._reset()
+
+    def _reset(self) -> None:
+        self._base: Base | None = None
+        self._wrapper: Any = None
+        self._rates: list[float | None] = []
+        self._names: dict[Tensor, str] = {}
+        self._loaded: dict[str, Any] | None = None  # a checkpoint's, until the optimizer is there
+        self._raw: dict[str, Tensor] | None = None  # y, set while the module holds x
+        self._statistics: dict[str, Tensor] | None = None  # BatchNorm's at x; None until they are needed
+        self._modes: dict[str, bool] = {}
+        self._steps = 0
+        self._finished = False
+
+    @property
+    @override
+    def neutral(self) -> bool:
+        return self.momentum is None
+
+    # -- the run
+
+    @override
+    def check(self, session: Session) -> None:
+        for other in session.trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+            averages = isinstance(other, OtherWeights) and other is not self and not other.neutral
+            if averages or isinstance(other, WeightAveraging | StochasticWeightAveraging):
+                raise ValueError(
+                    f"ScheduleFree and {type(other).__name__} cannot train together: both replace the weights that are"
+                    " validated and kept. Take one of them out of the trainer's callbacks."
+                )
+
+    @override
+    def attach(self, session: Session) -> None:
+        self._reset()
+        strategy = session.trainer.strategy
+        original, configure = strategy.lightning_module_state_dict, session.module.configure_optimizers
+
+        def averaged_state_dict() -> dict[str, Any]:
+            if self._raw is not None or not self._z():
+                return original()
+            with self.shown(session):
+                return deepcopy(original())  # tied weights stay one tensor
+
+        def configure_optimizers() -> Any:
+            configured = configure()
+            schedulers = schedulers_of(configured)
+            for optimizer in optimizers_of(configured):
+                if "train_mode" in optimizer.param_groups[0]:
+                    raise ValueError(
+                        f"ScheduleFree: {type(session.module).__name__}.configure_optimizers returned"
+                        f" {type(optimizer).__name__}, which is schedule-free by itself; expected a plain optimizer,"
+                        " such as AdamW, which is made so here. Return that."
+                    )
+                for group, rate in zip(optimizer.param_groups, reference_rates(optimizer, schedulers), strict=True):
+                    if rate is not None and group.get("lr") is not None:
+                        set_rate(group, rate * self.lr_factor)
+            if schedulers:
+                put_to_rest(schedulers)
+                rank_zero_info(f"ScheduleFree: in the place of {', '.join(type(s).__name__ for s in schedulers)}")
+            return configured
+
+        session.patches.set(strategy, "lightning_module_state_dict", averaged_state_dict)
+        session.patches.set(session.module, "configure_optimizers", configure_optimizers)
+
+    @override
+    def on_model(self, session: Session) -> None:
+        if session.fitting:
+            self._modes = modes(session.module)
+            self.take_out(session)
+
+    @override
+    def on_optimizers(self, session: Session) -> None:
+        assert self.momentum is not None
+        (optimizer,) = session.optimizers
+        if self._base is not None and self._base.optimizer is optimizer:
+            return
+        self._names = {p: name for name, p in session.module.named_parameters()}
+        strange = [p for group in optimizer.param_groups for p in group["params"] if p not in self._names]
+        if strange:
+            raise ValueError(
+                f"ScheduleFree: {type(optimizer).__name__} steps {len(strange)} tensors that are no parameters of"
+                f" {type(session.module).__name__} (shapes {[tuple(p.shape) for p in strange[:3]]}); expected the module's own."
+            )
+        self._base = Base(optimizer, optimizer.step)
+        self._wrapper = wrapper_around(self._base, self.momentum, self.power)
+        self._rates = [None if group.get("lr") is None else float(group["lr"]) for group in optimizer.param_groups]
+        if self._loaded is not None:
+            by_name = {name: p for p, name in self._names.items()}
+            for name, z in self._loaded["z"].items():
+                self._base.state[by_name[name]]["z"] = z.to(by_name[name].device, copy=True)
+            for group, saved in zip(self._base.param_groups, self._loaded["groups"], strict=True):
+                group.update(saved)
+            self._loaded = None
+
+        def step(closure: Callable[[], Any] | None = None) -> Any:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            assert self._base is not None
+            self._base.look()
+            self._wrapper.step()
+            self._steps += 1
+            self._statistics = None
+            return loss
+
+        session.patches.set(optimizer, "step", step)
+
+    @override
+    def check_checkpoint(self, session: Session, state: dict[str, Any] | None) -> None:
+        if not session.fitting or not state:
+            return
+        shapes = {name: p.shape for name, p in session.module.named_parameters()}
+        wrong = [name for name, z in state["z"].items() if shapes.get(name) != z.shape]
+        if wrong:
+            raise ValueError(
+                f"ScheduleFree: the checkpoint's steps are of {len(wrong)} parameters that {type(session.module).__name__} has"
+                f" not, or has in another shape, such as {wrong[0]!r}; expected a checkpoint of the same model."
+            )
+
+    @override
+    def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
+        if self.warmup_steps:
+            share = min(1.0, (session.trainer.global_step + 1) / self.warmup_steps)
+            for optimizer in session.optimizers:
+                for group, rate in zip(optimizer.param_groups, self._rates, strict=False):
+                    if rate is not None:
+                        set_rate(group, rate * share)
+
+    @override
+    def on_blocks_changed(self, session: Session) -> None:
+        if self._base is not None:
+            self._base.state.clear()
+            for group in self._base.param_groups:
+                for name in _PROGRESS:
+                    group.pop(name, None)
+        self._statistics = None
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        if not self.neutral:
+            self.take_out(self.session)  # a tuner's trial run may have loaded its checkpoint over the weights
+
+    # -- the average
+
+    def _z(self) -> dict[str, Tensor]:
+        state = {} if self._base is None else self._base.state
+        return {self._names[p]: held["z"] for p, held in state.items() if "z" in held}
+
+    @override
+    def put_in(self, session: Session) -> None:
+        """Put ``x`` into the module, if a step has been made and it is not there."""
+        held = self._z()
+        if self._raw is not None or not held:
+            return
+        parameters, buffers = dict(session.module.named_parameters()), dict(session.module.named_buffers())
+        with torch.inference_mode(False), torch.no_grad():
+            self._raw = {name: parameters[name].detach().clone() for name in held}
+            self._wrapper.train_mode = True
+            self._wrapper.eval()
+            if batch_norms(session.module):
+                if self._statistics is None:
+                    self._statistics = recompute_statistics(session, self._modes, self.bn_batches, epoch=self._steps)
+                for name, value in self._statistics.items():
+                    self._raw[name] = buffers[name].clone()
+                    buffers[name].copy_(value)
+
+    @override
+    @torch.no_grad()
+    def take_out(self, session: Session) -> None:
+        """Put ``y`` back, bit for bit, if ``x`` is in the module."""
+        held = {**dict(session.module.named_parameters()), **dict(session.module.named_buffers())}
+        for name, value in (self._raw or {}).items():
+            held[name].copy_(value)
+        self._raw = None
+        if self._wrapper is not None:
+            self._wrapper.train_mode = True
+
+    # -- what is kept
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        if self.neutral:
+            return {}
+        raw, z = self._raw, self._z()
+        if raw is None and z and self._session is not None:
+            module = self._session.module
+            held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+            raw = {name: held[name].detach() for name in (*z, *(self._statistics or ()))}
+        groups = [] if self._base is None else self._base.param_groups
+        return {
+            "z": z,
+            "groups": [{name: group[name] for name in _PROGRESS if name in group} for group in groups],
+            "raw": raw,
+            "statistics": self._statistics,
+            "steps": self._steps,
+        }
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.neutral or not state_dict or (self._session is not None and not self._session.fitting):
+            return  # the weights that the checkpoint holds are the ones to be validated or tested
+        self._loaded = {"z": dict(state_dict["z"]), "groups": list(state_dict["groups"])}
+        self._raw, self._statistics = state_dict["raw"], state_dict["statistics"]
+        self._steps = state_dict["steps"]
+
+    @override
+    def report(self) -> dict[str, float | int | Tensor]:
+        rates = [] if self._base is None else [group["lr"] for group in self._base.param_groups]
+        return {"steps": self._steps, "rate": max(rates, default=0.0)}
+
+    @override
+    def summary(self) -> str:
+        return f"the weights are the average of {self._steps} steps" if self._steps else "no step was made"
