@@ -123,12 +123,7 @@ def _curves(
     late: Callable[[float], bool] | None,
 ) -> Drawing:
     """The metric of each arm with its band over seeds, together or in small multiples."""
-    multiples = _panels(lines)
-    figure, grid = grid_of(len(multiples))
-    for axes, panel in zip(grid, multiples, strict=False):
-        _bands(axes, panel, curve_of)
-        if len(multiples) > 1:
-            axes.set_title(label(panel[1].name, 26), fontsize=8, loc="left")
+    figure, grid, multiples = _panelled(lines, curve_of, across, target)
     shown = [line for panel in multiples for line in panel]
     if late is None:
         last = min(curve_of(run)[-1][0] for line in shown for run in line.runs)
@@ -136,7 +131,6 @@ def _curves(
     values = [y for line in shown for run in line.runs for x, y in curve_of(run) if late(x)]
     low, high = min(values), max(values)
     grid[0].set_ylim(low - 0.05 * (high - low or 1), high + 0.05 * (high - low or 1))
-    _label(figure, across, target, multiples)
     start = " The first fifth of the budget may lie outside the frame."
     caption = f"{target} against {across}: mean and range over seeds. Controls are dashed." + start
     ends = [(line.name, fmean(curve_of(run)[-1][1] for run in line.runs)) for line in lines if line.runs]
@@ -155,13 +149,7 @@ def _memory(lines: list[_Line]) -> Drawing | None:
     def curve(run: dict[str, Any]) -> Curve:
         return [(seconds, value / unit) for seconds, value in run["memory"] if value is not None]
 
-    multiples = _panels(kept)
-    figure, grid = grid_of(len(multiples))
-    for axes, panel in zip(grid, multiples, strict=False):
-        _bands(axes, panel, curve)
-        if len(multiples) > 1:
-            axes.set_title(label(panel[1].name, 26), fontsize=8, loc="left")
-    _label(figure, "training seconds", f"memory ({name})", multiples)
+    figure, _, _ = _panelled(kept, curve, "training seconds", f"memory ({name})")
     kinds = sorted({run["memory_kind"] for line in kept for run in line.runs})
     peaks = [(line.name, fmean(run["peak_memory_bytes"] for run in line.runs)) for line in kept]
     told = "; ".join(f"{who} {words.amount(value)}" for who, value in peaks)
@@ -179,31 +167,21 @@ def phases(results: dict[str, Any], summary: dict[str, dict[str, Any]]) -> Drawi
     if not arms:
         return None
     figure, axes = one(0.95 + 0.4 * len(arms))
-    handles = []
-    for part, (_, head, seconds_of) in enumerate(words.PHASES):
+    rows = [-row for row in range(len(arms))]
+    ends, bars = [0.0] * len(arms), []
+    for colour, (_, _, seconds_of) in zip(COLOURS, words.PHASES, strict=True):
         widths = [fmean(map(seconds_of, runs)) for _, runs in arms]
-        lefts = [sum(fmean(map(of, runs)) for _, _, of in words.PHASES[:part]) for _, runs in arms]
-        bars = axes.barh(
-            [-row for row in range(len(arms))],
-            widths,
-            left=lefts,
-            height=0.34,
-            color=COLOURS[part],
-            edgecolor=PAPER,
-            linewidth=0.8,
-        )
-        handles.append((bars[0], head))
-    for row, (name, runs) in enumerate(arms):
-        whole = sum(fmean(map(of, runs)) for _, _, of in words.PHASES)
-        axes.text(0, -row + 0.2, label(name, 40), fontsize=8, va="bottom")
-        axes.text(whole, -row + 0.2, f"{words.number(whole, 3)} s", fontsize=8, va="bottom", ha="right")
+        bars.append(axes.barh(rows, widths, left=ends, height=0.34, color=colour, edgecolor=PAPER, linewidth=0.8)[0])
+        ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    wholes = [f"{words.number(end, 3)} s" for end in ends]
+    for row, (name, _), whole, end in zip(rows, arms, wholes, ends, strict=True):
+        axes.text(0, row + 0.2, label(name, 40), fontsize=8, va="bottom")
+        axes.text(end, row + 0.2, whole, fontsize=8, va="bottom", ha="right")
     axes.set_yticks([])
     axes.set_ylim(-len(arms) + 0.7, 0.7)
     axes.set_xlabel("wall-clock seconds of a run, mean over seeds")
-    figure.legend([bar for bar, _ in handles], [head for _, head in handles], loc="outside lower center", ncols=3)
-    told = "; ".join(
-        f"{n} {words.number(sum(fmean(map(of, runs)) for _, _, of in words.PHASES), 3)} s" for n, runs in arms
-    )
+    figure.legend(bars, [head for _, head, _ in words.PHASES], loc="outside lower center", ncols=3)
+    told = "; ".join(f"{name} {whole}" for (name, _), whole in zip(arms, wholes, strict=True))
     caption = "Where the wall-clock of a run went. Set-up, compilation and validation do not count against the budget."
     return Drawing("phases", caption, f"Wall-clock seconds of a run, all phases: {told}.", figure)
 
@@ -248,25 +226,19 @@ def _late(budget: float) -> Callable[[float], bool]:
 
 def _lines(results: dict[str, Any], summary: dict[str, dict[str, Any]]) -> list[_Line]:
     """The baseline in ink, a colour and marker for each recipe, and its controls dashed in its colour; no ladder."""
-    made: dict[str, _Line] = {}
-    arms = [arm for arm in results["plan"]["arms"] if arm["kind"] != "ladder"]
-    recipes = [arm["name"] for arm in arms if arm["kind"] == "recipe"]
-    controls = {
-        name: [arm["name"] for arm in arms if arm["of"] == name and arm["kind"] == "control"] for name in recipes
-    }
-    for arm in arms:
-        name, runs = arm["name"], words.finished_runs(results, arm["name"], summary[arm["name"]])
-        if arm["kind"] == "baseline":
-            made[name] = _Line(name, INK, "solid", None, runs)
-        elif arm["kind"] == "recipe":
-            index = recipes.index(name) % len(COLOURS)
-            made[name] = _Line(name, COLOURS[index], "solid", MARKERS[index], runs)
-        else:
-            index = recipes.index(arm["of"]) % len(COLOURS)
-            dash = DASHES[controls[arm["of"]].index(name) % len(DASHES)]
-            made[name] = _Line(name, COLOURS[index], dash, None, runs)
-    order = [name for recipe in recipes for name in (recipe, *controls[recipe])]
-    return [made[arms[0]["name"]], *(made[name] for name in order)]
+    arms = {arm["name"]: arm for arm in results["plan"]["arms"] if arm["kind"] != "ladder"}
+    first, recipes = next(iter(arms)), [name for name, arm in arms.items() if arm["kind"] == "recipe"]
+
+    def line(name: str, colour: str, dash: Any, marker: str | None) -> _Line:
+        return _Line(name, colour, dash, marker, words.finished_runs(results, name, summary[name]))
+
+    lines = [line(first, INK, "solid", None)]
+    for index, recipe in enumerate(recipes):
+        colour = COLOURS[index % len(COLOURS)]
+        lines.append(line(recipe, colour, "solid", MARKERS[index % len(MARKERS)]))
+        controls = [name for name, arm in arms.items() if arm["kind"] == "control" and arm["of"] == recipe]
+        lines += [line(name, colour, DASHES[at % len(DASHES)], None) for at, name in enumerate(controls)]
+    return lines
 
 
 def _panels(lines: list[_Line]) -> list[list[_Line]]:
@@ -303,16 +275,25 @@ def _bands(axes: "Axes", lines: list[_Line], curve_of: Callable[[dict[str, Any]]
         )
 
 
-def _label(figure: "Figure", across: str, up: str, panels: list[list[_Line]]) -> None:
-    """Axis labels, and a legend: of every line, or for small multiples of what their kinds of line mean."""
+def _panelled(
+    lines: list[_Line], curve_of: Callable[[dict[str, Any]], Curve], across: str, up: str
+) -> "tuple[Figure, list[Axes], list[list[_Line]]]":
+    """A figure of all lines' bands with its axes' labels, its diagrams, and the lines of each.
+
+    Its legend is of every line, or for small multiples of what their kinds of line mean.
+    """
+    panels = _panels(lines)
+    figure, grid = grid_of(len(panels))
+    for axes, panel in zip(grid, panels, strict=False):
+        _bands(axes, panel, curve_of)
+        if len(panels) > 1:
+            axes.set_title(label(panel[1].name, 26), fontsize=8, loc="left")
     figure.supxlabel(across, fontsize=9)
     figure.supylabel(label(up, 40), fontsize=9)
+    handles, names = grid[panels.index(max(panels, key=len))].get_legend_handles_labels()
     if len(panels) == 1:
-        handles, labels = figure.axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=1 if max(map(len, labels)) > 24 else 2)
-        return
-    longest = max(panels, key=len)
-    axes = figure.axes[panels.index(longest)]
-    handles, _ = axes.get_legend_handles_labels()
-    kinds = ["baseline", "recipe", "its control", "second control", "third control"][: len(handles)]
-    figure.legend(handles[: len(kinds)], kinds, loc="outside upper center", ncols=3)
+        figure.legend(handles, names, loc="outside upper center", ncols=1 if max(map(len, names)) > 24 else 2)
+    else:
+        kinds = ["baseline", "recipe", "its control", "second control", "third control"][: len(handles)]
+        figure.legend(handles[: len(kinds)], kinds, loc="outside upper center", ncols=3)
+    return figure, grid, panels

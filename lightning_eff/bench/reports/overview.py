@@ -6,9 +6,8 @@ from typing import Any
 
 from lightning_eff.bench.reports import findings, words
 from lightning_eff.bench.reports.drawing import COLOURS, INK, PAPER, Drawing, label, one, png, style
+from lightning_eff.bench.reports.figures import MARKERS
 from lightning_eff.bench.reports.report_html import STYLE, figure_html, section_html, table_html
-
-MARKERS = ("o", "s", "^", "D", "v", "P")
 
 
 def columns_and_rows(every: Mapping[str, dict[str, Any]]) -> tuple[list[words.Column], list[dict[str, str]]]:
