@@ -34,11 +34,15 @@ def facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     return found
 
 
+def techniques(trainer: Trainer) -> list[Technique]:
+    """Those of a trainer's callbacks."""
+    return [c for c in trainer.callbacks if isinstance(c, Technique)]  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def acting(trainer: Trainer) -> list[str]:
     """The techniques that act, with their settings, as words to compare."""
-    callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    techniques = [c for c in callbacks if isinstance(c, Technique) and not c.neutral]
-    return [f"{type(c).__name__}({ {k: v for k, v in vars(c).items() if not k.startswith('_')} })" for c in techniques]
+    found = [one for one in techniques(trainer) if not one.neutral]
+    return [f"{type(c).__name__}({ {k: v for k, v in vars(c).items() if not k.startswith('_')} })" for c in found]
 
 
 def training_data(trainer: Trainer) -> dict[str, Any] | None:

@@ -12,17 +12,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.types import LRSchedulerConfig
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import override
 
 from lightning_eff._core.batches import num_samples, num_tokens, tensors
 from lightning_eff._core.patches import Patches
 from lightning_eff._core.progress import Clock
-from lightning_eff._core.technique import Technique
-from lightning_eff.bench.inspection import facts, raw, training_data
-from lightning_eff.bench.own_rate import OwnRate
-from lightning_eff.bench.pace import WARM_UP, Diverged, Horizon, Incomparable, Pace, Rehearsed, decay
+from lightning_eff.bench.inspection import facts, raw, techniques, training_data
+from lightning_eff.bench.learning_rate import Rates, rates_of
+from lightning_eff.bench.pace import Diverged, Horizon, Incomparable, Pace, Rehearsed
 from lightning_eff.bench.running.quiet import Quiet
 from lightning_eff.bench.running.turns import TURN
 from lightning_eff.monitor.machine import memory_in_use
@@ -59,9 +56,7 @@ class Pacer(Clock):
         self._factors: deque[float] = deque(maxlen=50)
         self._evaluated = 0
         self._due = False
-        self._positions: dict[int, int] = {}
-        self._bases: list[list[float]] = []
-        self._own: OwnRate | None = None
+        self._rates: Rates
         self._losses: list[tuple[float, float]] = []
         self._began = time.perf_counter()
         # what the run's record is made of
@@ -143,7 +138,7 @@ class Pacer(Clock):
         def training_step(*args: Any, **kwargs: Any) -> Any:
             shapes = dict.fromkeys("x".join(map(str, t.shape)) for arg in args[:1] for _, t in tensors(arg))
             call = ",".join(shapes) + ("" if torch.is_grad_enabled() else " forward")
-            session = next((t._session for t in _techniques(trainer) if t._session is not None), None)
+            session = next((t._session for t in techniques(trainer) if t._session is not None), None)
             for path, shown, trained in session.signature() if session is not None else ():
                 call += f" {path}:{shown}/{trained}"
             self._calls.append(call)
@@ -218,16 +213,8 @@ class Pacer(Clock):
                 "Got a run without validation; expected validation_step and validation data, in which the target is"
                 " logged. Give them, or limit_val_batches > 0."
             )
-        self._bases = [[group["lr"] for group in o.param_groups] for o in trainer.optimizers]
-        for config in trainer.lr_scheduler_configs:
-            if config.reduce_on_plateau or isinstance(config.scheduler, ReduceLROnPlateau):
-                raise Incomparable(
-                    "Got ReduceLROnPlateau, whose rate follows the metric; expected one that decays with the run, so"
-                    " that it is decayed wholly over every budget. Use another scheduler, or --schedule linear."
-                )
-        if self.pace.schedule == "own" and (self.pace.rate is not None or self.pace.warm_up is not None):
-            self._own = OwnRate(trainer, self.pace, [self._length(trainer, c) for c in trainer.lr_scheduler_configs])
-        self._follow(trainer)
+        self._rates = rates_of(trainer, self.pace)
+        self.last_rate = self._rates.follow(self.share())
         if self.pace.inspect:
             self.facts = facts(trainer, pl_module)
         _synchronize(trainer)
@@ -270,7 +257,7 @@ class Pacer(Clock):
         """An optimizer step is done: where does the run stand?"""
         self.rates.append((self.share(), self.last_rate))
         self.steps += 1
-        self._follow(trainer)
+        self.last_rate = self._rates.follow(self.share())
         cost = _cost(trainer)
         if cost is not None:
             self.extra, self.forward_passes = cost.seconds, cost.forward_passes
@@ -301,53 +288,6 @@ class Pacer(Clock):
         self._losses.append((self.charged, value))
         if not math.isfinite(value):
             raise Diverged(f"the training loss is {value} at step {self.steps}.")
-
-    def _follow(self, trainer: Trainer) -> None:
-        """Set the learning rate to where it stands at this share of the budget."""
-        u = self.share()
-        if any(technique.sets_rates for technique in _techniques(trainer)):
-            if self.steps == 0:
-                self._set_peak(trainer)
-        elif self.pace.schedule == "own" and trainer.lightning_module.automatic_optimization:
-            own = self._own
-            if own is not None:
-                own.put_back()
-            for index, config in enumerate(trainer.lr_scheduler_configs):
-                length = self._length(trainer, config)
-                at = min(int((u if own is None else own.position(u)) * length + 1e-6), length - 1)
-                while self._positions.setdefault(index, 0) < at:
-                    trainer.lightning_module.lr_scheduler_step(config.scheduler, None)
-                    self._positions[index] += 1
-            if own is not None:
-                own.scale(u)
-        elif self.pace.schedule != "own":
-            scale = self._scale()
-            warm_up = WARM_UP if self.pace.warm_up is None else self.pace.warm_up
-            for optimizer, bases in zip(trainer.optimizers, self._bases, strict=True):
-                for group, base in zip(optimizer.param_groups, bases, strict=True):
-                    group["lr"] = base * scale * decay(self.pace.schedule, u, warm_up)
-        self.last_rate = max(float(group["lr"]) for o in trainer.optimizers for group in o.param_groups)
-
-    def _scale(self) -> float:
-        """The arm's own rate to that which its module brings."""
-        largest = max((base for bases in self._bases for base in bases), default=0.0)
-        return self.pace.rate / largest if self.pace.rate is not None and largest > 0 else 1.0
-
-    def _set_peak(self, trainer: Trainer) -> None:
-        """A technique of the recipe has the rate, over the same budget: what it multiplies is the arm's own rate."""
-        if self.pace.warm_up is not None:
-            raise Incomparable(
-                "Got a warm-up of its own for an arm whose recipe sets the learning rate by a technique; expected the warm-up"
-                " among that technique's settings. Give it there."
-            )
-        for optimizer, bases in zip(trainer.optimizers, self._bases, strict=True):
-            for group, base in zip(optimizer.param_groups, bases, strict=True):
-                group["lr"] = base * self._scale()
-
-    def _length(self, trainer: Trainer, config: LRSchedulerConfig) -> int:
-        """How many steps of its own a scheduler makes in the budget."""
-        whole = self.pace.steps if config.interval == "step" else int(trainer.max_epochs or 1)
-        return max(whole // config.frequency, 1)
 
     @override
     def on_validation_batch_start(
@@ -384,12 +324,8 @@ class Pacer(Clock):
         return {"validation": validation, "training": training_data(trainer)}
 
 
-def _techniques(trainer: Trainer) -> list[Technique]:
-    return [c for c in trainer.callbacks if isinstance(c, Technique)]  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def _cost(trainer: Trainer) -> Any:
-    session = next((t._session for t in _techniques(trainer) if t._session is not None), None)
+    session = next((t._session for t in techniques(trainer) if t._session is not None), None)
     return session.chain.cost if session is not None else None
 
 

@@ -43,8 +43,9 @@ def linear_maps(module: nn.Module) -> list[LinearMap]:
 
 
 def is_conv1d(m: nn.Module) -> bool:
-    """Whether ``m`` is GPT-2's linear map, told without importing transformers."""
-    return any(c.__name__ == "Conv1D" and c.__module__.startswith("transformers.") for c in type(m).__mro__)
+    """Whether ``m`` is transformers' ``Conv1D``, GPT-2's linear map with a weight of shape (in, out), or a copy of it."""
+    named = any(c.__name__ == "Conv1D" for c in type(m).__mro__)
+    return named and isinstance(getattr(m, "nf", None), int) and hasattr(m, "nx")
 
 
 def unfit(m: LinearMap) -> str | None:

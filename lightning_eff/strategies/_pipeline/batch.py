@@ -4,7 +4,9 @@ import hashlib
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from lightning_eff._core.batches import num_samples, select, tensors
 
@@ -41,6 +43,21 @@ def digest(*parts: Any) -> int:
 def content(batch: Any) -> int:
     """A number that follows from what the batch holds, the same in every process."""
     return digest(*(_checksum(tensor) for _, tensor in tensors(batch)))
+
+
+def check_same(batch: Any, group: ProcessGroup, device: torch.device, *, inside: bool, who: str) -> None:
+    """Raise ``ValueError`` on all of ``group`` if its ranks' batches differ in shape or, if ``inside``, in content."""
+    shapes, held = digest(signature(batch)), content(batch) if inside else 0
+    mine = torch.tensor([shapes, -shapes, held, -held], dtype=torch.int64, device=device)
+    dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=group)
+    high, low, most, least = mine.tolist()
+    if high != -low or most != -least:
+        what = "shapes" if high != -low else "content"
+        raise ValueError(
+            f"{who}: the ranks of one pipeline got batches of different {what}; expected the same batch on each, since the"
+            " first stage reads its inputs and the last its labels. Let the sampler depend on the data-parallel rank only"
+            " (use_distributed_sampler=True), and seed what is random in it equally: seed_everything(..., workers=True)."
+        )
 
 
 def _checksum(tensor: Tensor) -> int:

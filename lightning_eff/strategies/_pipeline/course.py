@@ -1,6 +1,6 @@
 """What all stages of one pipeline share: what they are cut from, how far its passes are, and the pass under way."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,6 +78,22 @@ class Course:
     passes: int = 0
     evaluations: int = 0
     running: Running | None = None
+
+
+class OuterParameters:
+    """A rank's parameters outside its blocks, as they are when they are asked for: sharding puts others in their place.
+
+    Args:
+        module: with all its blocks, or those of this rank.
+        blocks: this rank's.
+    """
+
+    def __init__(self, module: nn.Module, blocks: Sequence[nn.Module]) -> None:
+        self._module, self._blocks = module, blocks
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        inside = {id(p) for block in self._blocks for p in block.parameters()}
+        yield from (p for p in self._module.parameters() if id(p) not in inside)
 
 
 class OuterBuffers:

@@ -111,6 +111,21 @@ def _only_in_blocks(module: nn.Module, name: str, stack: Stack) -> bool:
     return all(id(m) in inside for m in owners)
 
 
+def owners(keys: Iterable[str], stack: Stack, where: Layout, whole: Holdings) -> dict[str, int]:
+    """The pipeline rank that saves each key of the whole module's ``state_dict``.
+
+    Those of a block are saved with the block, other parameters by their first holder, and buffers outside the blocks by the
+    last stage, which alone runs all the code outside the blocks.
+    """
+    first = {each: whole.ranks(name, where)[0] for name, names in whole.names.items() for each in names}
+    prefixes = {f"{stack.path}.{key}.": where.ranks[where.stage_of(i)] for i, key in enumerate(stack.keys)}
+    owner: dict[str, int] = {}
+    for key in keys:
+        block = next((rank for start, rank in prefixes.items() if key.startswith(start)), None)
+        owner[key] = first.get(key, where.last_rank) if block is None else block
+    return owner
+
+
 def free(module: nn.Module, stack: Stack, owned: Iterable[int], keep: set[int]) -> None:
     """Let go of every parameter whose id is not in ``keep``, and of the buffers of blocks that are not ``owned``.
 

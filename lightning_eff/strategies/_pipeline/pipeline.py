@@ -29,12 +29,12 @@ from lightning_eff.strategies._pipeline._checks.module import check_compiled, ch
 from lightning_eff.strategies._pipeline._checks.verify import Verification, no_reentrant
 from lightning_eff.strategies._pipeline._losses.losses import CutLosses, UncutLosses
 from lightning_eff.strategies._pipeline._losses.weights import Given, Weights, tell_of_statistics, weighted
-from lightning_eff.strategies._pipeline.batch import content, digest, signature, split
-from lightning_eff.strategies._pipeline.course import Course, Ground, OuterBuffers, Running, Step
+from lightning_eff.strategies._pipeline.batch import check_same, split
+from lightning_eff.strategies._pipeline.course import Course, Ground, OuterBuffers, OuterParameters, Running, Step
 from lightning_eff.strategies._pipeline.evaluation import broadcast, through
 from lightning_eff.strategies._pipeline.gradients import SharedGradients
 from lightning_eff.strategies._pipeline.logging import Agreement, Recorders, metrics_kept, replay
-from lightning_eff.strategies._pipeline.memory import Holdings, free, holdings, registered
+from lightning_eff.strategies._pipeline.memory import Holdings, free, holdings, owners, registered
 from lightning_eff.strategies._pipeline.order import SPLIT_BACKWARD, schedule_name
 from lightning_eff.strategies._pipeline.runner import StageRunner
 from lightning_eff.strategies._pipeline.schedules import Schedules
@@ -204,12 +204,14 @@ class Pipeline:
         self.holdings = whole
         mine = [n for n in whole.stages if self.rank in whole.ranks(n, self.layout)]
         keep = {id(registered(self.module, name)) for name in mine}
-        self.owned_names = self._owned(whole)
+        owner = owners(self.all_names, self.stack, self.layout, whole)
+        self.owned_names = [key for key in self.all_names if owner[key] == self.rank]
         blocks = [self.stack.blocks[slice(*self.layout.bounds[stage])] for stage in self.local_stages]
         owned = [i for stage in self.local_stages for i in range(*self.layout.bounds[stage])]
         free(self.module, self.stack, owned, keep)
         alone = self.module if len(self.local_stages) == 1 else None
-        shared = {"buffers": self.outer_buffers, "metrics": self.metrics, "outside": self.outer_parameters}
+        outside = OuterParameters(self.module, [block for own in blocks for block in own])
+        shared = {"buffers": self.outer_buffers, "metrics": self.metrics, "outside": outside}
         self.stages = [
             StageRunner(self._ground, self._course, stage, own, whole=alone, **shared)
             for stage, own in zip(self.local_stages, blocks, strict=True)
@@ -218,22 +220,6 @@ class Pipeline:
             n: ranks for n in whole.stages if len(ranks := whole.ranks(n, self.layout)) > 1 and self.rank in ranks
         }
         self._shared = SharedGradients(self.module, holders, self.group, self.device)
-
-    def _owned(self, whole: Holdings) -> list[str]:
-        """Keys that this rank saves: those of a block with the block, other parameters on their first holder.
-
-        Buffers outside the blocks are the last stage's, which alone runs all the code outside the blocks.
-        """
-        first = {each: whole.ranks(name, self.layout)[0] for name, names in whole.names.items() for each in names}
-        prefix = {f"{self.stack.path}.{key}.": i for i, key in enumerate(self.stack.keys)}
-        owner = {}
-        for key in self.all_names:
-            block = next((i for start, i in prefix.items() if key.startswith(start)), None)
-            if block is not None:
-                owner[key] = self.layout.ranks[self.layout.stage_of(block)]
-            else:
-                owner[key] = first.get(key, self.layout.last_rank)
-        return [key for key in self.all_names if owner[key] == self.rank]
 
     @property
     def seed(self) -> int:
@@ -250,11 +236,6 @@ class Pipeline:
     def shared(self) -> list[nn.Parameter]:
         """This rank's parameters that other pipeline ranks hold too; their gradients are summed."""
         return [] if self._shared is None else self._shared.parameters()
-
-    def outer_parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters this rank holds outside its blocks."""
-        inside = {id(p) for stage in self.stages for block in stage.blocks for p in block.parameters()}
-        yield from (p for p in self.module.parameters() if id(p) not in inside)
 
     def reduce_shared(self) -> None:
         """Sum the gradients of :attr:`shared` over the pipeline ranks that hold them; on all ranks together."""
@@ -346,28 +327,12 @@ class Pipeline:
     def _microbatches(self, batch: Any) -> tuple[list[Any], str]:
         """The micro-batches and their schedule, after a check that all pipeline ranks were given the same batch."""
         size = num_samples(batch)
-        self._same(batch, self._course.passes)
+        check_same(batch, self.group, self.device, inside=self._course.passes < _CHECKED_PASSES, who=self.who)
         parts, schedule = layouts.num_microbatches(
             size, self.num_microbatches, self.layout, most=self._most, who=self.who
         )
         self._most = max(size, self._most or 0)
         return split(batch, parts), schedule
-
-    def _same(self, batch: Any, number: int) -> None:
-        """Raise ``ValueError`` on all pipeline ranks if their batches differ in shape; in the first passes, in content."""
-        shapes = digest(signature(batch))
-        inside = content(batch) if number < _CHECKED_PASSES else 0
-        mine = torch.tensor([shapes, -shapes, inside, -inside], dtype=torch.int64, device=self.device)
-        dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self.group)
-        high, low, most, least = mine.tolist()
-        if high != -low or most != -least:
-            what = "shapes" if high != -low else "content"
-            raise ValueError(
-                f"{self.who}: the ranks of one pipeline got batches of different {what}; expected the same batch on each,"
-                " since the first stage reads its inputs and the last its labels. Let the sampler depend on the"
-                " data-parallel rank only (use_distributed_sampler=True), and seed what is random in it equally:"
-                " seed_everything(..., workers=True)."
-            )
 
     # -- evaluation
 
@@ -376,7 +341,8 @@ class Pipeline:
 
         What it logs is logged on all pipeline ranks; what it returns, on the last stage, is returned on all.
         """
-        self._same(batch, self._course.evaluations)
+        inside = self._course.evaluations < _CHECKED_PASSES
+        check_same(batch, self.group, self.device, inside=inside, who=self.who)
         if any(origin >= 0 for origin in self.stack.origins["train"].values()):
             self._learn_origins(step, batch, "evaluate")
         stream = Stream(self._course.seed, "evaluate", self._course.evaluations, 0)

@@ -1,7 +1,7 @@
 """What PyTorch's PipelineStage runs: the user's own step on one micro-batch, with one stage's blocks in place."""
 
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.distributed.pipelining import PipelineStage
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_eff.strategies._pipeline.course import Course, Ground, OuterBuffers, Running, Step
+from lightning_eff.strategies._pipeline.course import Course, Ground, OuterBuffers, OuterParameters, Running, Step
 from lightning_eff.strategies._pipeline.logging import metrics_kept
 from lightning_eff.strategies._pipeline.streams import Stream
 from lightning_eff.strategies._pipeline.view import Pass, StageExit
@@ -98,7 +98,7 @@ class StageRunner(nn.Module):
         whole: the module, for a rank's only stage.
         buffers: the rank's buffers outside the blocks.
         metrics: the module's.
-        outside: gives the rank's parameters outside its blocks.
+        outside: the rank's parameters outside its blocks.
 
     Attributes:
         stage: its index.
@@ -117,16 +117,11 @@ class StageRunner(nn.Module):
         whole: nn.Module | None,
         buffers: OuterBuffers,
         metrics: list[Metric],
-        outside: Callable[[], Iterable[nn.Parameter]],
+        outside: OuterParameters,
     ) -> None:
         super().__init__()
-        self._ground, self._course, self._outer, self._metrics, self._outside = (
-            ground,
-            course,
-            buffers,
-            metrics,
-            outside,
-        )
+        self._ground, self._course = ground, course
+        self._outer, self._metrics, self._outside = buffers, metrics, outside
         self.__dict__["blocks"] = blocks  # not registered here: see below
         self.stage = stage
         if whole is not None:  # the rank's only stage: a root over all that the rank holds
@@ -140,7 +135,7 @@ class StageRunner(nn.Module):
             yield from super().parameters(recurse)
             return
         seen: set[int] = set()
-        for p in (*super().parameters(), *self._outside()):
+        for p in (*super().parameters(), *self._outside):
             if id(p) not in seen:
                 seen.add(id(p))
                 yield p

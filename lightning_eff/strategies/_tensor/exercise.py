@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_eff.strategies._tensor.styles import is_conv1d, is_linear
+from lightning_eff._core._architecture.linear_maps import is_conv1d
+from lightning_eff.strategies._tensor.styles import is_linear
 from lightning_eff.strategies._tensor.trace import Record
 from lightning_eff.strategies._tensor.verify import local_part
 

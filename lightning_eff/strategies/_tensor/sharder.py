@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
+from lightning_eff._core._architecture.linear_maps import is_conv1d
 from lightning_eff.strategies._tensor.access import Read, clear_read, own_class, set_read
 from lightning_eff.strategies._tensor.sections import Exchange
 from lightning_eff.strategies._tensor.styles import (
@@ -25,7 +26,6 @@ from lightning_eff.strategies._tensor.styles import (
     Style,
     even_dim,
     features,
-    is_conv1d,
     misfit,
     names_of,
     owners,

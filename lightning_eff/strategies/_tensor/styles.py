@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_eff._core._architecture.linear_maps import is_conv1d
 from lightning_eff.strategies._tensor.access import own_class
 
 PACKED = "packed_colwise"
@@ -43,12 +44,6 @@ def parse_style(text: str, *, where: str) -> Style:
             f"{where}: got the style {text!r}; expected one of {', '.join(STYLES)}, or {PACKED}:<rows>,<rows>."
         )
     return Style(name, tuple(int(size) for size in sizes))
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Whether ``module`` is transformers' ``Conv1D``: a linear layer with a weight of shape (in, out)."""
-    names = {cls.__name__ for cls in type(module).__mro__}
-    return "Conv1D" in names and isinstance(getattr(module, "nf", None), int) and hasattr(module, "nx")
 
 
 def is_linear(module: nn.Module) -> bool:
