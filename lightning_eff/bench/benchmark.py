@@ -178,7 +178,10 @@ class Benchmark:
             require_extra()
         self.out.mkdir(parents=True, exist_ok=True)
         if len(self.budgets) > 1:
-            return several.run(self._at, self.budgets, self.out, progress=progress, report=report)
+            every = several.run(self._at, self.budgets, self.out, progress=progress, report=report)
+            if self.logger is not None:
+                log(every, self.logger)
+            return every
         self._take_up()
         workers: Place = InProcess() if self._in_process else Workers(self.jobs, self.threads, self.out / "logs")
         runs = [(seed, arm) for seed in self.seeds for arm in self.arms]
@@ -195,7 +198,7 @@ class Benchmark:
         save(results, self.out)
         write_csvs(results, self.out)
         if self.logger is not None:
-            log(results, self.logger)
+            log({"": results}, self.logger)
         if report:
             write_html(results, self.out / "report.html")
             write_pngs(results, self.out / "figures")
@@ -203,8 +206,8 @@ class Benchmark:
 
     def _at(self, budget: Budget, out: Path, prices: Path | None) -> "Benchmark":
         """The same bench at one of several budgets."""
-        arguments = self._arguments
-        return Benchmark(**{**arguments, "reference": arguments["reference"] or prices}, budget=budget, out=out)
+        own = {"reference": self._arguments["reference"] or prices, "logger": None}  # all budgets are logged as one
+        return Benchmark(**{**self._arguments, **own}, budget=budget, out=out)
 
     def _do(self, workers: Place, bar: PlanBar, jobs: list[Job], folder: str, stage: str) -> list[dict[str, Any]]:
         """The records of jobs, in order: those on disk, and the others once they are done."""

@@ -1,5 +1,6 @@
 """``lightning-eff bench`` as a user runs it: over configs, killed, taken up, drawn again and compared."""
 
+import csv
 import json
 import os
 import signal
@@ -88,6 +89,35 @@ def test_killed_and_taken_up(configs: dict[str, str], tmp_path: Path, capsys: py
     capsys.readouterr()
     main(["bench", "compare", str(out), str(out)])
     assert "copy" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_several_budgets_with_a_logger(
+    configs: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole way: a bench at each budget at the same prices, a page over both, and curves of both in one logger."""
+    monkeypatch.chdir(ROOT)
+    out = tmp_path / "out"
+    main(options(configs, out, "--budget", "1rs,2rs", "--logger", "CSVLogger,name=curves"))
+    results = {name: json.loads((out / name / "results.json").read_text()) for name in ("1rs", "2rs")}
+    costs = []
+    for name, found in results.items():
+        assert {run["status"] for run in found["runs"]} == {"finished"}
+        assert found["plan"]["budget"] == {"seconds": float(name[0]), "clock": "reference"}
+        costs.append({price["kind"]: price["seconds"] for price in found["calibration"]["base"]["prices"]})
+        assert (out / name / "report.html").is_file() and list((out / name / "figures").glob("*.png"))
+    assert costs[0] == costs[1], "the second bench reads the first one's prices"
+    page = (out / "report.html").read_text()
+    assert all(f'href="{name}/report.html"' in page for name in results) and (out / "budgets.png").is_file()
+    assert "over all budgets" in capsys.readouterr().out
+    (metrics,) = out.glob("curves/version_*/metrics.csv")
+    with metrics.open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    for name, found in results.items():
+        for run in found["runs"]:
+            key = f"{name}/{run['arm']}/seed{run['seed']}/val_loss"
+            assert [float(row[key]) for row in rows if row[key]] == pytest.approx([p["metric"] for p in run["points"]])
 
 
 @pytest.mark.parametrize(

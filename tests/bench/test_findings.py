@@ -167,13 +167,29 @@ def test_results_to_any_logger(tmp_path) -> None:
     made = synthetic.everything()
     made["summary"] = summarize(made)
     logger = CSVLogger(tmp_path)
-    export.log(made, logger)
+    export.log({"": made}, logger)
     rows = rows_of(Path(logger.log_dir) / "metrics.csv")
     finals = [float(row["stacking/seed2/val_loss"]) for row in rows if row.get("stacking/seed2/val_loss")]
     run = next(run for run in made["runs"] if (run["arm"], run["seed"]) == ("stacking", 2))
     assert finals == pytest.approx([point["metric"] for point in run["points"]])
     (speed,) = [float(row["stacking/speedup"]) for row in rows if row.get("stacking/speedup")]
     assert speed == pytest.approx(made["summary"]["stacking"]["speedup"]["estimate"])
+
+
+def test_budgets_stand_apart_in_a_logger(tmp_path) -> None:
+    every = {}
+    for seconds in (20.0, 60.0):
+        made = synthetic.everything(budget=seconds)
+        every[f"{seconds:g}rs"] = {**made, "summary": summarize(made)}
+    logger = CSVLogger(tmp_path)
+    export.log(every, logger)
+    rows = rows_of(Path(logger.log_dir) / "metrics.csv")
+    for budget, results in every.items():
+        last = [float(row[f"{budget}/cosine/seed1/seconds"]) for row in rows if row[f"{budget}/cosine/seed1/seconds"]][
+            -1
+        ]
+        assert last == results["plan"]["budget"]["seconds"]
+    assert not any(name.startswith("cosine/") for name in rows[0])
 
 
 def test_budgets_are_parsed_in_order() -> None:

@@ -13,3 +13,10 @@ def test_two_processes() -> None:
     assert len(first["chosen"]) == len(second["chosen"]) > 0 and first["chosen"] != second["chosen"]
     assert first["refused"].startswith("On rank 1: OtherTargets: ") and "gather" in first["refused"]
     assert second["refused"].startswith("OtherTargets: ")
+
+
+def test_an_error_of_one_rank_in_a_later_batch_ends_the_other_rank_too() -> None:
+    """It waits for gradients that never come until its neighbour's process has ended; nothing of ours keeps either."""
+    codes, logs, _ = processes.start("tests.core.ways_jobs", "later", world_size=2, timeout=240)
+    assert all(isinstance(code, int) and code != 0 for code in codes), f"{codes}\n{logs[0][-2000:]}\n{logs[1][-2000:]}"
+    assert "its output goes by where tokens stand" in logs[1]

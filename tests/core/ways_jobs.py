@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -9,11 +10,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils.data import DataLoader
 
 from lightning_eff._core._targets.calls import mixed
 from lightning_eff._core.losses import LossNotVisible
 from tests.core.test_targets import OtherTargets
-from tests.core.test_tokens import SomeTokens
+from tests.core.test_tokens import Net, SomeTokens, T, Windows, ids
 from tests.models import TinyGPT, flat, loader, trainer
 from tests.runs import differences, final_state, fit
 
@@ -36,10 +38,21 @@ def build() -> list[Any]:
     return [OtherTargets(mixed(weights, 1 - weights)), SomeTokens(9, first=1, per_sample=True)]
 
 
+def later() -> None:
+    """The third batch of rank 1 alone has blocks that cannot be given fewer tokens: that rank's error ends both."""
+    short, rank = ids(length=4), int(os.environ["RANK"])
+    batches = [short, short, ids(length=T) if rank else short, short]
+    data = DataLoader(batches, batch_size=None)
+    settings: dict[str, Any] = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
+    trainer(SomeTokens(2), max_steps=len(batches), **settings).fit(Net(Windows), data)
+
+
 def main() -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
+    if sys.argv[2:] == ["later"]:
+        return later()
     root = Path(sys.argv[1])
     every: list[Any] = [None, None]
     net, t = fit("llama", build, directory=root / "whole", **DDP)

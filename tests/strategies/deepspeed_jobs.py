@@ -223,6 +223,18 @@ def frozen(name: str, root: Path) -> dict[str, Any]:
     }
 
 
+def architecture(name: str, root: Path) -> list[str]:
+    """What a technique that swaps submodules is told, on every rank."""
+    from tests.core.architectures import LowRankAdapter
+
+    try:
+        settings: dict[str, Any] = {"devices": 2, "use_distributed_sampler": False}
+        trainer(LowRankAdapter(), max_steps=1, strategy=OnCPU(stage=2), **settings).fit(Scheduled(), data())
+    except ValueError as error:
+        return gathered(str(error))
+    return gathered("trained")
+
+
 def lamb_reference(name: str, root: Path) -> dict[str, Any]:
     """The start of 1-bit LAMB against LAMB written out."""
     pl.seed_everything(1, verbose=False)
@@ -333,4 +345,4 @@ def modes(name: str, root: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main((stages, stage_resume, start, frozen, lamb_reference, reference, modes))
+    main((stages, stage_resume, start, frozen, architecture, lamb_reference, reference, modes))

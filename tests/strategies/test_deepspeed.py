@@ -4,6 +4,8 @@ What needs DeepSpeed runs where it is installed (``pip install "lightning-eff[de
 """
 
 import importlib.util
+import re
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,6 +21,7 @@ from lightning_eff.strategies._communication.zero_one_adam import ZeroOneAdam
 from lightning_eff.strategies._names import NAMES
 from lightning_eff.strategies.deep_speed import DeepSpeedEffStrategy
 from tests.conftest import Once
+from tests.core.architectures import LowRankAdapter
 from tests.runs import largest
 from tests.strategies.communication_launch import launch
 
@@ -33,7 +36,7 @@ every = pytest.mark.parametrize("name", OPTIMIZERS)
 def two(once: Once) -> dict[str, Any]:
     """What two processes find, one start for all."""
     jobs = [f"{job}:{name}" for job in ("frozen", "modes") for name in OPTIMIZERS]
-    jobs = ["stages", "stage_resume", "start", "lamb_reference", "reference", *jobs]
+    jobs = ["stages", "stage_resume", "architecture", "start", "lamb_reference", "reference", *jobs]
     return once("deepspeed", lambda: launch(*jobs, of="deepspeed_jobs"))
 
 
@@ -51,6 +54,24 @@ def test_stages_equal_a_single_process(stage: str, two: dict[str, Any]) -> None:
 @needs_deepspeed
 def test_stages_resume(two: dict[str, Any]) -> None:
     assert two["stage_resume"] == {"1": 0.0, "2": 0.0, "3": 0.0}
+
+
+REFUSED = (
+    r"LowRankAdapter: got strategy \w+, which may divide parameters as they are made.*lightning_eff\.apply\(module"
+)
+
+
+@needs_deepspeed
+def test_techniques_that_change_the_architecture_are_refused_on_every_rank(two: dict[str, Any]) -> None:
+    assert len(two["architecture"]) == 2 and all(re.match(REFUSED, told) for told in two["architecture"])
+
+
+@pytest.mark.parametrize("cls", [DeepSpeedEffStrategy, pl.strategies.DeepSpeedStrategy])
+def test_techniques_that_change_the_architecture_are_refused(cls: type) -> None:
+    technique = LowRankAdapter()
+    run = SimpleNamespace(strategy=cls.__new__(cls), callbacks=[technique])
+    with pytest.raises(ValueError, match=REFUSED):
+        technique.check(SimpleNamespace(trainer=run, techniques=[technique]))  # type: ignore[arg-type]
 
 
 # -- 1-bit optimizers

@@ -1,6 +1,7 @@
 """A bench's results for other tools: as CSV, and to any Lightning logger."""
 
 import csv
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,22 +68,28 @@ def figures(own: dict[str, Any]) -> dict[str, Any]:
     return row | {name: own[name] for name in PLAIN}
 
 
-def log(results: dict[str, Any], logger: Logger) -> None:
+def log(every: Mapping[str, dict[str, Any]], logger: Logger) -> None:
     """Give a logger the plan as hyperparameters, every run's curve by optimizer steps, and the arms' figures.
 
-    Metrics are named ``<arm>/seed<seed>/<target>`` and ``<arm>/<figure>``.
+    Metrics are named ``<arm>/seed<seed>/<target>`` and ``<arm>/<figure>``, at several budgets with ``<budget>/`` before it.
+
+    Args:
+        every: results with their summaries, by budget; one alone under any name.
+        logger: it is finished afterwards.
     """
-    plan = results["plan"]
-    told = {"target": plan["target"], "budget_seconds": plan["budget"]["seconds"], "clock": plan["budget"]["clock"]}
-    logger.log_hyperparams({**told, "seeds": str(plan["seeds"]), "title": results["title"]})
-    for run in results["runs"]:
-        for point in run["points"]:
-            name = f"{run['arm']}/seed{run['seed']}"
-            metrics = {f"{name}/{plan['target']}": point["metric"], f"{name}/seconds": point["seconds"]}
-            known = {key: float(value) for key, value in metrics.items() if value is not None}
-            logger.log_metrics(known, step=point["step"])
-    for arm, own in results["summary"].items():
-        known = {f"{arm}/{k}": float(v) for k, v in figures(own).items() if isinstance(v, int | float)}
-        logger.log_metrics(known, step=0)
+    for budget, results in every.items():
+        head, plan = f"{budget}/" if len(every) > 1 else "", results["plan"]
+        told = {"target": plan["target"], "budget_seconds": plan["budget"]["seconds"], "clock": plan["budget"]["clock"]}
+        told |= {"seeds": str(plan["seeds"]), "title": results["title"]}
+        logger.log_hyperparams({f"{head}{name}": value for name, value in told.items()})
+        for run in results["runs"]:
+            name = f"{head}{run['arm']}/seed{run['seed']}"
+            for point in run["points"]:
+                metrics = {f"{name}/{plan['target']}": point["metric"], f"{name}/seconds": point["seconds"]}
+                known = {key: float(value) for key, value in metrics.items() if value is not None}
+                logger.log_metrics(known, step=point["step"])
+        for arm, own in results["summary"].items():
+            known = {f"{head}{arm}/{k}": float(v) for k, v in figures(own).items() if isinstance(v, int | float)}
+            logger.log_metrics(known, step=0)
     logger.save()
     logger.finalize("success")
