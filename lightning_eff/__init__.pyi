@@ -39,6 +39,7 @@ from lightning_eff.optim.optimizers.lars import LARS as LARS
 from lightning_eff.optim.optimizers.lion import Lion as Lion
 from lightning_eff.optim.optimizers.muon import Muon as Muon
 from lightning_eff.optim.optimizers.replace_optimizer import ReplaceOptimizer as ReplaceOptimizer
+from lightning_eff.optim.optimizers.shampoo import Shampoo as Shampoo
 from lightning_eff.optim.optimizers.soap import SOAP as SOAP
 from lightning_eff.optim.sharpness.sharpness_aware_minimization import (
     SharpnessAwareMinimization as SharpnessAwareMinimization,

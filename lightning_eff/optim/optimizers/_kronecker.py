@@ -183,8 +183,12 @@ class Kronecker(FirstOrder):
         for folds in (False, True):
             chosen = [i for i, p in enumerate(params) if (p in self._folds) == folds]
             if chosen:
-                act = self.update_folded if folds else adam
-                act(group, [params[i] for i in chosen], [grads[i] for i in chosen], [states[i] for i in chosen])
+                act, settings = (self.update_folded, group) if folds else (adam, self.adam_settings(group))
+                act(settings, [params[i] for i in chosen], [grads[i] for i in chosen], [states[i] for i in chosen])
+
+    def adam_settings(self, group: dict[str, Any]) -> dict[str, Any]:
+        """What Adam does with a group's settings."""
+        return group
 
     def update_folded(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]
