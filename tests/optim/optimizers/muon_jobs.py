@@ -1,4 +1,4 @@
-"""What two processes run for the tests of Muon; see :mod:`tests.strategies.launch`."""
+"""What two processes run for the tests of Muon, SOAP and Shampoo; see :mod:`tests.strategies.launch`."""
 
 from typing import Any
 
@@ -9,12 +9,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_eff.optim.optimizers import muon
 from lightning_eff.optim.optimizers.muon import Muon
+from lightning_eff.optim.optimizers.shampoo import Shampoo
+from lightning_eff.optim.optimizers.soap import SOAP
 from tests.models import flat, make_batch, module
 
 
 def all_of_them() -> dict[str, Any]:
     dist.init_process_group("gloo")
-    return {"ddp": ddp(), "apart": apart(), "fsdp2": fsdp2()}
+    return {"ddp": ddp(), "apart": apart(), "fsdp2": fsdp2(), "two_sided": two_sided()}
 
 
 def _net() -> nn.Module:
@@ -28,7 +30,7 @@ def _gathered(x: Tensor) -> list[Tensor]:
     return every
 
 
-def _trained(net: nn.Module, step: nn.Module, optimizer: Muon, same: bool) -> Tensor:
+def _trained(net: nn.Module, step: nn.Module, optimizer: torch.optim.Optimizer, same: bool) -> Tensor:
     for i in range(4):
         optimizer.zero_grad()
         step(make_batch("tiny_gpt", seed=i if same else 10 * dist.get_rank() + i), 0).backward()
@@ -73,6 +75,29 @@ def ddp() -> dict[str, Any]:
         "alike": all(torch.equal(one, here) for one in _gathered(here)),
         "here": counts,
     }
+
+
+def two_sided() -> dict[str, Any]:
+    """SOAP and Shampoo: every rank steps by itself, on gradients that are averaged and on parameters that are whole."""
+    from torch.distributed.fsdp import fully_shard
+
+    found: dict[str, Any] = {}
+    for cls in (SOAP, Shampoo):
+        net = _net()
+        net.log = lambda *args, **kwargs: None  # type: ignore[attr-defined]
+        optimizer: Any = cls(net, lr=0.01)
+        start = flat(net)
+        here = _trained(net, DistributedDataParallel(_Step(net)), optimizer, same=False)
+        sharded = _net()
+        fully_shard(sharded)
+        try:
+            cls(sharded)
+            refused = ""
+        except ValueError as error:
+            refused = str(error)
+        alike = all(torch.equal(one, here) for one in _gathered(here))
+        found[cls.__name__] = {"alike": alike, "moved": not torch.equal(start, here), "sharded": refused}
+    return found
 
 
 def apart() -> dict[str, Any]:

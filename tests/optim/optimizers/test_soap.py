@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
 
 from lightning_eff import SOAP, ReplaceOptimizer
+from tests.conftest import Once
 from tests.models import loader, make_batch, module, trainer
 from tests.runs import checkpoints, differences, final_state, fit
+from tests.strategies.launch import launch
 
 SHAPES = [(6, 6), (12, 6), (6, 12), (6, 6)]
 
@@ -371,18 +374,18 @@ def test_bad_parameters_are_refused() -> None:
         optimizer.step()
 
 
-def test_parameters_that_are_divided_over_ranks_are_refused() -> None:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
+# -- over ranks
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        p = nn.Parameter(distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)]))
-        with pytest.raises(
-            ValueError, match=r"SOAP: fc.weight of shape \(4, 4\) is a DTensor, divided over ranks; expected whole"
-        ):
-            SOAP([("fc.weight", p)])
-    finally:
-        dist.destroy_process_group()
+
+@pytest.fixture(scope="module")
+def two(once: Once) -> dict[str, Any]:
+    return once("muon", lambda: launch("tests.optim.optimizers.muon_jobs", "all_of_them", world_size=2))
+
+
+@pytest.mark.parametrize("name", ["SOAP", "Shampoo"])
+def test_ranks_end_alike_and_parameters_that_are_divided_over_them_are_refused(two: dict[str, Any], name: str) -> None:
+    found = two["two_sided"][name]
+    assert found["alike"] and found["moved"]
+    assert re.search(
+        rf"{name}: .+ of shape \(\d+, \d+\) is a DTensor, divided over ranks; expected whole", found["sharded"]
+    )
