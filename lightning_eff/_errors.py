@@ -46,7 +46,7 @@ def check_configs(args: Sequence[str]) -> None:
     """
     import yaml
 
-    for option, following in zip(args, [*args[1:], None], strict=True):
+    for option, following in zip(args, [*args[1:], None], strict=False):
         name, equals, path = option.partition("=")
         path = path if equals else following
         if name not in ("--config", "-c") or path is None or path.lstrip().startswith("{"):

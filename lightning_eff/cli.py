@@ -13,6 +13,7 @@ _USAGE = """\
 usage: lightning-eff {fit,validate,test,predict} --config recipe.yaml [options of LightningCLI]
        lightning-eff bench --baseline a.yaml --recipe b.yaml --target val_loss --budget 120s --seeds 3
        lightning-eff plan --config recipe.yaml --gpus 512 --gpu h200
+       lightning-eff budget --hours 5000 --gpu h100
        lightning-eff techniques
 
   fit, validate, test, predict   a LightningModule and data named in a LightningCLI config, by their class_path;
@@ -21,11 +22,13 @@ usage: lightning-eff {fit,validate,test,predict} --config recipe.yaml [options o
   bench                          does a recipe pay, by how much, and how sure is that? More: lightning-eff bench --help
   plan                           which layout trains a recipe's module fastest on so many accelerators, by simulation;
                                  needs none of them. More: lightning-eff plan --help
+  budget                         the size and the tokens that FLOPs, accelerator-hours or money are best spent on.
+                                 More: lightning-eff budget --help
   techniques                     every technique: what it saves, how, its paper, its constraints
 
 Modules are looked up from the current folder too. Errors are told in a paragraph; --debug gives the traceback.
 """
-COMMANDS = ("fit", "validate", "test", "predict", "bench", "plan", "techniques")
+COMMANDS = ("fit", "validate", "test", "predict", "bench", "plan", "budget", "techniques")
 
 
 def technique_classes() -> list[Any]:
@@ -87,6 +90,10 @@ def _run(argv: list[str], *, debug: bool) -> None:
         from lightning_eff.planner.command import main as plan
 
         plan(rest, debug=debug)
+    elif command == "budget":
+        from lightning_eff.planner.budget_command import main as budget
+
+        budget(rest, debug=debug)
     elif command in COMMANDS or (command.startswith("-") and not {*argv}.isdisjoint(COMMANDS)):
         _lightning(argv)
     else:
