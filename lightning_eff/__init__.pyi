@@ -25,6 +25,7 @@ from lightning_eff.data.selection.selective_backprop import SelectiveBackprop as
 from lightning_eff.memory.act_precision import ACTPrecision as ACTPrecision
 from lightning_eff.memory.activation_compression import ActivationCompression as ActivationCompression
 from lightning_eff.memory.activation_offload import ActivationOffload as ActivationOffload
+from lightning_eff.memory.eight_bit_optimizer import EightBitOptimizer as EightBitOptimizer
 from lightning_eff.memory.optimizer_offload import OptimizerOffload as OptimizerOffload
 from lightning_eff.memory.rematerialization import Rematerialization as Rematerialization
 from lightning_eff.model.growth.progressive_layer_dropping import ProgressiveLayerDropping as ProgressiveLayerDropping

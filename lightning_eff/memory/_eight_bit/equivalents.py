@@ -1,0 +1,187 @@
+"""Which optimizers have an equivalent with states of 8 bits (bitsandbytes) or 4 (torchao), and how it is made."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+Groups = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Equivalent:
+    """What stands in for one optimizer.
+
+    Attributes:
+        made_by: the package whose optimizer of that name it is.
+        name: of the class that stands in.
+        betas: what that class takes for ``betas``, from a group of the module's.
+        differs: why a group's settings have no equivalent, in words; None where they have.
+        trust: whether a tensor's step is as long as its rate times its weights (LAMB).
+    """
+
+    made_by: str
+    name: str
+    betas: Callable[[dict[str, Any]], tuple[float, ...]]
+    differs: Callable[[dict[str, Any]], str | None]
+    trust: bool = False
+
+
+def _betas(group: dict[str, Any]) -> tuple[float, ...]:
+    return tuple(float(beta) for beta in group["betas"])
+
+
+def _never(group: dict[str, Any]) -> str | None:
+    return None
+
+
+def _adam(group: dict[str, Any]) -> str | None:
+    if group.get("weight_decay") and not group.get("decoupled_weight_decay"):
+        return f"weight_decay={group['weight_decay']} within the gradient (theirs is decoupled: use AdamW)"
+    return _adamw(group)
+
+
+def _adamw(group: dict[str, Any]) -> str | None:
+    return "amsgrad=True" if group.get("amsgrad") else None
+
+
+def _sgd(group: dict[str, Any]) -> str | None:
+    if not group["momentum"]:
+        return "momentum=0, which keeps no state"
+    if group.get("dampening"):
+        return f"dampening={group['dampening']}"
+    return "nesterov=True" if group.get("nesterov") else None
+
+
+def _rmsprop(group: dict[str, Any]) -> str | None:
+    if group.get("momentum"):
+        return f"momentum={group['momentum']}"
+    return "centered=True" if group.get("centered") else None
+
+
+def _adagrad(group: dict[str, Any]) -> str | None:
+    for name in ("lr_decay", "initial_accumulator_value"):
+        if group.get(name):
+            return f"{name}={group[name]}"
+    return None
+
+
+_TORCH, _OWN = "torch.optim", "lightning_eff"
+#: by the module's optimizer, as (package, name)
+EIGHT_BIT = {
+    (_TORCH, "Adam"): Equivalent(_TORCH, "Adam8bit", _betas, _adam),
+    (_TORCH, "AdamW"): Equivalent(_TORCH, "AdamW8bit", _betas, _adamw),
+    (_TORCH, "SGD"): Equivalent(_TORCH, "SGD8bit", lambda g: (float(g["momentum"]), 0.0), _sgd),
+    (_TORCH, "RMSprop"): Equivalent(_TORCH, "RMSprop8bit", lambda g: (float(g["alpha"]), 0.0), _rmsprop),
+    (_TORCH, "Adagrad"): Equivalent(_TORCH, "Adagrad8bit", lambda g: (0.0, 0.0), _adagrad),
+    (_OWN, "Lion"): Equivalent(_OWN, "Lion8bit", _betas, _never),
+    (_OWN, "LAMB"): Equivalent(_OWN, "AdamW8bit", _betas, _never, trust=True),
+}
+FOUR_BIT = {
+    (_TORCH, "Adam"): Equivalent(_TORCH, "Adam4bit", _betas, _adamw),
+    (_TORCH, "AdamW"): Equivalent(_TORCH, "AdamW4bit", _betas, _adamw),
+}
+
+
+def equivalent_of(optimizer: Optimizer, bits: int) -> Equivalent:
+    """What stands in for ``optimizer``.
+
+    Raises:
+        ValueError: where nothing does, with what there is.
+    """
+    known = EIGHT_BIT if bits == 8 else FOUR_BIT
+    cls = type(optimizer)
+    home = _TORCH if cls is getattr(torch.optim, cls.__name__, None) else cls.__module__.partition(".")[0]
+    found = known.get((home, cls.__name__))
+    has = ", ".join(f"{package}.{name}" for package, name in known)
+    if found is None:
+        raise ValueError(
+            f"EightBitOptimizer(bits={bits}): the module's {cls.__module__}.{cls.__name__} has no equivalent of {bits} bits;"
+            f" expected one of {has}. Let configure_optimizers return one of these, or take the technique out."
+        )
+    for group in optimizer.param_groups:
+        problem = "maximize=True" if group.get("maximize") else found.differs(group)
+        if problem is not None:
+            raise ValueError(
+                f"EightBitOptimizer(bits={bits}): the module's {cls.__name__} has {problem}, which no optimizer of {bits} bits"
+                f" has; expected another setting, or one of {has} that has none such."
+            )
+    return found
+
+
+def imported(package: str, extra: str, what: str) -> Any:
+    """The package's optimizers.
+
+    Raises:
+        ImportError: where it is not installed, with what to install.
+    """
+    try:
+        return importlib.import_module(f"{package}.optim")
+    except ImportError as error:
+        raise ImportError(
+            f"{what} needs {package}, which cannot be imported ({error}). Install it: pip install 'lightning-eff[{extra}]'."
+        ) from error
+
+
+def eight_bit(found: Equivalent, groups: Groups, *, min_size: int) -> Optimizer:
+    """bitsandbytes' optimizer of these groups, which hold what the module's hold.
+
+    Args:
+        found: the equivalent.
+        groups: with ``params`` and all else of the module's groups.
+        min_size: tensors of fewer elements have states of 32 bits.
+    """
+    optim = imported("bitsandbytes", "bitsandbytes", "EightBitOptimizer(bits=8)")
+    base: Any = getattr(optim, found.name)
+
+    class Following(base):
+        """Reads its settings in the module's own groups, where schedulers set them."""
+
+        def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
+            at = self.param_groups[gindex]
+            told = {
+                "eps": 0.0,
+                "weight_decay": 0.0,
+                **at,
+                "betas": found.betas(at),
+                "alpha": 0.0,
+                "lr": float(at["lr"]),
+            }
+            config = super().get_config(gindex, pindex, told)
+            return {**config, "optim_bits": 8, "min_8bit_size": min_size, "max_unorm": 0.0}
+
+        def update_step(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
+            if not found.trust or not (group["vectors"] or p.ndim > 1):
+                decay = group.get("weight_decay", 0.0)
+                group["weight_decay"] = 0.0 if found.trust else decay  # LAMB's vectors are plain Adam
+                super().update_step(group, p, gindex, pindex)
+                group["weight_decay"] = decay
+                return
+            rate, before = group["lr"], p.detach().clone()
+            # with a rate of 1, w - w' = u = m^ / (sqrt(v^) + eps) + lambda w
+            group["lr"] = 1.0
+            try:
+                super().update_step(group, p, gindex, pindex)
+            finally:
+                group["lr"] = rate
+            u = before - p.detach()
+            # w := w - lr |w| / |u| u
+            norms = before.norm(), u.norm()
+            ratio = norms[0] / norms[1] if all(norms) else torch.ones_like(norms[0])
+            p.detach().copy_(before - u * (ratio * float(rate)))
+
+    name = "LAMB8bit" if found.trust else found.name
+    made: Any = type(name, (Following,), {"__module__": Following.__module__})
+    settings = {"momentum": 0.9} if found.name == "SGD8bit" else {}  # every group has its own; 0 is refused
+    return made(groups, lr=float(groups[0]["lr"]), **settings)
+
+
+def four_bit(found: Equivalent, groups: Groups) -> Optimizer:
+    """torchao's optimizer of these groups; see :func:`eight_bit`. It decides by itself which tensors are large enough."""
+    optim = imported("torchao", "torchao", "EightBitOptimizer(bits=4)")
+    made: Any = getattr(optim, found.name)
+    return made([{**group, "betas": found.betas(group)} for group in groups], lr=float(groups[0]["lr"]))
