@@ -91,7 +91,7 @@ def _run(argv: list[str], *, debug: bool) -> None:
 
         plan(rest, debug=debug)
     elif command == "budget":
-        from lightning_eff.planner.budget_command import main as budget
+        from lightning_eff.planner._launch.budget_command import main as budget
 
         budget(rest, debug=debug)
     elif command in COMMANDS or (command.startswith("-") and not {*argv}.isdisjoint(COMMANDS)):
