@@ -27,7 +27,7 @@ RICH = RunProfile(
     optimizer_states=True,
 )
 STUDY = {"S2FP8Precision", "Wang2018FP8Precision", "HybridParallelStrategy"}
-POINTLESS = {"ExactResume"}  # makes no training more efficient
+POINTLESS = {"ExactResume", "GradientNoiseScale"}  # makes no training more efficient
 OUTSIDE = {name for name in CASES if CASES[name].outside_surveys}
 
 

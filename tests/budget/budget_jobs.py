@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -9,8 +10,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_eff import BatchSizeWarmup
+from lightning_eff import BatchSizeWarmup, GradientNoiseScale
 from tests.models import TinyClassifier, flat, loader, trainer
 from tests.runs import SaveBatches, differences, final_state, fit
 
@@ -23,6 +26,43 @@ def without_dropout(lr: float = 0.1, batch_norm: bool = False) -> TinyClassifier
     net = TinyClassifier(lr=lr, batch_norm=batch_norm)
     net.head[0].p = 0.0  # pyright: ignore[reportAttributeAccessIssue]
     return net
+
+
+class Known(pl.LightningModule):
+    """The loss of a sample ``x`` is ``w x``: its gradient is the sample, whatever the weights."""
+
+    mean = torch.tensor([0.5, -1.0, 0.0, 0.25])
+    std = torch.tensor([1.0, 0.5, 2.0, 0.1])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return (batch[0] * self.w).sum(-1).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def known_samples(count: int) -> torch.Tensor:
+    """Normal samples, (count, 4), the first ones the same whatever the count."""
+    noise = torch.cat([torch.randn(1, 4, generator=torch.Generator().manual_seed(i)) for i in range(min(count, 4000))])
+    noise = torch.randn(count, 4, generator=torch.Generator().manual_seed(0)) if count > 4000 else noise
+    return Known.mean + Known.std * noise
+
+
+def noise(root: Path) -> dict[str, Any]:
+    """What is measured of two ranks' gradients, with one micro-batch each and with four."""
+    found = {}
+    for window in (1, 4):
+        technique = GradientNoiseScale(half_life=1e9)
+        t = trainer(technique, strategy="ddp", devices=2, max_steps=40 // window, accumulate_grad_batches=window)
+        data = TensorDataset(known_samples(320))
+        sampler = DistributedSampler(data, 2, int(os.environ["RANK"]), shuffle=False)
+        t.fit(Known(), DataLoader(data, 4, sampler=sampler))
+        found[f"{window}"] = _agreed({name: float(value) for name, value in technique.report().items()})
+    return found
 
 
 def _alike(vector: torch.Tensor) -> bool:
@@ -64,7 +104,7 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     root = Path(sys.argv[1])
-    result = {"batch": batch}[sys.argv[2]](root)
+    result = {"batch": batch, "noise": noise}[sys.argv[2]](root)
     if torch.distributed.get_rank() == 0:
         (root / "result.json").write_text(json.dumps(result))
     torch.distributed.barrier()
