@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.gpu.timing import device, rates, spread
 from benchmarks.gpu.work import Row, Skip, Work
-from lightning_eff.monitor.machine import sheet_peak
+from lightning_eff.monitor.peaks import sheet_peak
 
 FORMATS = ("float32", "tf32", "bfloat16", "float16", "float8", "int8")
 _scaled_mm: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage] -- as in lightning_eff.precision

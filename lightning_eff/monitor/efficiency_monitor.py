@@ -14,7 +14,9 @@ from lightning_eff.monitor import _counting as counting
 from lightning_eff.monitor._cost import Prices, cost_row, run_cost, unseen
 from lightning_eff.monitor._phases import PHASES
 from lightning_eff.monitor._watch import Totals, Watch
-from lightning_eff.monitor.machine import EnergyMeter, Peak, measured_peak, peak_flops, peak_memory, reset_peak_memory
+from lightning_eff.monitor.energy import EnergyMeter
+from lightning_eff.monitor.machine import peak_memory, reset_peak_memory
+from lightning_eff.monitor.peaks import Peak, measured_peak, peak_flops
 
 _DTYPES = {"16": torch.float16, "bf16": torch.bfloat16, "32": torch.float32, "64": torch.float64}
 _BUSY = "torch's ExecutionTraceObserver is in use, or its record cannot be read"

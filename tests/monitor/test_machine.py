@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from lightning_eff.monitor import machine
-from lightning_eff.monitor.machine import EnergyMeter, fingerprint, measured_peak, peak_flops, sheet_peak
+from lightning_eff.monitor.energy import EnergyMeter
+from lightning_eff.monitor.machine import fingerprint
+from lightning_eff.monitor.peaks import measured_peak, peak_flops, sheet_peak
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,8 @@ from lightning_eff.bench.inspection import acting
 from lightning_eff.bench.pace import Diverged, Incomparable, Pace, Rehearsed
 from lightning_eff.bench.pacer import Pacer
 from lightning_eff.bench.running.turns import Stopped, in_turns
-from lightning_eff.monitor.machine import EnergyMeter, peak_memory, reset_peak_memory
+from lightning_eff.monitor.energy import EnergyMeter
+from lightning_eff.monitor.machine import peak_memory, reset_peak_memory
 
 
 @dataclass(frozen=True)

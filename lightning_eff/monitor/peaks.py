@@ -1,0 +1,158 @@
+"""What devices can do at most: FLOP/s of products by their data sheets, and as measured."""
+
+import re
+import time
+from typing import NamedTuple
+
+import torch
+
+
+class Peak(NamedTuple):
+    """What a device can do at most.
+
+    Attributes:
+        flops: FLOP/s, dense, with a multiplication and an addition counted as two.
+        dtype: what is multiplied, such as ``"bfloat16"`` or ``"tf32"``.
+        source: the data sheet's title, or ``"measured"``.
+    """
+
+    flops: float
+    dtype: str
+    source: str
+
+
+# Names as torch.cuda.get_device_name gives them, matched in full; TFLOP/s without sparsity and, where a sheet tells
+# them apart, with accumulation in float32. Where a sheet gives the figure with sparsity, half of it stands here.
+_SHEETS: tuple[tuple[str, str, dict[str, float]], ...] = (
+    (
+        r"Tesla V100S?-SXM\d.*",
+        "NVIDIA V100 Tensor Core GPU Datasheet (SXM2)",
+        {"float32": 15.7, "float16": 125},
+    ),
+    (r"Tesla V100-PCIE.*", "NVIDIA V100 Tensor Core GPU Datasheet (PCIe)", {"float32": 14, "float16": 112}),
+    (r"(Tesla|NVIDIA) T4", "NVIDIA T4 Tensor Core GPU Datasheet", {"float32": 8.1, "float16": 65}),
+    (
+        r"NVIDIA A10",
+        "NVIDIA A10 Tensor Core GPU Datasheet",
+        {"float32": 31.2, "tf32": 62.5, "float16": 125, "bfloat16": 125},
+    ),
+    (
+        r"(NVIDIA )?A100[- ](SXM4|PCIE|PG509|80GB PCIe).*",
+        "NVIDIA A100 Tensor Core GPU Datasheet",
+        {"float32": 19.5, "tf32": 156, "float16": 312, "bfloat16": 312},
+    ),
+    (
+        r"NVIDIA L4",
+        "NVIDIA L4 Tensor Core GPU Datasheet",
+        {"float32": 30.3, "tf32": 60, "float16": 121, "bfloat16": 121},
+    ),
+    (
+        r"NVIDIA L40S",
+        "NVIDIA L40S GPU Datasheet",
+        {"float32": 91.6, "tf32": 183, "float16": 362.05, "bfloat16": 362.05},
+    ),
+    (
+        r"NVIDIA GeForce RTX 3090",
+        "NVIDIA Ampere GA102 GPU Architecture Whitepaper",
+        {"float32": 35.6, "tf32": 35.6, "float16": 71, "bfloat16": 71},
+    ),
+    (
+        r"NVIDIA GeForce RTX 4090",
+        "NVIDIA Ada GPU Architecture Whitepaper",
+        {"float32": 82.6, "tf32": 82.6, "float16": 165.2, "bfloat16": 165.2},
+    ),
+    (
+        r"NVIDIA H100 (80GB|SXM5).*",
+        "NVIDIA H100 Tensor Core GPU Datasheet (SXM)",
+        {"float32": 67, "tf32": 494.5, "float16": 989.5, "bfloat16": 989.5},
+    ),
+    (
+        r"NVIDIA H100 PCIe",
+        "NVIDIA H100 Tensor Core GPU Datasheet (PCIe)",
+        {"float32": 51, "tf32": 378, "float16": 756.5, "bfloat16": 756.5},
+    ),
+    (
+        r"NVIDIA H200",
+        "NVIDIA H200 Tensor Core GPU Datasheet (SXM)",
+        {"float32": 67, "tf32": 494.5, "float16": 989.5, "bfloat16": 989.5},
+    ),
+    (
+        r"NVIDIA B200",
+        "NVIDIA Blackwell Datasheet (HGX B200, per GPU)",
+        {"float32": 75, "tf32": 1100, "float16": 2250, "bfloat16": 2250},
+    ),
+    (
+        r"AMD Instinct MI250X.*",
+        "AMD Instinct MI250X Accelerator Data Sheet (half of it: torch sees each of the two dies as a device)",
+        {"float32": 47.85, "float16": 191.5, "bfloat16": 191.5},
+    ),
+    (
+        r"AMD Instinct MI300X.*",
+        "AMD Instinct MI300X Accelerator Data Sheet",
+        {"float32": 163.4, "tf32": 653.7, "float16": 1307.4, "bfloat16": 1307.4},
+    ),
+)
+
+
+def sheet_peak(name: str, dtype: str) -> Peak | None:
+    """The peak of the device called ``name`` (as torch calls it) for ``dtype``, or None where no sheet here tells.
+
+    Args:
+        name: such as ``"NVIDIA H200"``; a slice of a device (MIG) is another device, of no known peak.
+        dtype: ``"float32"``, ``"tf32"``, ``"float16"`` or ``"bfloat16"``.
+    """
+    if " MIG " in name:
+        return None
+    for pattern, title, teraflops in _SHEETS:
+        if re.fullmatch(pattern, name) and dtype in teraflops:
+            return Peak(teraflops[dtype] * 1e12, dtype, title)
+    return None
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> Peak | None:
+    """The device's dense peak by its data sheet, or None: for CPUs, unlisted devices and formats that a device lacks.
+
+    float32 is looked up as TF32 where torch is allowed to multiply so (``torch.set_float32_matmul_precision``).
+    """
+    if device.type != "cuda":
+        return None
+    name = str(dtype).removeprefix("torch.")
+    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        name = "tf32"
+    return sheet_peak(torch.cuda.get_device_name(device), name)
+
+
+def measured_peak(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.2) -> Peak:
+    """The best rate of large square matrix products of several sizes, in about ``seconds`` (> 0), labelled ``"measured"``.
+
+    It is what the device gives a program with this many threads, below its sheet's peak. The numbers are random: on equal
+    ones a GPU needs less power, and clocks higher than training lets it. The global random state is not touched.
+    """
+    sizes = (512, 1024) if device.type == "cpu" else (4096, 8192, 16384)  # which one is the fastest, differs
+    generator = torch.Generator(device).manual_seed(0)
+    best = max(_rate_of_products(device, dtype, size, seconds / len(sizes), generator) for size in sizes)
+    return Peak(best, str(dtype).removeprefix("torch."), "measured")
+
+
+@torch.no_grad()
+def _rate_of_products(
+    device: torch.device, dtype: torch.dtype, size: int, seconds: float, generator: torch.Generator
+) -> float:
+    """The best FLOP/s of products of two square matrices of normal numbers."""
+    a, b = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
+    product = torch.empty_like(a)
+    torch.mm(a, b, out=product)  # warms up
+    best, stop, began = float("inf"), 0.0, time.perf_counter()
+    while stop - began < seconds:
+        _synchronize(device)
+        start = time.perf_counter()
+        torch.mm(a, b, out=product)
+        _synchronize(device)
+        stop = time.perf_counter()
+        best = min(best, stop - start)
+    return 2 * size**3 / best
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
