@@ -32,6 +32,9 @@ from lightning_eff.memory.rematerialization import Rematerialization as Remateri
 from lightning_eff.model.growth.progressive_layer_dropping import ProgressiveLayerDropping as ProgressiveLayerDropping
 from lightning_eff.model.growth.progressive_stacking import ProgressiveStacking as ProgressiveStacking
 from lightning_eff.monitor.efficiency_monitor import EfficiencyMonitor as EfficiencyMonitor
+from lightning_eff.optim.averaging.exponential_moving_average import (
+    ExponentialMovingAverage as ExponentialMovingAverage,
+)
 from lightning_eff.optim.averaging.latest_weight_averaging import LatestWeightAveraging as LatestWeightAveraging
 from lightning_eff.optim.averaging.schedule_free import ScheduleFree as ScheduleFree
 from lightning_eff.optim.optimizers.adan import Adan as Adan

@@ -2,21 +2,19 @@
 
 import math
 from collections import deque
-from collections.abc import Iterable
-from copy import deepcopy
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core.search_space import Choice, Integer, SearchSpace, Survey
 from lightning_eff._core.session import Session
-from lightning_eff._core.technique import Control, OtherWeights
-from lightning_eff.optim.averaging._batch_norm import batch_norms, modes, recompute_statistics
+from lightning_eff._core.technique import Control
+from lightning_eff.optim.averaging._engine import AveragedWeights, check_bn_batches, is_count, wide
 
 
 @torch.no_grad()
@@ -31,14 +29,14 @@ def latest_mean(snapshots: Iterable[Tensor], *, device: torch.device) -> Tensor:
         The mean, of the shape and dtype of the snapshots, on ``device``.
     """
     first, *rest = snapshots
-    wide = torch.promote_types(first.dtype, torch.float32 if device.type == "mps" else torch.float64)
-    total = first.to(device, wide, copy=True)
+    first = first.to(device)
+    total = first.to(wide(first), copy=True)
     for w in rest:
         total += w.to(device)
     return (total / (1 + len(rest))).to(first.dtype)
 
 
-class LatestWeightAveraging(OtherWeights):
+class LatestWeightAveraging(AveragedWeights):
     """Validate, test and keep the mean of the last ``window`` snapshots, while training goes on from the raw weights.
 
     A snapshot holds every parameter that takes gradients; one that is unfrozen later is averaged over the snapshots
@@ -87,7 +85,6 @@ class LatestWeightAveraging(OtherWeights):
         ),
     )
     control = Control("the baseline for as many seconds with its learning rate decayed to zero, where the gain shrinks")
-    needs_automatic_optimization = False
 
     def __init__(
         self,
@@ -98,21 +95,17 @@ class LatestWeightAveraging(OtherWeights):
         offload: bool = False,
         bn_batches: int | None = 100,
     ) -> None:
-        if not _is_count(window):
+        if not is_count(window):
             raise ValueError(
                 f"LatestWeightAveraging({window=}): expected an integer >= 1; 1 keeps the latest snapshot alone."
             )
-        if interval != "epoch" and not _is_count(interval):
+        if interval != "epoch" and not is_count(interval):
             raise ValueError(
                 f"LatestWeightAveraging({interval=}): expected 'epoch' or a number of optimizer steps >= 1."
             )
         if not 0.0 <= start <= 1.0:
             raise ValueError(f"LatestWeightAveraging({start=}): expected a fraction of the budget in [0, 1].")
-        if bn_batches is not None and not _is_count(bn_batches):
-            raise ValueError(
-                f"LatestWeightAveraging({bn_batches=}): expected a number of training batches >= 1, or None for an"
-                " epoch's."
-            )
+        check_bn_batches("LatestWeightAveraging", bn_batches)
         self.window = window
         self.interval: Literal["epoch"] | int = interval
         self.start = start
@@ -120,14 +113,10 @@ class LatestWeightAveraging(OtherWeights):
         self.bn_batches = bn_batches
         self._reset()
 
+    @override
     def _reset(self) -> None:
+        super()._reset()
         self._snapshots: deque[dict[str, Tensor]] = deque()
-        self._taken = 0
-        self._raw: dict[str, Tensor] | None = None  # set while the module holds the mean
-        self._statistics: dict[str, Tensor] | None = None  # BatchNorm's, at the mean; None until they are needed
-        self._modes: dict[str, bool] = {}
-        self._step = 0
-        self._finished = False
 
     # -- the run
 
@@ -138,69 +127,9 @@ class LatestWeightAveraging(OtherWeights):
 
     @override
     def check(self, session: Session) -> None:
-        for other in session.trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
-            if isinstance(other, WeightAveraging | StochasticWeightAveraging):
-                raise ValueError(
-                    f"LatestWeightAveraging and {type(other).__name__} cannot train together: both replace the weights"
-                    " that are validated and kept. Take one of them out of the trainer's callbacks."
-                )
-        if self.start > 0.0 and not session.progress.limits():
-            raise ValueError(
-                f"LatestWeightAveraging(start={self.start}): the Trainer has no end (max_steps=-1, max_epochs=-1,"
-                " max_time=None) that it could be a fraction of. Set one of them, or start=0.0."
-            )
-
-    @override
-    def check_checkpoint(self, session: Session, state: dict[str, Any] | None) -> None:
-        if not session.fitting or not state or not state["snapshots"]:
-            return
-        shapes = {name: p.shape for name, p in session.module.named_parameters()}
-        wrong = [name for name, w in state["snapshots"][-1].items() if shapes.get(name) != w.shape]
-        if wrong:
-            raise ValueError(
-                f"LatestWeightAveraging: the checkpoint's snapshots hold {len(wrong)} parameters that"
-                f" {type(session.module).__name__} has not, or has in another shape, such as {wrong[0]!r}; expected a"
-                " checkpoint of the same model. Resume with the model it was saved from."
-            )
-
-    @override
-    def attach(self, session: Session) -> None:
-        self._reset()
-        strategy = session.trainer.strategy
-        original = strategy.lightning_module_state_dict
-
-        def averaged_state_dict() -> dict[str, Any]:
-            if self._raw is not None or not self._snapshots:
-                return original()
-            with self.shown(session):
-                return deepcopy(original())  # tied weights stay one tensor
-
-        session.patches.set(strategy, "lightning_module_state_dict", averaged_state_dict)
-
-    @override
-    def on_model(self, session: Session) -> None:
-        if not session.fitting:
-            return
-        if batch_norms(session.module) and not session.module.automatic_optimization:
-            raise ValueError(
-                f"LatestWeightAveraging: {type(session.module).__name__} has BatchNorm layers and"
-                " automatic_optimization=False; expected automatic optimization, because their statistics are"
-                " recomputed by running training_step without training, which is impossible where it steps by itself."
-                " Use automatic optimization, or layers without running statistics."
-            )
-        self._modes = modes(session.module)
-        self.take_out(session)
-
-    @override
-    def on_optimizers(self, session: Session) -> None:
-        if not self.offload:
-            devices = {name: p.device for name, p in session.module.named_parameters()}
-            for snapshot in self._snapshots:
-                snapshot.update({name: w.to(devices[name]) for name, w in snapshot.items()})
-
-    @override
-    def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
-        self._step = session.trainer.global_step
+        super().check(session)
+        if self.start > 0.0:
+            self.check_budget(session, f"start={self.start}", "start=0.0")
 
     @override
     def on_batch_end(self, session: Session, batch_idx: int) -> None:
@@ -211,11 +140,6 @@ class LatestWeightAveraging(OtherWeights):
             due = trainer.global_step // self.interval > self._step // self.interval
         if due and session.progress.u >= self.start:
             self._take(session)
-
-    @override
-    def on_blocks_changed(self, session: Session) -> None:
-        self._snapshots.clear()
-        self._statistics = None
 
     # -- snapshots and their mean
 
@@ -231,36 +155,43 @@ class LatestWeightAveraging(OtherWeights):
                 if p.requires_grad or name in held
             }
         )
-        self._taken += 1
-        self._statistics = None
-        self._modes = modes(session.module)
+        self.outdate(session)
+
+    @property
+    @override
+    def names(self) -> Iterable[str]:
+        return self._snapshots[-1] if self._snapshots else ()
 
     @override
-    def put_in(self, session: Session) -> None:
-        """Put the mean into the module, if there is one and it is not there."""
-        if self._raw is not None or not self._snapshots:
-            return
-        parameters, buffers = dict(session.module.named_parameters()), dict(session.module.named_buffers())
-        with torch.inference_mode(False), torch.no_grad():
-            self._raw = {}
-            for name in self._snapshots[-1]:
-                p = parameters[name]
-                self._raw[name] = p.detach().clone()
-                p.copy_(latest_mean((s[name] for s in self._snapshots if name in s), device=p.device))
-            if self._statistics is None:
-                self._statistics = recompute_statistics(session, self._modes, self.bn_batches, epoch=self._taken)
-            for name, value in self._statistics.items():
-                self._raw[name] = buffers[name].clone()
-                buffers[name].copy_(value)
+    def average(self, session: Session) -> Iterator[tuple[str, Tensor]]:
+        parameters = dict(session.module.named_parameters())
+        for name in self.names:
+            yield name, latest_mean((s[name] for s in self._snapshots if name in s), device=parameters[name].device)
 
     @override
-    @torch.no_grad()
-    def take_out(self, session: Session) -> None:
-        """Put the raw weights back, if the mean is in the module."""
-        held = {**dict(session.module.named_parameters()), **dict(session.module.named_buffers())}
-        for name, value in (self._raw or {}).items():
-            held[name].copy_(value)
-        self._raw = None
+    def forget(self) -> None:
+        self._snapshots.clear()
+
+    @override
+    def to_devices(self, devices: Mapping[str, torch.device]) -> None:
+        if not self.offload:
+            for snapshot in self._snapshots:
+                snapshot.update({name: w.to(devices[name]) for name, w in snapshot.items()})
+
+    @override
+    def saved(self) -> dict[str, Any]:
+        return {"snapshots": [dict(snapshot) for snapshot in self._snapshots]}
+
+    @override
+    def restore(self, state: dict[str, Any]) -> None:
+        snapshots = state["snapshots"]
+        self._snapshots = deque(dict(snapshot) for snapshot in snapshots[-self.window :])
+        if len(snapshots) > self.window:
+            self._statistics = None
+
+    @override
+    def saved_weights(self, state: dict[str, Any]) -> Mapping[str, Tensor]:
+        return state["snapshots"][-1] if state["snapshots"] else {}
 
     # -- Lightning's hooks
 
@@ -269,7 +200,6 @@ class LatestWeightAveraging(OtherWeights):
         super().on_train_start(trainer, pl_module)
         if self.neutral:
             return
-        self.take_out(self.session)  # a tuner's trial run may have loaded its checkpoint over the weights
         batches = trainer.num_training_batches
         steps = math.ceil(batches / trainer.accumulate_grad_batches) if math.isfinite(batches) else 1
         first = steps if self.interval == "epoch" else self.interval
@@ -281,30 +211,6 @@ class LatestWeightAveraging(OtherWeights):
             )
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        raw = self._raw
-        if raw is None and self._snapshots and self._session is not None:
-            module = self._session.module
-            held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-            raw = {name: held[name].detach() for name in (*self._snapshots[-1], *(self._statistics or ()))}
-        return {
-            "taken": self._taken,
-            "snapshots": [dict(snapshot) for snapshot in self._snapshots],
-            "raw": raw,
-            "statistics": self._statistics,
-        }
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self.neutral or (self._session is not None and not self._session.fitting):
-            return  # the weights that the checkpoint holds are the ones to be validated or tested
-        snapshots = state_dict["snapshots"]
-        self._taken = state_dict["taken"]
-        self._snapshots = deque(dict(snapshot) for snapshot in snapshots[-self.window :])
-        self._raw = state_dict["raw"]
-        self._statistics = state_dict["statistics"] if len(snapshots) <= self.window else None
-
-    @override
     def report(self) -> dict[str, float | int | Tensor]:
         return {"snapshots": len(self._snapshots), "taken": self._taken}
 
@@ -313,7 +219,3 @@ class LatestWeightAveraging(OtherWeights):
         if not self._snapshots:
             return f"no snapshot to average (of {self._taken} taken): the weights are the raw ones"
         return f"mean of the last {len(self._snapshots)} of {self._taken} snapshots"
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
