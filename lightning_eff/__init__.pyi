@@ -46,6 +46,7 @@ from lightning_eff.optim.optimizers.muon import Muon as Muon
 from lightning_eff.optim.optimizers.replace_optimizer import ReplaceOptimizer as ReplaceOptimizer
 from lightning_eff.optim.optimizers.shampoo import Shampoo as Shampoo
 from lightning_eff.optim.optimizers.soap import SOAP as SOAP
+from lightning_eff.optim.sharpness.look_sam import LookSAM as LookSAM
 from lightning_eff.optim.sharpness.sharpness_aware_minimization import (
     SharpnessAwareMinimization as SharpnessAwareMinimization,
 )

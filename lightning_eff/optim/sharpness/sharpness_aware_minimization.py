@@ -1,61 +1,19 @@
 """Sharpness-aware minimisation: step along the gradient at ``w + e``, uphill of ``w`` (Foret et al. 2020)."""
 
-import contextlib
 import math
-import time
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
-from torch import Tensor
 from typing_extensions import override
 
-from lightning_eff._core import rng
-from lightning_eff._core.batches import num_samples
-from lightning_eff._core.losses import loss_of
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
-from lightning_eff._core.session import Session
-from lightning_eff._core.steps import Proceed, Stage, Step, silent, snapshot
-from lightning_eff._core.technique import Control, Technique
+from lightning_eff._core.steps import Step
+from lightning_eff._core.technique import Control
+from lightning_eff.optim.sharpness._uphill import Uphill, adaptive_scale, check_rho, perturbation
 
-ETA = 0.01  # keeps T_w away from zero; the value of Kwon et al.'s code
-
-
-@torch.no_grad()
-def adaptive_scale(name: str, weight: Tensor) -> Tensor | None:
-    """The diagonal of ASAM's ``T_w`` for one parameter: ``|w| + eta``, and None (the identity) for biases."""
-    return None if "bias" in name.rpartition(".")[2] else weight.detach().abs() + ETA
+__all__ = ["SharpnessAwareMinimization", "adaptive_scale", "perturbation"]
 
 
-@torch.no_grad()
-def perturbation(
-    gradients: Sequence[Tensor], scales: Sequence[Tensor | None], *, rho: float
-) -> tuple[list[Tensor], Tensor]:
-    """The ascent step ``e = rho T^2 g / ||T g||``, the norm taken over all tensors together.
-
-    Args:
-        gradients: ``g``, of any shapes.
-        scales: the diagonal of ``T`` for each of ``gradients``, of the same shape; None is the identity, as in SAM.
-        rho: the length of the step, measured as ``||T^-1 e||``.
-
-    Returns:
-        ``e``, shaped like ``gradients``, and ``||T g||``, a scalar. Where the norm is not finite, ``e`` is 0.
-    """
-    # T g
-    scaled = [g if t is None else t * g for g, t in zip(gradients, scales, strict=True)]
-    # ||T g||, for half precision summed in float32
-    norms = [torch.linalg.vector_norm(s, dtype=torch.promote_types(s.dtype, torch.float32)) for s in scaled]
-    norm = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
-    # e = rho T (T g) / ||T g||
-    factor = rho / (norm + 1e-12)
-    e = [
-        s * factor.to(s.device) if t is None else t * s * factor.to(s.device)
-        for s, t in zip(scaled, scales, strict=True)
-    ]
-    return [torch.where(norm.isfinite().to(x.device), x, torch.zeros_like(x)) for x in e], norm
-
-
-class SharpnessAwareMinimization(Technique):
+class SharpnessAwareMinimization(Uphill):
     """Update ``w`` along the gradient at ``w + e``, where ``e = rho g / ||g||`` climbs from ``w`` (SAM).
 
     ``training_step`` runs twice on the same batch, with the same random numbers and from the same buffers, metrics and
@@ -107,11 +65,7 @@ class SharpnessAwareMinimization(Technique):
     )
 
     def __init__(self, *, rho: float = 0.05, adaptive: bool = False, interval: int = 1) -> None:
-        if not 0.0 <= rho < math.inf:
-            raise ValueError(
-                f"SharpnessAwareMinimization(rho={rho}): expected a finite number >= 0, the distance at which the"
-                " gradient is taken. 0.05 is the paper's; 0 is plain training."
-            )
+        check_rho("SharpnessAwareMinimization", rho)
         if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
             raise ValueError(
                 f"SharpnessAwareMinimization(interval={interval!r}): expected an integer >= 1, because every"
@@ -122,86 +76,9 @@ class SharpnessAwareMinimization(Technique):
         self.interval = interval
         self._reset()
 
-    def _reset(self) -> None:
-        self._passes = 0
-        self._last: dict[str, float | Tensor] = {}
-        self._kept: list[tuple[Tensor, Tensor]] = []
-
-    @property
     @override
-    def neutral(self) -> bool:
-        return self.rho == 0.0
-
-    @override
-    def attach(self, session: Session) -> None:
-        self._reset()
-        session.chain.add(Stage.PERTURB, self._link)
-
-    def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
-        if step.global_step % self.interval:
-            return proceed(batch)
-        module, cost = step.module, self.session.chain.cost
-        random_state = rng.capture()
-        to_start = snapshot(module)
-        output = proceed(batch)
-        loss = loss_of(output)
-        if loss is None:
-            return output
-        began = time.perf_counter()
-        self._climb(step, loss)
-        loss, output = loss.detach(), None  # nothing of the first pass is kept in memory
-        with rng.fork(random_state), silent(module, to_start):
-            output = proceed(batch)
-        perturbed = loss_of(output)
-        if perturbed is not None:
-            self._last["sharpness"] = perturbed.detach() - loss
-        self._passes += 1
-        cost.forward_passes += 1
-        cost.backward_passes += 1
-        with contextlib.suppress(ValueError):  # a batch without tensors has no number of samples, and need not
-            cost.forward_samples += num_samples(batch)
-        cost.seconds += time.perf_counter() - began
-        return output
-
-    def _climb(self, step: Step, loss: Tensor) -> None:
-        """Move the weights to ``w + e`` until the step is over."""
-        session, module = self.session, step.module
-        held = {id(p) for optimizer in session.optimizers for group in optimizer.param_groups for p in group["params"]}
-        named = [(name, w) for name, w in module.named_parameters() if w.requires_grad and id(w) in held]
-        scaler = getattr(session.trainer.precision_plugin, "scaler", None)
-        factor = None if scaler is None else scaler.scale(torch.ones((), device=loss.device))
-        # Lightning's own backward passes run outside autocast too; .grad and DDP's hooks are not touched
-        device = module.device.type
-        plain = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
-        with plain:
-            scaled = loss if factor is None else loss * factor
-            found = torch.autograd.grad(scaled, [w for _, w in named], allow_unused=True)
-        used = [
-            (name, w, g.to_dense() if g.is_sparse else g)
-            for (name, w), g in zip(named, found, strict=True)
-            if g is not None
-        ]
-        if not used:
-            return
-        scales = [adaptive_scale(name, w) if self.adaptive else None for name, w, _ in used]
-        e, norm = perturbation([g for _, _, g in used], scales, rho=self.rho)
-        self._last["gradient_norm"] = norm if factor is None else norm / factor
-        self._kept = [(w, w.detach().clone()) for _, w, _ in used]
-        session.when_step_ends(self._descend)
-        with torch.no_grad():
-            for (_, w, _), x in zip(used, e, strict=True):
-                w.add_(x)
-
-    @torch.no_grad()
-    def _descend(self) -> None:
-        """Put the weights back to ``w`` exactly."""
-        while self._kept:
-            w, value = self._kept.pop()
-            w.copy_(value)
-
-    @override
-    def report(self) -> dict[str, float | int | Tensor]:
-        return dict(self._last)
+    def due(self, step: Step) -> bool:
+        return step.global_step % self.interval == 0
 
     @override
     def summary(self) -> str:
@@ -210,12 +87,3 @@ class SharpnessAwareMinimization(Technique):
             return f"{name}: no step perturbed"
         last = float(self._last["sharpness"]) if "sharpness" in self._last else math.nan
         return f"{name}, rho {self.rho:g}: {self._passes:,} second passes, loss {last:+.2g} uphill in the last"
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"passes": self._passes, "last": {name: float(value) for name, value in self._last.items()}}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._passes = state_dict["passes"]
-        self._last = dict(state_dict["last"])
