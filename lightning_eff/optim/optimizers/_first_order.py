@@ -2,7 +2,7 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,21 @@ def check_counts(who: str, **counts: int) -> None:
     for name, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{who}({name}={value!r}): expected an integer >= 1.")
+
+
+def keep_dtypes(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Give a state that was just loaded the dtypes that it was saved in: torch casts it to those of the parameters.
+
+    Args:
+        optimizer: what has loaded it.
+        state_dict: what it has loaded.
+    """
+    ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for i, p in zip(ids, params, strict=True):
+        for name, value in state_dict["state"].get(i, {}).items():
+            if isinstance(value, Tensor) and optimizer.state[p][name].dtype != value.dtype:
+                optimizer.state[p][name] = value.to(p.device, copy=True)
 
 
 class FirstOrder(Optimizer):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff.optim.optimizers import _lists as lists
-from lightning_eff.optim.optimizers._first_order import FirstOrder, count, held
+from lightning_eff.optim.optimizers._first_order import FirstOrder, count, held, keep_dtypes
 from lightning_eff.optim.optimizers._matrices import Layout, Split, layout_by_name, layouts_of
 
 
@@ -210,12 +210,7 @@ class Kronecker(FirstOrder):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, each tensor of it in the dtype that it was saved in."""
         super().load_state_dict(state_dict)
-        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-        params = [p for group in self.param_groups for p in group["params"]]
-        for i, p in zip(ids, params, strict=True):
-            for name, value in state_dict["state"].get(i, {}).items():
-                if isinstance(value, Tensor) and self.state[p][name].dtype != value.dtype:
-                    self.state[p][name] = value.to(p.device, copy=True)
+        keep_dtypes(self, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_split", "_merge", "_block", "_vectors", "_folds", "_known")

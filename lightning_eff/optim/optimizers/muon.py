@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_eff.optim.optimizers import _lists as lists
 from lightning_eff.optim.optimizers._division import Division
+from lightning_eff.optim.optimizers._first_order import keep_dtypes
 from lightning_eff.optim.optimizers._matrices import Layout, Split, layout_by_name, layouts_of, named
 from lightning_eff.optim.optimizers._muon_settings import DTYPES, SCALES, Scheduled, check_settings, checked_adam
 from lightning_eff.optim.optimizers._orthogonalization import orthogonalize
@@ -206,6 +207,18 @@ class Muon(Optimizer):
                 super().add_param_group(part)
             return
         super().add_param_group(param_group)
+
+    # -- what a bare torch.optim.Optimizer would lose
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, each tensor of it in the dtype that it was saved in."""
+        super().load_state_dict(state_dict)
+        keep_dtypes(self, state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("_schedules", "_num_steps", "_dtype", "_layouts", "_split", "_adam", "_division")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     # -- a step
 

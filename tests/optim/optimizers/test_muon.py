@@ -1,6 +1,7 @@
 """Muon against the rule written out, torch's own AdamW, and itself over ranks; and which parameters it takes for matrices."""
 
 import copy
+import pickle
 from typing import Any
 
 import lightning.pytorch as pl
@@ -358,6 +359,34 @@ def test_a_plain_run_trains_and_resumes(name: str, tmp_path: Any) -> None:
         two.step()
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True))
     assert all(value.isfinite().all() for value in whole.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_its_state_loads_bit_for_bit_and_survives_copies(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(6, 6).to(dtype)), nn.Parameter(torch.randn(4).to(dtype))]
+
+    def made(held: list[nn.Parameter]) -> Muon:
+        groups = [{"params": held[:1], "algorithm": "muon"}, {"params": held[1:], "algorithm": "adamw"}]
+        return Muon(groups, 0.01, normalization="neuron")
+
+    def train(held: list[nn.Parameter], optimizer: Muon) -> list[Tensor]:
+        torch.manual_seed(1)
+        for _ in range(3):
+            for p in held:
+                p.grad = torch.randn(p.shape).to(dtype)
+            optimizer.step()
+        return [p.detach().clone() for p in held]
+
+    train(params, optimizer := made(params))
+    others = [nn.Parameter(p.detach().clone()) for p in params]
+    again = made(others)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    copied, copied_params = copy.deepcopy((optimizer, params))
+    pickled, pickled_params = pickle.loads(pickle.dumps((optimizer, params)))
+    expected = train(params, optimizer)
+    for held, one in ((others, again), (copied_params, copied), (pickled_params, pickled)):
+        assert all(torch.equal(x, y) for x, y in zip(train(held, one), expected, strict=True))
 
 
 def test_it_resumes_bit_for_bit_beside_a_technique(tmp_path: Any) -> None:
