@@ -13,11 +13,11 @@ from torch.optim.adamw import adamw
 from typing_extensions import override
 
 from lightning_eff.optim.optimizers import _lists as lists
-from lightning_eff.optim.optimizers._division import Division
 from lightning_eff.optim.optimizers._first_order import keep_dtypes
 from lightning_eff.optim.optimizers._matrices import Layout, Split, layout_by_name, layouts_of, named
-from lightning_eff.optim.optimizers._muon_settings import DTYPES, SCALES, Scheduled, check_settings, checked_adam
-from lightning_eff.optim.optimizers._orthogonalization import orthogonalize
+from lightning_eff.optim.optimizers._muon.division import Division, part_of, whole_of
+from lightning_eff.optim.optimizers._muon.orthogonalization import orthogonalize
+from lightning_eff.optim.optimizers._muon.settings import DTYPES, SCALES, Scheduled, check_settings, checked_adam
 
 
 def normalize_neurons(update: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
@@ -296,7 +296,7 @@ class Muon(Optimizer):
         owners: list[tuple[dict[str, Any], Tensor, int]] = []  # group, parameter, which of its matrices
         matrices: list[Tensor] = []
         for (group, p), u in zip(held, updates, strict=True):
-            for index, matrix in enumerate(self._layouts[p].apart(_whole(u))):
+            for index, matrix in enumerate(self._layouts[p].apart(whole_of(u))):
                 owners.append((group, p, index))
                 matrices.append(matrix)
         keys = [(group["orthogonalization"], group["num_iterations"]) for group, _, _ in owners]
@@ -369,7 +369,7 @@ class Muon(Optimizer):
             for p in params:
                 if hasattr(p, "full_tensor"):
                     targets.append(p.detach().to_local())  # pyright: ignore[reportAttributeAccessIssue]
-                    steps.append(_part_of(self._joined(p, scaled[p]), p))
+                    steps.append(part_of(self._joined(p, scaled[p]), p))
                     continue
                 views = self._layouts[p].targets(p.detach())
                 targets += views
@@ -405,18 +405,3 @@ def take_step(targets: list[Tensor], steps: list[Tensor], lr: float, weight_deca
         lists.mul_(targets, 1 - lr * weight_decay)
     # p := p - lr O
     lists.add_(targets, steps, alpha=-lr)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """A DTensor's whole, gathered; anything else as it is."""
-    gather = getattr(tensor, "full_tensor", None)
-    return tensor if gather is None else gather()
-
-
-def _part_of(whole: Tensor, p: Any) -> Tensor:
-    """This rank's part of ``whole``, which every rank has, divided as the DTensor ``p`` is."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    mesh = p.device_mesh
-    same = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return same.redistribute(mesh, p.placements).to_local()

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_eff.optim.optimizers import _orthogonalization as polar
-from lightning_eff.optim.optimizers._orthogonalization import ITERATIONS, gram_is_cheaper, orthogonalize
+from lightning_eff.optim.optimizers._muon import orthogonalization as polar
+from lightning_eff.optim.optimizers._muon.orthogonalization import ITERATIONS, gram_is_cheaper, orthogonalize
 
 
 def with_singular_values(rows: int, columns: int, low: float) -> Tensor:

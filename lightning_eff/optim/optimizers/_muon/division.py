@@ -1,6 +1,7 @@
 """Work on a list of tensors divided over the ranks of a run, whose results are exchanged."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -85,3 +86,18 @@ def divided(costs: list[int], world: int) -> list[int]:
         owner[i] = min(range(world), key=lambda r: (load[r], r))
         load[owner[i]] += costs[i]
     return owner
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """A DTensor's whole, gathered; anything else as it is."""
+    gather = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()
+
+
+def part_of(whole: Tensor, p: Any) -> Tensor:
+    """This rank's part of ``whole``, which every rank has, divided as the DTensor ``p`` is."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = p.device_mesh
+    same = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return same.redistribute(mesh, p.placements).to_local()

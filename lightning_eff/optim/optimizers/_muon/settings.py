@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lightning_eff.optim.optimizers._matrices import Split
-from lightning_eff.optim.optimizers._orthogonalization import ITERATIONS
+from lightning_eff.optim.optimizers._muon.orthogonalization import ITERATIONS
 
 Scheduled = float | Callable[[float], float]
 

@@ -1,0 +1,1 @@
+"""What Muon is made of: its settings, the orthogonal step, and how ranks divide it."""
