@@ -36,7 +36,11 @@ from lightning_eff.optim.averaging.exponential_moving_average import (
     ExponentialMovingAverage as ExponentialMovingAverage,
 )
 from lightning_eff.optim.averaging.latest_weight_averaging import LatestWeightAveraging as LatestWeightAveraging
+from lightning_eff.optim.averaging.lookahead import Lookahead as Lookahead
 from lightning_eff.optim.averaging.schedule_free import ScheduleFree as ScheduleFree
+from lightning_eff.optim.averaging.stochastic_weight_averaging import (
+    StochasticWeightAveraging as StochasticWeightAveraging,
+)
 from lightning_eff.optim.optimizers.adan import Adan as Adan
 from lightning_eff.optim.optimizers.gradient_centralization import GradientCentralization as GradientCentralization
 from lightning_eff.optim.optimizers.lamb import LAMB as LAMB
@@ -46,6 +50,8 @@ from lightning_eff.optim.optimizers.muon import Muon as Muon
 from lightning_eff.optim.optimizers.replace_optimizer import ReplaceOptimizer as ReplaceOptimizer
 from lightning_eff.optim.optimizers.shampoo import Shampoo as Shampoo
 from lightning_eff.optim.optimizers.soap import SOAP as SOAP
+from lightning_eff.optim.sharpness.efficient_sam import EfficientSAM as EfficientSAM
+from lightning_eff.optim.sharpness.ksam import KSAM as KSAM
 from lightning_eff.optim.sharpness.look_sam import LookSAM as LookSAM
 from lightning_eff.optim.sharpness.sharpness_aware_minimization import (
     SharpnessAwareMinimization as SharpnessAwareMinimization,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, callbacks
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
@@ -104,7 +104,8 @@ def recipe(name: str) -> dict[str, Any]:
     if name in PLUGINS:
         build = functools.partial(PLUGINS[name].build, PLUGINS[name].precisions[0])
     given = {} if issubclass(cls, Strategy) else settings_of(cls, build)
-    one = {"class_path": name, **({"init_args": given} if given else {})}
+    alike = hasattr(callbacks, name)  # the short name is refused as ambiguous where Lightning has a class of the same
+    one = {"class_path": f"lightning_eff.{name}" if alike else name, **({"init_args": given} if given else {})}
     if issubclass(cls, Strategy):
         return {"strategy": one}
     return {"plugins" if issubclass(cls, Precision) else "callbacks": [one]}

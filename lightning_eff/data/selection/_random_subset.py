@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core.batches import num_samples, select
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
-from lightning_eff.data.selection._scoring import agree
 
 
 class RandomSubset(Technique):

@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._samples.scoring import Scorer, Scores, agree, sample_losses
 from lightning_eff._core.batches import num_samples, select
 from lightning_eff._core.losses import WeighLosses
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform, needs_samples
@@ -16,7 +17,6 @@ from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Around, Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.data.selection._random_subset import RandomSubset
-from lightning_eff.data.selection._scoring import Scorer, Scores, agree, sample_losses
 
 
 def probabilities(scores: Tensor) -> Tensor:

@@ -8,13 +8,13 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._samples.scoring import Scorer, agree
 from lightning_eff._core.batches import num_samples, select
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform, needs_samples
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.data.selection._random_subset import RandomSubset
-from lightning_eff.data.selection._scoring import Scorer, agree
 
 
 def keep_probabilities(losses: Tensor, history: Tensor, *, beta: float) -> Tensor:

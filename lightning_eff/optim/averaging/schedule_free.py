@@ -151,8 +151,10 @@ class ScheduleFree(OtherWeights):
         "the baseline for as many seconds with its learning rate tuned as long and decayed linearly to zero"
     )
     conflicts: ClassVar[Mapping[str, str]] = {
-        "ExponentialMovingAverage": "both replace the weights that are validated and kept",
-        "LatestWeightAveraging": "both replace the weights that are validated and kept",
+        **dict.fromkeys(
+            ("ExponentialMovingAverage", "LatestWeightAveraging", "Lookahead", "StochasticWeightAveraging"),
+            "both replace the weights that are validated and kept",
+        ),
         "LearningRateSchedule": "it does without a schedule, and the rates weigh its average",
         "LocalSGD": "it averages the weights that are trained, and not those that they are stepped from",
         "OptimizerOffload": "it makes the optimizer's step elsewhere, and here the step is made at other weights",

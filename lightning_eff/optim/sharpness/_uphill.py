@@ -73,6 +73,10 @@ def rivals(*names: str) -> dict[str, str]:
     return dict.fromkeys(names, "both take the gradient at other weights than the trained ones")
 
 
+#: ``conflicts`` of a technique that chooses among a batch's samples, with others that do.
+CHOOSERS = dict.fromkeys(("ImportanceSampling", "RandomSubset", "SelectiveBackprop"), "both choose the samples")
+
+
 class Uphill(Technique):
     """A technique whose step runs twice on one batch: at ``w``, which gives ``g``, and at ``w + e``, which is stepped along.
 
@@ -113,9 +117,18 @@ class Uphill(Technique):
     def found(self, used: Used) -> None:
         """The gradients at ``w``, by parameter, times a gradient scaler's factor where there is one."""
 
-    def second(self, step: Step, batch: Any, proceed: Proceed) -> Any:
-        """The pass at ``w + e``."""
-        return proceed(batch)
+    def second(self, step: Step, batch: Any, proceed: Proceed) -> tuple[Any, Any]:
+        """The pass at ``w + e``: what it returned, and the batch that it ran on."""
+        return proceed(batch), batch
+
+    def risen(self, rise: Tensor) -> None:
+        """The second pass's loss is by ``rise`` above the first's."""
+        self._last["sharpness"] = rise
+
+    @property
+    def radius(self) -> float:
+        """The length of the ascent."""
+        return self.rho
 
     # -- the passes
 
@@ -143,10 +156,10 @@ class Uphill(Technique):
         self._climb(step, loss)
         loss, output = loss.detach(), None  # nothing of the first pass is kept in memory
         with rng.fork(random_state), silent(module, to_start):
-            output = self.second(step, batch, proceed)
+            output, batch = self.second(step, batch, proceed)
         perturbed = loss_of(output)
         if perturbed is not None:
-            self._last["sharpness"] = perturbed.detach() - loss
+            self.risen(perturbed.detach() - loss)
         self._passes += 1
         cost.forward_passes += 1
         cost.backward_passes += 1
@@ -178,7 +191,7 @@ class Uphill(Technique):
             return
         self.found(used)
         scales = [adaptive_scale(name, w) if self.adaptive else None for name, w, _ in used]
-        e, norm = perturbation([g for _, _, g in used], scales, rho=self.rho)
+        e, norm = perturbation([g for _, _, g in used], scales, rho=self.radius)
         self._last["gradient_norm"] = norm if factor is None else norm / factor
         self._kept = [(w, w.detach().clone()) for _, w, _ in used]
         session.when_step_ends(self._descend)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
+from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core.losses import LossNotVisible
 from lightning_eff._core.steps import Stage
 from lightning_eff.data.curriculum.sequence_length_warmup import SequenceLengthWarmup
 from lightning_eff.data.selection import importance_sampling
-from lightning_eff.data.selection._scoring import agree
 from lightning_eff.data.selection.importance_sampling import (
     ImportanceSampling,
     default_threshold,
