@@ -37,6 +37,9 @@ from lightning_eff.optim.averaging.exponential_moving_average import (
 )
 from lightning_eff.optim.averaging.latest_weight_averaging import LatestWeightAveraging as LatestWeightAveraging
 from lightning_eff.optim.averaging.lookahead import Lookahead as Lookahead
+from lightning_eff.optim.averaging.regularized_nonlinear_acceleration import (
+    RegularizedNonlinearAcceleration as RegularizedNonlinearAcceleration,
+)
 from lightning_eff.optim.averaging.schedule_free import ScheduleFree as ScheduleFree
 from lightning_eff.optim.averaging.stochastic_weight_averaging import (
     StochasticWeightAveraging as StochasticWeightAveraging,

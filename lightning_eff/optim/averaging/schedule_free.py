@@ -152,7 +152,13 @@ class ScheduleFree(OtherWeights):
     )
     conflicts: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
-            ("ExponentialMovingAverage", "LatestWeightAveraging", "Lookahead", "StochasticWeightAveraging"),
+            (
+                "ExponentialMovingAverage",
+                "LatestWeightAveraging",
+                "Lookahead",
+                "RegularizedNonlinearAcceleration",
+                "StochasticWeightAveraging",
+            ),
             "both replace the weights that are validated and kept",
         ),
         "LearningRateSchedule": "it does without a schedule, and the rates weigh its average",

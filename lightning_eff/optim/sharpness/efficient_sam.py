@@ -136,7 +136,9 @@ class EfficientSAM(Uphill):
         if self.gamma == 1.0:
             return proceed(batch)
         size = num_samples(batch)
-        self._scorer.check_first(self.session, step, batch, size)
+        if not self._scorer.checked:
+            self._scorer.check_first(self.session, step, batch, size)
+            agree(self.session, self._scorer.score(step, batch, size).problem)  # before anything has moved
         if self.sample_loss is not None:
             self._before = self._scorer.score(step, batch, size)
             return proceed(batch)

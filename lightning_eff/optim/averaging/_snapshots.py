@@ -1,0 +1,141 @@
+"""The last snapshots of the weights, taken at epochs or every so many steps: what several averages are made of."""
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_eff._core.session import Session
+from lightning_eff.optim.averaging._engine import AveragedWeights, check_bn_batches, is_count
+
+
+class SnapshotWindow(AveragedWeights):
+    """Other weights that are made of the last ``window`` snapshots of those that take gradients.
+
+    Attributes:
+        window: how many snapshots are held.
+        interval: "epoch", or optimizer steps between two.
+        start: the share of the budget from which on they are taken.
+        offload: hold them in CPU memory.
+    """
+
+    window: int
+    interval: Literal["epoch"] | int
+    start: float
+    offload: bool
+
+    def set_interval(
+        self, interval: Literal["epoch"] | int, start: float, offload: bool, bn_batches: int | None
+    ) -> None:
+        """Set these attributes.
+
+        Raises:
+            ValueError: for values out of their range.
+        """
+        who = type(self).__name__
+        if interval != "epoch" and not is_count(interval):
+            raise ValueError(f"{who}({interval=}): expected 'epoch' or a number of optimizer steps >= 1.")
+        if not 0.0 <= start <= 1.0:
+            raise ValueError(f"{who}({start=}): expected a fraction of the budget in [0, 1].")
+        check_bn_batches(who, bn_batches)
+        self.interval = interval
+        self.start = start
+        self.offload = offload
+        self.bn_batches = bn_batches
+
+    @override
+    def _reset(self) -> None:
+        super()._reset()
+        self._snapshots: deque[dict[str, Tensor]] = deque()
+
+    # -- the run
+
+    @property
+    @override
+    def neutral(self) -> bool:
+        return self.start == 1.0
+
+    @override
+    def check(self, session: Session) -> None:
+        super().check(session)
+        if self.start > 0.0:
+            self.check_budget(session, f"start={self.start}", "start=0.0")
+
+    @override
+    def on_batch_end(self, session: Session, batch_idx: int) -> None:
+        trainer = session.trainer
+        if self.interval == "epoch":
+            due = trainer.is_last_batch
+        else:
+            due = trainer.global_step // self.interval > self._step // self.interval
+        if due and session.progress.u >= self.start:
+            self._take(session)
+
+    # -- snapshots
+
+    @torch.no_grad()
+    def _take(self, session: Session) -> None:
+        held = self._snapshots[-1] if self._snapshots else {}
+        while len(self._snapshots) >= self.window:
+            self._snapshots.popleft()
+        self._snapshots.append(
+            {
+                name: p.detach().to("cpu" if self.offload else p.device, copy=True)
+                for name, p in session.module.named_parameters()
+                if p.requires_grad or name in held
+            }
+        )
+        self.outdate(session)
+
+    @property
+    @override
+    def names(self) -> Iterable[str]:
+        return self._snapshots[-1] if self._snapshots else ()
+
+    @override
+    def forget(self) -> None:
+        self._snapshots.clear()
+
+    @override
+    def to_devices(self, devices: Mapping[str, torch.device]) -> None:
+        if not self.offload:
+            for snapshot in self._snapshots:
+                snapshot.update({name: w.to(devices[name]) for name, w in snapshot.items()})
+
+    @override
+    def saved(self) -> dict[str, Any]:
+        return {"snapshots": [dict(snapshot) for snapshot in self._snapshots]}
+
+    @override
+    def restore(self, state: dict[str, Any]) -> None:
+        snapshots = state["snapshots"]
+        self._snapshots = deque(dict(snapshot) for snapshot in snapshots[-self.window :])
+        if len(snapshots) > self.window:
+            self._statistics = None
+
+    @override
+    def saved_weights(self, state: dict[str, Any]) -> Mapping[str, Tensor]:
+        return state["snapshots"][-1] if state["snapshots"] else {}
+
+    # -- Lightning's hooks
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        if self.neutral:
+            return
+        batches = trainer.num_training_batches
+        steps = math.ceil(batches / trainer.accumulate_grad_batches) if math.isfinite(batches) else 1
+        first = steps if self.interval == "epoch" else self.interval
+        if -1 < trainer.max_steps < first and not self._taken:
+            rank_zero_warn(
+                f"{type(self).__name__}(interval={self.interval!r}): the run ends after max_steps={trainer.max_steps}"
+                f" steps and the first snapshot would be taken after {first}, so nothing will be averaged. Give a"
+                " smaller number of steps as interval=."
+            )
