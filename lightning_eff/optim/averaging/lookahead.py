@@ -84,11 +84,19 @@ class Lookahead(AveragedWeights):
         return self.alpha == 1.0
 
     @override
-    @torch.no_grad()
     def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
         super().on_batch_start(session, batch, batch_idx)
-        if not self._held:
-            self._ahead = 0
+        self._begin(session)
+
+    @override
+    def on_blocks_changed(self, session: Session) -> None:
+        super().on_blocks_changed(session)
+        self._ahead = 0
+        self._begin(session)  # at once, so that the order of techniques does not count
+
+    @torch.no_grad()
+    def _begin(self, session: Session) -> None:
+        """Let parameters that have no slow weights get some where they are."""
         for name, p in session.module.named_parameters():
             if p.requires_grad and name not in self._held:
                 self._held[name] = p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
