@@ -23,7 +23,7 @@ from tests.runs import MODES, checkpoints, fit, resume_from_batches
 
 CASES = {
     "RegularizedNonlinearAcceleration": Case(
-        active=lambda: RegularizedNonlinearAcceleration(window=4, interval=2),
+        active=lambda: RegularizedNonlinearAcceleration(window=4, interval=1),
         neutral=lambda: RegularizedNonlinearAcceleration(start=1.0),
         anywhere=True,
     )
