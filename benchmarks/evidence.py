@@ -1,13 +1,14 @@
 """What every technique gains on the reference tasks: run the benches, and write ``docs/evidence.md`` from their results.
 
-    python benchmarks/evidence.py run {gpt,vit,bert,gpt2} [--budget 60rs] [--jobs 2] [--rounds 5]
+    python benchmarks/evidence.py run {gpt,vit,bert,gpt2} [--set weights] [--budget 60rs] [--jobs 2] [--rounds 5]
     python benchmarks/evidence.py search {gpt,vit} [--seeds 0,10]
     python benchmarks/evidence.py confirm {gpt,vit} STACK
     python benchmarks/evidence.py ladder {gpt,vit,bert} [--ladder 0.5,0.75,1.5]
     python benchmarks/evidence.py page
 
 ``run`` holds every recipe of a task, with the controls that its techniques name, against the task's baseline, and copies
-the results to ``benchmarks/results/bench_<task>.json``; interrupted, it goes on where it was. ``search`` runs every stack in
+the results to ``benchmarks/results/bench_<task>.json``; interrupted, it goes on where it was. ``--set weights`` does so for
+what moves the weights (optimizers, schedules, averages), for ``weights_<task>.json``. ``search`` runs every stack in
 ``benchmarks/<task>/stacks``, on seeds that no evaluation uses, for ``search_<task>.json``; ``confirm`` holds the chosen one
 against the baseline on the evaluation's seeds, for ``stack_<task>.json``. ``ladder`` runs the baseline at other budgets, at the
 prices of the committed results, for ``ladder_<task>.json``, from which every arm's worth is told. ``page`` makes no runs; it
@@ -60,12 +61,39 @@ CLAIMS = {
     "layer_dropping": ("ProgressiveLayerDropping", "24 % less time at equal samples (Zhang & He 2020)"),
 }
 
+# The same of what moves the weights: their settings were searched on the search's own seed.
+WEIGHTS = {
+    "muon": (
+        "Muon",
+        "1.35 times fewer tokens than AdamW to a loss (Jordan et al. 2024); at most 1.4 times as fast as tuned AdamW at 0.1B,"
+        " 1.1 at 1.2B (Wen et al. 2025)",
+    ),
+    "soap": ("SOAP", "40 % fewer steps and 35 % less time than AdamW, at 360M and 660M (Vyas et al. 2024)"),
+    "schedule_free": (
+        "ScheduleFree",
+        "as good as a tuned schedule, without one (Defazio et al. 2024); first of AlgoPerf's self-tuning track, v0.5",
+    ),
+    "moving_average": ("ExponentialMovingAverage", "30 of 2750 steps by a blended tail (modded-nanogpt's records)"),
+    "batch_warmup": (
+        "BatchSizeWarmup",
+        "fewer updates at equal epochs (Smith et al. 2017); about 2 % of the time (modded-nanogpt's records)",
+    ),
+    "rate_schedule": (
+        "LearningRateSchedule",
+        "a decay over the true budget is what others must beat (Kaddour et al. 2023)",
+    ),
+}
+SEARCHED = ("muon", "soap", "rate_schedule")
+SETS = {"bench": CLAIMS, "weights": WEIGHTS}
+
 
 def run(task: str, options: argparse.Namespace) -> None:
-    """Every recipe of the task with its controls."""
-    paths = [path for recipe in CLAIMS if (path := ROOT / "benchmarks" / task / "recipes" / f"{recipe}.yaml").is_file()]
-    compare(task, f"bench_{task}", paths, "3", options)
-    shutil.copy(OUT / f"bench_{task}" / "figures" / "speedups.png", ROOT / "docs" / f"evidence_{task}.png")
+    """Every recipe of one of the sets with its controls."""
+    folder, name = ROOT / "benchmarks" / task / "recipes", f"{options.set}_{task}"
+    recipes = [recipe for recipe in SETS[options.set] if recipe in (options.only or SETS[options.set])]
+    compare(task, name, [path for recipe in recipes if (path := folder / f"{recipe}.yaml").is_file()], "3", options)
+    picture = "evidence" if options.set == "bench" else f"evidence_{options.set}"
+    shutil.copy(OUT / name / "figures" / "speedups.png", ROOT / "docs" / f"{picture}_{task}.png")
 
 
 def search(task: str, options: argparse.Namespace) -> None:
@@ -92,10 +120,13 @@ def compare(task: str, name: str, overlays: list[Path], seeds: str, options: arg
     base = ROOT / "benchmarks" / task / "baseline.yaml"
     arguments = [f"--recipe={path.stem}={base},{path}" for path in overlays]
     arguments += [f"--baseline=baseline={base}", "--target=val_loss", f"--budget={options.budget}"]
-    arguments += [f"--seeds={seeds}", f"--controls={'none' if name.startswith('search') else 'auto'}", "--threads=1"]
+    # in the set of what moves the weights, the baseline is the control: what they leave to its optimizer keeps its rate
+    controls = "none" if name.startswith(("search", "weights")) else "auto"
+    arguments += [f"--seeds={seeds}", f"--controls={controls}", "--threads=1"]
     arguments += [f"--jobs={options.jobs}", f"--rounds={options.rounds}", f"--out={OUT / name}"]
     if overlays:
-        arguments += ["--tuned=baseline", f"--reference={RESULTS / 'prices.json'}"]
+        tuned = ["baseline", *(path.stem for path in overlays if path.stem in SEARCHED)]
+        arguments += [f"--tuned={','.join(tuned)}", f"--reference={RESULTS / 'prices.json'}"]
     bench([*arguments, f"--title={TASKS[task]}", f"--ladder={options.ladder}", *more])
     keep(name, OUT / name)
 
@@ -129,27 +160,23 @@ def page(
     found: dict[str, dict[str, Any]],
     stacks: dict[str, dict[str, dict[str, Any]]] | None = None,
     planted: dict[str, Any] | None = None,
+    weights: dict[str, dict[str, Any]] | None = None,
 ) -> str:
     """The page.
 
     Args:
-        found: each task's results of every technique.
+        found: each task's results of every technique but those of ``weights``.
         stacks: each task's results of the search for a stack ("search") and of the one that was chosen ("stack").
         planted: what :mod:`benchmarks.planted` wrote.
+        weights: each task's results of what moves the weights.
     """
     lines = (ROOT / "benchmarks" / "evidence_head.md").read_text().rstrip().splitlines()
     tasks = [task for task in TASKS if task in found]
     missing = [TASKS[task] for task in TASKS if task not in found]
     lines += ["", f"Tasks that have no results yet: {', '.join(missing)}."] if missing else []
-    lines += ["", "## One line per technique", ""]
-    lines += ["| technique | " + " | ".join(TASKS[task] for task in tasks) + " | what the paper claims |"]
-    lines += ["|---|" + "---|" * len(tasks) + "---|"]
-    for recipe, (technique, claim) in CLAIMS.items():
-        cells = [cell(found[task]["summary"].get(recipe)) for task in tasks]
-        lines.append(f"| `{technique}` | " + " | ".join(cells) + f" | {claim} |")
-        for control in sorted({name for task in tasks for name, _ in controls(found[task], recipe)}):
-            cells = [cell(dict(controls(found[task], recipe)).get(control)) for task in tasks]
-            lines.append(f"| – its control: {control} | " + " | ".join(cells) + " | |")
+    lines += ["", "## One line per technique", "", *overview(CLAIMS, found)]
+    if weights:
+        lines += ["", "## What moves the weights", "", *overview(WEIGHTS, weights)]
     for task, parts in (stacks or {}).items():
         lines += ["", f"## The best stack for {TASKS[task]}", "", *stack_section(task, parts)]
     if planted is not None:
@@ -159,19 +186,36 @@ def page(
             "",
             f"## {TASKS[task][0].upper()}{TASKS[task][1:]}",
             "",
-            *section(task, found[task]),
+            *section(task, found[task], f"evidence_{task}.png"),
         ]
+    for task, results in (weights or {}).items():
+        lines += ["", f"## What moves the weights: {TASKS[task]}", ""]
+        lines += section(task, results, f"evidence_weights_{task}.png")
     return "\n".join(lines) + "\n"
 
 
-def readme(text: str, found: dict[str, dict[str, Any]]) -> str:
+def overview(claims: dict[str, tuple[str, str]], found: dict[str, dict[str, Any]]) -> list[str]:
+    """A table with a line for each technique and each of its controls, a column for each task."""
+    tasks = [task for task in TASKS if task in found]
+    lines = ["| technique | " + " | ".join(TASKS[task] for task in tasks) + " | what the paper claims |"]
+    lines += ["|---|" + "---|" * len(tasks) + "---|"]
+    for recipe, (technique, claim) in claims.items():
+        cells = [cell(found[task]["summary"].get(recipe)) for task in tasks]
+        lines.append(f"| `{technique}` | " + " | ".join(cells) + f" | {claim} |")
+        for control in sorted({name for task in tasks for name, _ in controls(found[task], recipe)}):
+            cells = [cell(dict(controls(found[task], recipe)).get(control)) for task in tasks]
+            lines.append(f"| – its control: {control} | " + " | ".join(cells) + " | |")
+    return lines
+
+
+def readme(text: str, found: dict[str, dict[str, Any]], claims: dict[str, tuple[str, str]] = CLAIMS) -> str:
     """README with the verdicts of ``found`` in its table: the third cell of each technique's row."""
     lines = text.splitlines()
-    for recipe, (technique, _) in CLAIMS.items():
+    for recipe, (technique, _) in claims.items():
         (row,) = (number for number, line in enumerate(lines) if line.startswith(f"| `{technique}` |"))
         cells = lines[row].split(" | ")
         told = [(SHORT[task], found[task]["summary"].get(recipe)) for task in TASKS if task in found]
-        cells[2] = "<br>".join(f"{task} {cell(one)}" for task, one in told if one is not None)
+        cells[2] = "<br>".join(f"{task} {cell(one)}" for task, one in told if one is not None) or "–"
         lines[row] = " | ".join(cells)
     return "\n".join(lines) + "\n"
 
@@ -294,7 +338,7 @@ def with_ladder(results: dict[str, Any], ladder: dict[str, Any] | None) -> dict[
     return {**results, "plan": plan, "runs": [*results["runs"], *runs]}
 
 
-def section(task: str, results: dict[str, Any]) -> list[str]:
+def section(task: str, results: dict[str, Any], picture: str) -> list[str]:
     """One task: figures of every arm, and what there is to say of each."""
     from lightning_eff.bench.reports import words
 
@@ -303,7 +347,7 @@ def section(task: str, results: dict[str, Any]) -> list[str]:
     versions = f"torch {machine['torch']}, Lightning {machine['lightning']}, Python {machine['python']}"
     lines = [f"{words.plan_line(results)}. {machine['cpu']}, {machine['cores']} cores{gpu}; {versions}.", ""]
     lines += [*said(task, results), ""]
-    lines += [*table(results), "", f"![Speed-ups with their intervals]({f'evidence_{task}.png'})", ""]
+    lines += [*table(results), "", f"![Speed-ups with their intervals]({picture})", ""]
     lines += [f"- {results['summary'][arm['name']]['sentence']}" for arm in plan["arms"]]
     runs = [run for run in results["runs"] if run["arm"] == "importance_sampling"]
     if steps := sum(run["steps"] for run in runs):
@@ -323,6 +367,9 @@ def main() -> None:
     ):
         runner = commands.add_parser(name, help=words)
         runner.add_argument("task", choices=TASKS)
+        if command is run:
+            runner.add_argument("--set", choices=SETS, default="bench", help="which recipes")
+            runner.add_argument("--only", nargs="+", help="of the set, these recipes alone")
         if command is confirm:
             runner.add_argument("stack", help="the name of a file in benchmarks/<task>/stacks")
         runner.add_argument("--budget", default="60rs")
@@ -337,13 +384,13 @@ def main() -> None:
     if options.command != "page":
         options.run(options.task, options)
         return
-    found, stacks, planted = committed()
-    PAGE.write_text(page(found, stacks, planted))
-    README.write_text(readme(README.read_text(), found))
+    found, stacks, planted, weights = committed()
+    PAGE.write_text(page(found, stacks, planted, weights))
+    README.write_text(readme(readme(README.read_text(), found), weights, WEIGHTS))
     print(f"written: {PAGE}, {README}")
 
 
-def committed() -> tuple[dict[str, Any], dict[str, dict[str, Any]], dict[str, Any] | None]:
+def committed() -> tuple[dict[str, Any], dict[str, dict[str, Any]], dict[str, Any] | None, dict[str, Any]]:
     """What :func:`page` takes, from the results that are kept."""
     from lightning_eff.bench.reports.statistics import summarize
     from lightning_eff.bench.results import load
@@ -370,7 +417,8 @@ def committed() -> tuple[dict[str, Any], dict[str, dict[str, Any]], dict[str, An
     }
     planted = RESULTS / "planted.json"
     truth = json.loads(planted.read_text()) if planted.is_file() else None
-    return found, {task: parts for task, parts in stacks.items() if parts}, truth
+    weights = {task: results for task in TASKS if (results := kept(f"weights_{task}")) is not None}
+    return found, {task: parts for task, parts in stacks.items() if parts}, truth, weights
 
 
 if __name__ == "__main__":

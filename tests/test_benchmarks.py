@@ -34,11 +34,18 @@ RECIPES = {
     "selective_backprop": "SelectiveBackprop",
     "sharpness": "SharpnessAwareMinimization",
     "length_warmup": "SequenceLengthWarmup",
+    "muon": "ReplaceOptimizer",
+    "soap": "ReplaceOptimizer",
+    "schedule_free": "ScheduleFree",
+    "moving_average": "ExponentialMovingAverage",
+    "batch_warmup": "BatchSizeWarmup",
+    "rate_schedule": "LearningRateSchedule",
     "rematerialization": "Rematerialization",
     "activation_compression": "ActivationCompression",
     "activation_offload": "ActivationOffload",
     "optimizer_offload": "OptimizerOffload",
 }
+WEIGHTS = {"muon", "soap", "schedule_free", "moving_average", "batch_warmup", "rate_schedule"}
 MEMORY = {"rematerialization", "activation_compression", "activation_offload", "optimizer_offload"}
 PAIRS = [(task, recipe) for task in TASKS for recipe in RECIPES if recipe != "length_warmup" or task in SEQUENCES]
 
@@ -107,6 +114,16 @@ def test_a_recipe_changes_the_callbacks_alone(task: str, recipe: str) -> None:
     config = yaml.safe_load(path.read_text())
     assert config.keys() == {"trainer"} and config["trainer"].keys() == {"callbacks"}
     assert path.read_text().startswith("# ")
+
+
+@pytest.mark.parametrize("recipe", ["muon", "soap"])
+@pytest.mark.parametrize("task", TASKS)
+def test_the_baseline_is_the_control_of_equal_rates(task: str, recipe: str) -> None:
+    """What a matrix optimizer leaves to AdamW keeps the baseline's rate, so that no gain of theirs is counted as its own."""
+    recipe = yaml.safe_load((BENCHMARKS / task / "recipes" / f"{recipe}.yaml").read_text())
+    baseline = yaml.safe_load((BENCHMARKS / task / "baseline.yaml").read_text())
+    (callback,) = recipe["trainer"]["callbacks"]
+    assert set(callback["init_args"]["group_lr"].values()) == {baseline["model"]["init_args"]["lr"]}
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -280,11 +297,11 @@ def test_a_point_is_trained_for_its_budget(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_page_of_evidence_is_what_the_results_say() -> None:
-    found, stacks, planted = evidence.committed()
+    found, stacks, planted, weights = evidence.committed()
     text = (ROOT / "docs" / "evidence.md").read_text()
-    assert text == evidence.page(found, stacks, planted)
+    assert text == evidence.page(found, stacks, planted, weights)
     readme = (ROOT / "README.md").read_text()
-    assert readme == evidence.readme(readme, found)
+    assert readme == evidence.readme(evidence.readme(readme, found), weights, evidence.WEIGHTS)
     for task, results in found.items():
         assert results["plan"]["budget"]["clock"] == "reference" and len(results["plan"]["seeds"]) >= 3
         assert (ROOT / "docs" / f"evidence_{task}.png").is_file()
@@ -298,7 +315,8 @@ def test_the_page_has_a_line_for_every_technique_the_lost_ones_too() -> None:
     for recipe, (technique, claim) in evidence.CLAIMS.items():
         (line,) = (line for line in text.splitlines() if line.startswith(f"| `{technique}`"))
         assert claim in line and (summarize(made)[recipe]["verdict"] in line if recipe in names else "| – |" in line)
-    assert set(RECIPES) - MEMORY == set(evidence.CLAIMS) and "its control: two layers throughout" in text
+    assert set(RECIPES) - MEMORY - WEIGHTS == set(evidence.CLAIMS) and set(evidence.WEIGHTS) == WEIGHTS
+    assert "its control: two layers throughout" in text
 
 
 def test_the_page_on_memory_names_every_technique_that_saves_it() -> None:
