@@ -25,7 +25,7 @@ from lightning_eff.monitor import _phases as phases
 from lightning_eff.monitor import efficiency_monitor as monitor
 from lightning_eff.monitor._phases import PhaseClock
 from lightning_eff.monitor.efficiency_monitor import EfficiencyMonitor
-from lightning_eff.optim.sharpness import sharpness_aware_minimization as sam
+from lightning_eff.optim.sharpness import _uphill as sam
 from lightning_eff.optim.sharpness.sharpness_aware_minimization import SharpnessAwareMinimization
 from tests.models import LENGTH, VOCAB, TinyGPT, loader, trainer
 from tests.runs import MODES, differences, final_state, fit
