@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Technique
@@ -106,13 +107,11 @@ class Planted(Technique):
 
 
 class Larger(Planted):
-    """Makes gradients larger by half."""
+    """Makes the loss's gradients twice as large, so that windows of any length have twice the sum."""
 
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        super().on_after_backward(trainer, pl_module)
-        for p in pl_module.parameters():
-            if p.grad is not None:
-                p.grad *= 1.5
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        super().on_before_backward(trainer, pl_module, loss)
+        loss.register_hook(lambda gradient: 2 * gradient)
 
 
 class Signs(Planted):
