@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_eff import BatchSizeWarmup, GradientNoiseScale
+from lightning_eff import BatchSizeWarmup, GradientNoiseScale, LinearScaling
 from tests.models import TinyClassifier, flat, loader, trainer
 from tests.runs import SaveBatches, differences, final_state, fit
 
@@ -99,12 +99,28 @@ def batch(root: Path) -> dict[str, Any]:
     return found
 
 
+def linear(root: Path) -> dict[str, Any]:
+    """Ranks whose loaders make batches of 2 and of 4, in windows of 3: what batch and rate each finds."""
+    rank = int(os.environ["RANK"])
+    technique, net = LinearScaling(6, 0.5), without_dropout()
+    settings: dict[str, Any] = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
+    t = trainer(technique, max_steps=4, accumulate_grad_batches=3, **settings)
+    t.fit(net, loader("classifier", 96, 2 + 2 * rank))
+    found = {"reports": _agreed(technique.report()), "alike": _alike(flat(net))}
+    data: Any = loader("classifier", 96) if rank else [loader("classifier", 96), loader("classifier", 96)]
+    try:
+        trainer(LinearScaling(6), max_steps=2, **settings).fit(without_dropout(), data)
+    except ValueError as error:
+        found["refused"] = _agreed(str(error))
+    return found
+
+
 def main() -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     root = Path(sys.argv[1])
-    result = {"batch": batch, "noise": noise}[sys.argv[2]](root)
+    result = {"batch": batch, "linear": linear, "noise": noise}[sys.argv[2]](root)
     if torch.distributed.get_rank() == 0:
         (root / "result.json").write_text(json.dumps(result))
     torch.distributed.barrier()
