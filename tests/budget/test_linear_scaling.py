@@ -179,7 +179,7 @@ def test_two_processes(once: Once) -> None:
     """Ranks with batches of 2 and 4, in windows of 3; and a batch that one rank alone does not know stops both."""
     found = once("linear_scaling", lambda: processes.launch("tests.budget.budget_jobs", "linear", forked=True))
     assert found["reports"] == [{"batch": 18, "rate_factor": 3.0}] * 2 and found["alike"]
-    assert len(found["refused"]) == 2 and "got 2 training loaders" in found["refused"][0]
+    assert len(found["refused"]) == 2 and "got a DataLoader that tells no batch_size" in found["refused"][0]
     assert "got batches of 4 here, and on another rank" in found["refused"][1]
 
 
