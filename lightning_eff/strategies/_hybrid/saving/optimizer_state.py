@@ -2,6 +2,10 @@
 
 A rank's optimizer steps the parameters that it holds. The plain optimizer's numbering is recorded when it is built, on
 the whole module, and files carry that numbering.
+
+``torch.distributed.checkpoint.state_dict`` names states as well, but steps an optimizer without any with gradients of
+zero first (torch 2.13), so that what is saved before the first step is not what the plain optimizer has; its groups also
+lack what other stages of a pipeline hold.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
