@@ -79,7 +79,7 @@ def together(group: list[str], root: Path) -> str | None:
 
     def wrong(names: Stack) -> str | None:
         """By the first check that fails on any rank; every rank is told the same."""
-        directory = root / f"together_{next(numbers)}_{len(names)}"
+        directory = root / f"together_{'_'.join(group)}" / str(next(numbers))  # groups and their parts may be as large
 
         def build() -> list[Any]:
             return [ALL[name].active() for name in names]
