@@ -17,13 +17,16 @@ writes the verdicts into README's table, too.
 
 import argparse
 import json
-import shutil
 import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.joining import joined  # noqa: E402
+
 RESULTS, OUT, PAGE = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "out", ROOT / "docs" / "evidence.md"
 README = ROOT / "README.md"
 TASKS = {
@@ -91,9 +94,8 @@ def run(task: str, options: argparse.Namespace) -> None:
     """Every recipe of one of the sets with its controls."""
     folder, name = ROOT / "benchmarks" / task / "recipes", f"{options.set}_{task}"
     recipes = [recipe for recipe in SETS[options.set] if recipe in (options.only or SETS[options.set])]
-    compare(task, name, [path for recipe in recipes if (path := folder / f"{recipe}.yaml").is_file()], "3", options)
-    picture = "evidence" if options.set == "bench" else f"evidence_{options.set}"
-    shutil.copy(OUT / name / "figures" / "speedups.png", ROOT / "docs" / f"{picture}_{task}.png")
+    overlays = [path for recipe in recipes if (path := folder / f"{recipe}.yaml").is_file()]
+    compare(task, name, overlays, "3", options, part="_".join(options.only or ()))
 
 
 def search(task: str, options: argparse.Namespace) -> None:
@@ -113,31 +115,46 @@ def ladder(task: str, options: argparse.Namespace) -> None:
     compare(task, f"ladder_{task}", [], "3", options, f"--reference={RESULTS / f'bench_{task}.json'}")
 
 
-def compare(task: str, name: str, overlays: list[Path], seeds: str, options: argparse.Namespace, *more: str) -> None:
-    """Hold overlays against the task's baseline, and keep the results where they are committed."""
+def compare(
+    task: str, name: str, overlays: list[Path], seeds: str, options: argparse.Namespace, *more: str, part: str = ""
+) -> None:
+    """Hold overlays against the task's baseline, and keep the results where they are committed: those of a part by joining."""
     from lightning_eff.bench.command import main as bench
 
+    out = OUT / (f"{name}-{part}" if part else name)
     base = ROOT / "benchmarks" / task / "baseline.yaml"
     arguments = [f"--recipe={path.stem}={base},{path}" for path in overlays]
     arguments += [f"--baseline=baseline={base}", "--target=val_loss", f"--budget={options.budget}"]
     # in the set of what moves the weights, the baseline is the control: what they leave to its optimizer keeps its rate
     controls = "none" if name.startswith(("search", "weights")) else "auto"
     arguments += [f"--seeds={seeds}", f"--controls={controls}", "--threads=1"]
-    arguments += [f"--jobs={options.jobs}", f"--rounds={options.rounds}", f"--out={OUT / name}"]
+    arguments += [f"--jobs={options.jobs}", f"--rounds={options.rounds}", f"--out={out}"]
     if overlays:
         tuned = ["baseline", *(path.stem for path in overlays if path.stem in SEARCHED)]
         arguments += [f"--tuned={','.join(tuned)}", f"--reference={RESULTS / 'prices.json'}"]
     bench([*arguments, f"--title={TASKS[task]}", f"--ladder={options.ladder}", *more])
-    keep(name, OUT / name)
+    keep(name, out, join=bool(part))
 
 
-def keep(name: str, folder: Path) -> None:
-    """Copy results, without their longest lists and with paths below the repository, to where they are committed."""
+def keep(name: str, folder: Path, *, join: bool = False) -> None:
+    """Copy results, without their longest lists and with paths below the repository, to where they are committed.
+
+    Args:
+        name: of the committed file.
+        folder: of the bench.
+        join: leave the arms of the committed file that the bench does not have.
+    """
+    from lightning_eff.bench.reports.statistics import summarize
+
     results = json.loads((folder / "results.json").read_text().replace(f"{ROOT}/", ""))
     for one in results["runs"]:
         one["losses"] = one["losses"][:: max(1, len(one["losses"]) // 20)]
+    file = RESULTS / f"{name}.json"
+    if join and file.is_file():
+        results = joined(json.loads(file.read_text()), results)
+        results["summary"] = summarize(results)
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(results, indent=0) + "\n")
+    file.write_text(json.dumps(results, indent=0) + "\n")
 
 
 def cell(found: dict[str, Any] | None) -> str:
@@ -315,29 +332,6 @@ def said(task: str, results: dict[str, Any], *, searched: bool = False) -> list[
     return [f"- {line}" for line in [*lines, f"Beside the techniques: {apart}."]]
 
 
-def with_ladder(results: dict[str, Any], ladder: dict[str, Any] | None) -> dict[str, Any]:
-    """Results with the runs of the baseline at other budgets, which were made later, at the same prices.
-
-    Raises:
-        ValueError: if the baseline, which was run again there, does not end as it did.
-    """
-    if ladder is None:
-        return results
-    seconds = {(run["arm"], run["seed"]): run["points"][-1]["metric"] for run in results["runs"] if run["points"]}
-    name = results["plan"]["arms"][0]["name"]
-    for run in ladder["runs"]:
-        if run["arm"] == name and run["points"][-1]["metric"] != seconds[name, run["seed"]]:
-            raise ValueError(
-                f"The ladder's baseline ends at {run['points'][-1]['metric']} on seed {run['seed']}, not at"
-                f" {seconds[name, run['seed']]}; expected the same runs. Make the ladder on the machine of the results."
-            )
-    known = {arm["name"] for arm in results["plan"]["arms"]}
-    arms = [arm for arm in ladder["plan"]["arms"] if arm["name"] not in known]
-    runs = [run for run in ladder["runs"] if run["arm"] not in known]
-    plan = {**results["plan"], "arms": [*results["plan"]["arms"], *arms]}
-    return {**results, "plan": plan, "runs": [*results["runs"], *runs]}
-
-
 def section(task: str, results: dict[str, Any], picture: str) -> list[str]:
     """One task: figures of every arm, and what there is to say of each."""
     from lightning_eff.bench.reports import words
@@ -384,8 +378,16 @@ def main() -> None:
     if options.command != "page":
         options.run(options.task, options)
         return
+    from lightning_eff.bench.reports.drawing import png
+    from lightning_eff.bench.reports.figures import speedups
+
     found, stacks, planted, weights = committed()
     PAGE.write_text(page(found, stacks, planted, weights))
+    for part, every in (("evidence", found), ("evidence_weights", weights)):
+        for task, results in every.items():
+            drawing = speedups(results, results["summary"])
+            if drawing is not None:
+                (ROOT / "docs" / f"{part}_{task}.png").write_bytes(png(drawing))
     README.write_text(readme(readme(README.read_text(), found), weights, WEIGHTS))
     print(f"written: {PAGE}, {README}")
 
@@ -401,14 +403,14 @@ def committed() -> tuple[dict[str, Any], dict[str, dict[str, Any]], dict[str, An
         results = load(file)
         return {**results, "summary": summarize(results)}
 
-    def laddered(task: str) -> dict[str, Any] | None:
-        results, ladder = kept(f"bench_{task}"), kept(f"ladder_{task}")
+    def laddered(part: str, task: str) -> dict[str, Any] | None:
+        results, ladder = kept(f"{part}_{task}"), kept(f"ladder_{task}")
         if results is None:
             return None
-        results = with_ladder(results, ladder)
+        results = joined(results, ladder)
         return {**results, "summary": summarize(results)}
 
-    found = {task: results for task in TASKS if (results := laddered(task)) is not None}
+    found = {task: results for task in TASKS if (results := laddered("bench", task)) is not None}
     if not found:
         sys.exit(f"no results in {RESULTS}; expected bench_<task>.json there. Make them with the command run.")
     stacks = {
@@ -417,7 +419,7 @@ def committed() -> tuple[dict[str, Any], dict[str, dict[str, Any]], dict[str, An
     }
     planted = RESULTS / "planted.json"
     truth = json.loads(planted.read_text()) if planted.is_file() else None
-    weights = {task: results for task in TASKS if (results := kept(f"weights_{task}")) is not None}
+    weights = {task: results for task in TASKS if (results := laddered("weights", task)) is not None}
     return found, {task: parts for task, parts in stacks.items() if parts}, truth, weights
 
 

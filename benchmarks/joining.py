@@ -1,0 +1,48 @@
+"""Benches of one task that were run at different times, as one: where their baselines end alike to the last bit."""
+
+from typing import Any
+
+
+def joined(results: dict[str, Any], later: dict[str, Any] | None) -> dict[str, Any]:
+    """Results with the arms of ``later``, in the place of arms of the same name; the baseline stays as it is.
+
+    Args:
+        results: of one bench.
+        later: of another on the same machine, at the same budget and prices; None for none.
+
+    Raises:
+        ValueError: if the two differ in target or budget, or the baseline does not end in both as it does in the other.
+    """
+    if later is None:
+        return results
+    plan, other = results["plan"], later["plan"]
+    for key in ("target", "budget", "seeds", "schedule", "threads"):
+        if plan[key] != other[key]:
+            raise ValueError(f"benches with {key} {plan[key]} and {other[key]} cannot be joined; expected the same.")
+    baseline = plan["arms"][0]["name"]
+    ends, again = _ends(results, baseline), _ends(later, other["arms"][0]["name"])
+    if ends != again:
+        raise ValueError(
+            f"the baseline ends at {ends} in one bench and at {again} in the other; expected the same runs. Make both on one"
+            " machine, at the same prices."
+        )
+    new = {arm["name"] for arm in other["arms"][1:]}
+    arms = [arm for arm in plan["arms"] if arm["name"] not in new] + other["arms"][1:]
+    order = {arm["name"]: i for i, arm in enumerate(arms)}
+    runs = [run for run in results["runs"] if run["arm"] not in new] + [
+        run for run in later["runs"] if run["arm"] in new
+    ]
+    tuned = [name for name in order if name in {*(plan.get("tuned") or ()), *(other.get("tuned") or ())}]
+    calibration = {**results["calibration"], **{name: c for name, c in later["calibration"].items() if name in new}}
+    return {
+        **results,
+        "plan": {**plan, "arms": arms, "tuned": tuned or None},
+        "calibration": calibration,
+        "runs": sorted(runs, key=lambda run: (plan["seeds"].index(run["seed"]), order[run["arm"]])),
+    }
+
+
+def _ends(results: dict[str, Any], arm: str) -> dict[int, float | None]:
+    """Where the runs of an arm ended, by seed; None where one has no point."""
+    runs = [run for run in results["runs"] if run["arm"] == arm]
+    return {run["seed"]: run["points"][-1]["metric"] if run["points"] else None for run in runs}

@@ -1,0 +1,54 @@
+"""Benches that were run apart are one where their baselines are the same run, and are refused elsewhere."""
+
+import copy
+
+import pytest
+
+from benchmarks.joining import joined
+from lightning_eff.bench.reports.statistics import summarize
+from tests.bench import synthetic
+
+
+def part(whole: dict, *names: str) -> dict:
+    """The bench of the baseline and these arms alone."""
+    made = copy.deepcopy(whole)
+    keep = {"baseline", *names}
+    made["plan"]["arms"] = [arm for arm in made["plan"]["arms"] if arm["name"] in keep]
+    made["runs"] = [run for run in made["runs"] if run["arm"] in keep]
+    made["calibration"] = {name: c for name, c in made["calibration"].items() if name in keep}
+    made["plan"]["tuned"] = [name for name in ("baseline", "stacking", "sharpness") if name in keep]
+    return made
+
+
+def test_parts_are_the_whole() -> None:
+    whole = synthetic.everything()
+    names = [arm["name"] for arm in whole["plan"]["arms"][1:]]
+    found = joined(joined(part(whole, *names[:3]), part(whole, *names[3:5])), part(whole, *names[5:]))
+    assert found["plan"].pop("tuned") == ["baseline", "stacking", "sharpness"]
+    whole["plan"].pop("tuned", None)
+    assert found["plan"] == whole["plan"] and found["calibration"] == whole["calibration"]
+    assert found["runs"] == whole["runs"] and summarize(found) == summarize(whole)
+    assert joined(whole, None) is whole
+
+
+def test_an_arm_that_was_run_again_takes_the_place_of_the_old_one() -> None:
+    whole = synthetic.everything()
+    later = part(whole, "sharpness")
+    for run in later["runs"]:
+        if run["arm"] == "sharpness":
+            run["points"][-1]["metric"] += 0.5
+    found = joined(whole, later)
+    worse = summarize(found)["sharpness"]["final"]["mean"] - summarize(whole)["sharpness"]["final"]["mean"]
+    assert worse == pytest.approx(0.5) and len(found["runs"]) == len(whole["runs"])
+
+
+def test_other_baselines_and_budgets_are_refused() -> None:
+    whole = synthetic.everything()
+    other = part(whole, "sharpness")
+    other["runs"][0]["points"][-1]["metric"] += 1e-9
+    with pytest.raises(ValueError, match=r"the baseline ends at .* expected the same runs"):
+        joined(whole, other)
+    longer = part(whole, "sharpness")
+    longer["plan"]["budget"] = {"seconds": 61.0, "clock": "reference"}
+    with pytest.raises(ValueError, match=r"benches with budget .* cannot be joined"):
+        joined(whole, longer)
