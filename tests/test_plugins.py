@@ -137,6 +137,7 @@ def under_ddp(once: Once) -> dict[str, Any]:
 
 
 @every
+@pytest.mark.timeout(600)  # who is first waits for all of them
 def test_under_ddp(name: str, under_ddp: dict[str, Any]) -> None:
     """Ranks end alike, and a resumed run ends as the undisturbed one."""
     assert under_ddp[name] == {"alike": True, "finite": True, "differences": [[], []], "acts": True}
