@@ -1,5 +1,6 @@
 """Optimizers of any make: seeing them at their making, and moving their state between parameters."""
 
+import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from copy import deepcopy
@@ -33,6 +34,12 @@ PER_PARAMETER = (
 def is_per_parameter(optimizer: Optimizer, *, but: tuple[str, ...] = ()) -> bool:
     """Whether ``optimizer`` is one of ``PER_PARAMETER``, and no subclass of one."""
     return type(optimizer) in [getattr(torch.optim, name, None) for name in PER_PARAMETER if name not in but]
+
+
+def evaluates_anew(optimizer: Optimizer) -> bool:
+    """Whether its step cannot do without a closure, because it computes the loss by itself, as LBFGS does."""
+    closure = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def step_in_parts(

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_eff._core import rng
 from lightning_eff._core._architecture.record import check_checkpoint, described
-from lightning_eff._core._run.checks import check_run
+from lightning_eff._core._run.checks import check_optimizers, check_run
 from lightning_eff._core._run.loading import TrainLoaders
 from lightning_eff._core._run.member import Member
 from lightning_eff._core._run.metrics import CurrentMetrics
@@ -123,6 +123,8 @@ class Session:
             del _OPEN[self.trainer]
 
     def _check(self) -> None:
+        for technique in self.working:
+            technique.on_budget(self)
         check_run(self.trainer, self.module, self.working, has_end=bool(self.progress.limits()))
         self.seed = self.trainer.strategy.broadcast(torch.initial_seed() % 2**63)
         for technique in self.working:
@@ -141,6 +143,7 @@ class Session:
                 technique.on_model(self)
             setup(trainer)
             if self.fitting:
+                check_optimizers(module, self.optimizers, self.working)
                 for technique in self.working:
                     technique.on_optimizers(self)
                 for stack in self._stacks.values():

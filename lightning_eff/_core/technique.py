@@ -56,6 +56,7 @@ class Technique(Callback):
         conflicts: names of techniques and precision plugins that it cannot train with, and why.
         needs_automatic_optimization: refuses modules with ``automatic_optimization = False``.
         needs_budget: refuses runs without any of ``max_steps``, ``max_epochs`` and ``max_time``.
+        needs_optimizer: refuses modules whose ``configure_optimizers`` returns none, under automatic optimization.
         sets_rates: sets the optimizers' rates by itself, over the whole budget; others leave them alone.
         any_strategy: works under strategies that shard parameters too; others are refused there.
     """
@@ -70,6 +71,7 @@ class Technique(Callback):
     conflicts: ClassVar[Mapping[str, str]] = {}
     needs_automatic_optimization: ClassVar[bool] = True
     needs_budget: ClassVar[bool] = False
+    needs_optimizer: ClassVar[bool] = False
     sets_rates: ClassVar[bool] = False
     any_strategy: ClassVar[bool] = False
 
@@ -96,6 +98,9 @@ class Technique(Callback):
     def neutral(self) -> bool:
         """True where the settings make this plain training: then nothing is attached and nothing contradicts it."""
         return False
+
+    def on_budget(self, session: Session) -> None:
+        """Tell ``session.progress`` of an end of the run that the Trainer has not; called before any technique's checks."""
 
     def check(self, session: Session) -> None:
         """Raise ``ValueError`` if this run cannot be trained with the technique; nothing has been touched yet."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
@@ -115,7 +116,7 @@ class BatchSizeWarmup(Technique):
     Raises:
         ValueError: for other values; at setup, beside ``GradientAccumulationScheduler`` or ``StochasticWeightAveraging`` of
             Lightning's, which change the windows too, and with ``by="batch"`` beside techniques that say which samples
-            a batch has; at the first batch, where an epoch has too few batches for any growth; with ``by="batch"``, where
+            a batch has; as training starts, where an epoch has too few batches for any growth; with ``by="batch"``, where
             batches are of shapes that cannot be put together.
 
     Sources:
@@ -135,6 +136,7 @@ class BatchSizeWarmup(Technique):
         _decayed_rate,
     )
     needs_budget: ClassVar[bool] = True
+    needs_optimizer: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -182,7 +184,6 @@ class BatchSizeWarmup(Technique):
     def _reset(self) -> None:
         self._own = 0  # the trainer's accumulate_grad_batches
         self._m = self.start
-        self._begun = False
         self._joining: dict[int, Any] = {}  # by="batch": the loader's batches that wait, by their number in the epoch
         self._saved: dict[int, Any] = {}  # those of a checkpoint, in plain containers
 
@@ -250,11 +251,14 @@ class BatchSizeWarmup(Technique):
         return float(self._m ** (self.power - 1.0 if self.by == "rate" else self.power))
 
     @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        if not self.neutral:
+            self._check_epoch(trainer.num_training_batches)
+
+    @override
     def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
         trainer = session.trainer
-        if not self._begun:
-            self._begun = True
-            self._check_epoch(trainer.num_training_batches)
         if batch_idx % trainer.accumulate_grad_batches:
             return
         wanted = batch_at(session.progress.u, self.sizes, self.until)

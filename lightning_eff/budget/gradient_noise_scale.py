@@ -48,8 +48,9 @@ class GradientNoiseScale(Technique):
 
     Small gradients are those of accumulated micro-batches (``accumulate_grad_batches``), of DDP's ranks, or of both. Where
     there is neither, those of two consecutive steps stand in, whose weights differ by a step: an estimate, for which one
-    gradient is held; the summary says which it was. Windows cut short by the epoch's end, and those of batches of different
-    sizes, are left out. The noise scale grows over training; ``BatchSizeWarmup`` follows it.
+    gradient is held; the summary says which it was. Windows cut short by the epoch's end, those of batches of different
+    sizes, and those with a batch for which ``training_step`` returned None, are left out. The noise scale grows over training;
+    ``BatchSizeWarmup`` follows it.
 
     Logged: ``critical_batch`` in samples (NaN while it is not known, as where the mean of ``|G|^2`` is not above zero),
     ``signal`` (``|G|^2``), ``noise`` (``S``), ``steps`` measured and ``batch``, the samples of a step.
@@ -90,6 +91,7 @@ class GradientNoiseScale(Technique):
         self._armed = self._measuring = False
         self._norms: list[Tensor] = []  # squares of this pass's gradients
         self._parts: list[tuple[int, Tensor]] = []  # of each pass of the window: samples, and the gradient's square
+        self._passes = 0  # backward passes of the window
         self._size = 0
         self._before: tuple[int, int, Tensor, list[Tensor | None]] | None = None
 
@@ -130,6 +132,7 @@ class GradientNoiseScale(Technique):
 
     def _begin(self, session: Session) -> None:
         """The backward pass of a step begins: each gradient is seen before it is added to others, or exchanged."""
+        self._passes += 1
         step = session.trainer.global_step
         pairs = session.trainer.world_size == 1 and session.trainer.accumulate_grad_batches == 1
         self._measuring = (step // 2 if pairs else step) % self.every == 0
@@ -151,12 +154,16 @@ class GradientNoiseScale(Technique):
         if self._session is None or self.neutral or not self._measuring or not self._norms:
             return
         self._parts.append((self._size, _total(self._norms)))
-        loop = trainer.fit_loop.epoch_loop
-        over = (loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0
-        if over:
+        window = trainer.accumulate_grad_batches
+        over = (trainer.fit_loop.epoch_loop.batch_idx + 1) % window == 0
+        if over and self._passes == window:  # none of its batches was passed over
             self._measure(trainer, pl_module)
-        if over or loop._num_ready_batches_reached():
-            self._parts = []
+
+    @override
+    def on_batch_end(self, session: Session, batch_idx: int) -> None:
+        loop = session.trainer.fit_loop.epoch_loop
+        if (batch_idx + 1) % session.trainer.accumulate_grad_batches == 0 or loop._num_ready_batches_reached():
+            self._parts, self._passes = [], 0
 
     def _measure(self, trainer: Trainer, module: LightningModule) -> None:
         """The window is whole, and every rank has its mean gradient."""
@@ -233,7 +240,7 @@ class GradientNoiseScale(Technique):
         names = ("_signal", "_noise", "_weight", "_steps", "_batch", "_source")
         kept = {name[1:]: getattr(self, name) for name in names}
         parts = [] if self._session is None or not self._parts else self._session.gather(self._saved_parts())
-        return {**kept, "parts": parts}
+        return {**kept, "parts": parts, "passes": self._passes}
 
     def _saved_parts(self) -> list[tuple[int, Tensor]]:
         return [(size, square.cpu()) for size, square in self._parts]
@@ -243,6 +250,7 @@ class GradientNoiseScale(Technique):
         for name in ("signal", "noise", "weight", "steps", "batch", "source"):
             setattr(self, f"_{name}", state_dict[name])
         session, parts = self._session, state_dict["parts"]
+        self._passes = state_dict["passes"]
         if session is not None and session.rank < len(parts):
             device = session.trainer.strategy.root_device
             self._parts = [(size, square.to(device)) for size, square in parts[session.rank]]

@@ -85,6 +85,7 @@ class LearningRateSchedule(Technique):
     control: ClassVar[Control] = Control(
         "a linear decay to zero on the same budget; for that one, the baseline with its rate tuned as long", _linear
     )
+    needs_optimizer: ClassVar[bool] = True
     sets_rates: ClassVar[bool] = True
 
     def __init__(
@@ -150,8 +151,12 @@ class LearningRateSchedule(Technique):
     # -- the run
 
     @override
+    def on_budget(self, session: Session) -> None:
+        session.progress.max_tokens = self.max_tokens
+
+    @override
     def check(self, session: Session) -> None:
-        if not session.progress.limits() and self.max_tokens is None:
+        if not session.progress.limits():
             raise ValueError(
                 "LearningRateSchedule: the Trainer has no end (max_steps=-1, max_epochs=-1, max_time=None), so there is no"
                 " budget to spend the rate on. Set one of max_steps, max_epochs and max_time, or max_tokens= here."
@@ -170,7 +175,6 @@ class LearningRateSchedule(Technique):
     @override
     def attach(self, session: Session) -> None:
         self._reset()
-        session.progress.max_tokens = self.max_tokens
         configure = session.module.configure_optimizers
 
         def configure_optimizers() -> Any:

@@ -96,8 +96,9 @@ def test_while_noise_hides_the_gradient_no_batch_is_told() -> None:
     assert "not known yet" in technique.summary()
 
 
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 def test_other_windows_are_left_out_and_others_passes_too() -> None:
-    """Short windows, batches of another size, and the passes of other techniques."""
+    """Short windows, batches of another size or that are passed over, and the passes of other techniques."""
     technique = GradientNoiseScale()
     net = Known()
     data = DataLoader(
@@ -109,6 +110,14 @@ def test_other_windows_are_left_out_and_others_passes_too() -> None:
     measured(alone, steps=10, accumulate_grad_batches=2)
     measured(beside, SharpnessAwareMinimization(rho=0.01), steps=10, accumulate_grad_batches=2)
     assert beside.report()["noise"] == pytest.approx(alone.report()["noise"], rel=1e-4)
+    net = Known()
+    skipping, taught = GradientNoiseScale(half_life=1e9), net.training_step
+    net.training_step = lambda batch, batch_idx: None if batch_idx in (3, 4) else taught(batch, batch_idx)
+    data = DataLoader(TensorDataset(known_samples(4 * 12)), 4)
+    trainer(skipping, max_epochs=1, max_steps=-1, accumulate_grad_batches=2).fit(net, data)
+    whole = [by_hand(part, 4, 2)[1] for part in known_samples(4 * 12).split(8)]
+    assert skipping.report()["steps"] == 4, "two windows have a batch that was passed over"
+    assert skipping.report()["noise"] == pytest.approx((whole[0] + sum(whole[3:])) / 4, rel=1e-4)
     thinned = GradientNoiseScale(every=5)
     measured(thinned, steps=10, accumulate_grad_batches=2)
     assert thinned.report()["steps"] == 2

@@ -15,11 +15,11 @@ from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
-from lightning_eff import LearningRateSchedule, Muon, ReplaceOptimizer
+from lightning_eff import BatchSizeWarmup, LearningRateSchedule, Muon, ReplaceOptimizer
 from lightning_eff._core.technique import Technique
 from lightning_eff.budget._shapes import esd, rex
 from tests.cases import Case, classifier
-from tests.models import flat, loader, module, trainer
+from tests.models import LENGTH, flat, loader, module, trainer
 from tests.runs import differences, final_state, fit
 
 CASES = {
@@ -323,6 +323,14 @@ def test_a_checkpoint_of_another_schedule_begins_from_the_modules_rate(tmp_path:
 def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LearningRateSchedule(**arguments)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_its_tokens_are_an_end_for_others_too(order: int) -> None:
+    both = [LearningRateSchedule(max_tokens=8 * 4 * LENGTH), BatchSizeWarmup(1, 0.5, full=2)]
+    t = trainer(*both[::order], max_steps=-1, max_epochs=-1)
+    t.fit(module("tiny_gpt"), loader("tiny_gpt", 400))
+    assert t.fit_loop.total_batch_idx == 7 and t.global_step == 4 + 2
 
 
 def test_a_run_without_a_budget_is_refused() -> None:

@@ -10,11 +10,13 @@ import torch
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from torch import Tensor
 
+import lightning_eff
 from lightning_eff import LatestWeightAveraging, ProgressiveLayerDropping, ProgressiveStacking
 from lightning_eff._core import session as sessions
 from lightning_eff._core.progress import mend_loops
 from lightning_eff._core.steps import Stage
 from lightning_eff._core.technique import Technique
+from tests.cases import CASES, MISSING
 from tests.core.nop import Nop, Other
 from tests.models import TinyClassifier, TinyGPT, flat, loader, trainer
 from tests.runs import checkpoints, differences, final_state, fit
@@ -69,6 +71,25 @@ def test_a_run_without_end_is_refused_where_the_budget_counts() -> None:
     t = trainer(Scheduled(), max_steps=-1, max_epochs=-1)
     with pytest.raises(ValueError, match=r"Scheduled: the Trainer has no end .* Set one of max_steps"):
         t.fit(TinyClassifier(), loader("classifier"))
+
+
+STEERING = sorted(name for name in CASES if getattr(lightning_eff, name).needs_optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
+@pytest.mark.parametrize("name", STEERING)
+def test_a_module_without_an_optimizer_is_refused_where_that_is_steered(name: str) -> None:
+    net = TinyClassifier()
+    net.configure_optimizers = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
+    case = CASES[name]
+    with pytest.raises(
+        ValueError, match=f"{name}: TinyClassifier.configure_optimizers returned no optimizer.*Return an"
+    ):
+        trainer((case.on_classifier or case.active)(), max_steps=2).fit(net, loader("classifier", 200))
+
+
+def test_those_that_steer_optimizers_say_so() -> None:
+    assert {"BatchSizeWarmup", "LearningRateSchedule", "LookSAM", "Lookahead", "ScheduleFree"} <= {*STEERING, *MISSING}
 
 
 def test_dataloader_iter_is_refused() -> None:

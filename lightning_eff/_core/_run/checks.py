@@ -6,6 +6,7 @@ from typing import ClassVar, Protocol
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
+from torch.optim import Optimizer
 
 
 class Needing(Protocol):
@@ -14,6 +15,7 @@ class Needing(Protocol):
     conflicts: ClassVar[Mapping[str, str]]
     needs_automatic_optimization: ClassVar[bool]
     needs_budget: ClassVar[bool]
+    needs_optimizer: ClassVar[bool]
     any_strategy: ClassVar[bool]
 
 
@@ -59,6 +61,18 @@ def check_run(trainer: Trainer, module: LightningModule, techniques: Sequence[Ne
             raise ValueError(
                 f"{who}: training_step takes dataloader_iter; expected a batch, because the technique must see it. Let"
                 " training_step take (batch, batch_idx)."
+            )
+
+
+def check_optimizers(module: LightningModule, optimizers: Sequence[Optimizer], techniques: Sequence[Needing]) -> None:
+    """Raise ``ValueError`` where no optimizer holds a parameter, and a technique acts on what optimizers do."""
+    if not module.automatic_optimization or any(group["params"] for o in optimizers for group in o.param_groups):
+        return
+    for technique in techniques:
+        if technique.needs_optimizer:
+            raise ValueError(
+                f"{type(technique).__name__}: {type(module).__name__}.configure_optimizers returned no optimizer, so no weight"
+                " would move and it would do nothing; expected one. Return an optimizer, or take the technique out."
             )
 
 

@@ -54,6 +54,7 @@ class AveragedWeights(OtherWeights):
     """
 
     needs_automatic_optimization: ClassVar[bool] = False
+    needs_optimizer: ClassVar[bool] = True
     bn_batches: int | None = 100
     recomputes: bool = True
 
@@ -103,7 +104,8 @@ class AveragedWeights(OtherWeights):
     def check(self, session: Session) -> None:
         who = type(self).__name__
         for other in session.trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
-            if isinstance(other, WeightAveraging | StochasticWeightAveraging):
+            averages = isinstance(other, AveragedWeights) and other is not self and not other.neutral
+            if averages or isinstance(other, WeightAveraging | StochasticWeightAveraging):
                 raise ValueError(
                     f"{who} and {type(other).__name__} cannot train together: both replace the weights"
                     " that are validated and kept. Take one of them out of the trainer's callbacks."
@@ -126,7 +128,7 @@ class AveragedWeights(OtherWeights):
         wrong = [name for name, w in saved.items() if name not in held or held[name].shape != w.shape]
         if wrong:
             raise ValueError(
-                f"{type(self).__name__}: the checkpoint's snapshots hold {len(wrong)} parameters that"
+                f"{type(self).__name__}: the checkpoint's averages are of {len(wrong)} parameters that"
                 f" {type(session.module).__name__} has not, or has in another shape, such as {wrong[0]!r}; expected a"
                 " checkpoint of the same model. Resume with the model it was saved from."
             )
@@ -200,7 +202,7 @@ class AveragedWeights(OtherWeights):
             if self._statistics is None and self.recomputes:
                 self._statistics = recompute_statistics(session, self._modes, self.bn_batches, epoch=self._taken)
             for name, value in (self._statistics or {}).items():
-                raw[name] = held[name].clone()
+                raw.setdefault(name, held[name].clone())  # an average of statistics may be there already
                 held[name].copy_(value)
 
     @override

@@ -2,14 +2,11 @@
 
 import importlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
@@ -17,10 +14,11 @@ from typing_extensions import override
 
 from lightning_eff._core._optim.combined import set_rate
 from lightning_eff._core._optim.scheduled import optimizers_of, put_to_rest, reference_rates, schedulers_of
+from lightning_eff._core.optimizers import evaluates_anew
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
-from lightning_eff._core.technique import Control, OtherWeights
-from lightning_eff.optim.averaging._batch_norm import batch_norms, modes, recompute_statistics
+from lightning_eff._core.technique import Control
+from lightning_eff.optim.averaging._engine import AveragedWeights, check_bn_batches, rivals
 
 _PROGRESS = ("k", "lr_max", "weight_sum")  # what the library keeps for a group
 
@@ -100,12 +98,12 @@ def wrapper_around(base: Base, momentum: float, power: float) -> Any:
     return made
 
 
-class ScheduleFree(OtherWeights):
-    """Train without a schedule; validate, keep and leave behind the average, which is as good as a decayed rate at any time.
+class ScheduleFree(AveragedWeights):
+    """Train without a schedule: validate, keep and leave behind an average of the steps, in the place of a decayed rate.
 
     The library's ``schedulefree.ScheduleFreeWrapper`` goes around the module's own optimizer, whichever that is, and this
-    callback makes its calls of ``train()`` and ``eval()``. With ``beta`` for ``momentum``, and ``c`` the share of a step's
-    weight in the sum of all so far, each weighing ``t^power`` times the square of the highest rate so far::
+    callback does what its ``eval()`` and ``train()`` are called for. With ``beta`` for ``momentum``, and ``c`` the share of a
+    step's weight in the sum of all so far, each weighing ``t^power`` times the square of the highest rate so far::
 
         z = the module's optimizer's step from z, with the gradient at y
         x = (1 - c) x + c z
@@ -134,7 +132,9 @@ class ScheduleFree(OtherWeights):
         ImportError: at setup, if the library is not installed.
     """
 
-    saves: ClassVar[str] = "the schedule: no end needs to be known, and the weights are good at any time"
+    saves: ClassVar[str] = (
+        "the schedule: no end needs to be known; by the paper's claim, weights as good as a decayed rate's"
+    )
     paper: ClassVar[str] = "Defazio et al. 2024, arXiv:2405.15682"
     constraints: ClassVar[str] = (
         "pip install 'lightning-eff[schedulefree]'; one optimizer, which needs gradients alone; a single device or DDP"
@@ -151,21 +151,19 @@ class ScheduleFree(OtherWeights):
         "the baseline for as many seconds with its learning rate tuned as long and decayed linearly to zero"
     )
     conflicts: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(
-            (
-                "ExponentialMovingAverage",
-                "LatestWeightAveraging",
-                "Lookahead",
-                "RegularizedNonlinearAcceleration",
-                "StochasticWeightAveraging",
-            ),
-            "both replace the weights that are validated and kept",
+        **rivals(
+            "ExponentialMovingAverage",
+            "LatestWeightAveraging",
+            "Lookahead",
+            "RegularizedNonlinearAcceleration",
+            "StochasticWeightAveraging",
         ),
         "LearningRateSchedule": "it does without a schedule, and the rates weigh its average",
         "LocalSGD": "it averages the weights that are trained, and not those that they are stepped from",
         "OptimizerOffload": "it makes the optimizer's step elsewhere, and here the step is made at other weights",
         "StochasticRoundingBF16": "it makes the optimizer's step by itself, and here the step is made at other weights",
     }
+    needs_automatic_optimization: ClassVar[bool] = True
     sets_rates: ClassVar[bool] = True
 
     def __init__(
@@ -188,25 +186,19 @@ class ScheduleFree(OtherWeights):
             refuse("warmup_steps", warmup_steps, "a number of steps >= 0")
         if not 0.0 <= power < float("inf"):
             refuse("power", power, "a finite number >= 0")
-        if bn_batches is not None and (
-            isinstance(bn_batches, bool) or not isinstance(bn_batches, int) or bn_batches < 1
-        ):
-            refuse("bn_batches", bn_batches, "a number of training batches >= 1, or None for an epoch's")
+        check_bn_batches("ScheduleFree", bn_batches)
         self.momentum, self.lr_factor, self.warmup_steps = momentum, lr_factor, warmup_steps
         self.power, self.bn_batches = power, bn_batches
         self._reset()
 
+    @override
     def _reset(self) -> None:
+        super()._reset()
         self._base: Base | None = None
         self._wrapper: Any = None
         self._rates: list[float | None] = []
         self._names: dict[Tensor, str] = {}
         self._loaded: dict[str, Any] | None = None  # a checkpoint's, until the optimizer is there
-        self._raw: dict[str, Tensor] | None = None  # y, set while the module holds x
-        self._statistics: dict[str, Tensor] | None = None  # BatchNorm's at x; None until they are needed
-        self._modes: dict[str, bool] = {}
-        self._steps = 0
-        self._finished = False
 
     @property
     @override
@@ -216,26 +208,9 @@ class ScheduleFree(OtherWeights):
     # -- the run
 
     @override
-    def check(self, session: Session) -> None:
-        for other in session.trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
-            averages = isinstance(other, OtherWeights) and other is not self and not other.neutral
-            if averages or isinstance(other, WeightAveraging | StochasticWeightAveraging):
-                raise ValueError(
-                    f"ScheduleFree and {type(other).__name__} cannot train together: both replace the weights that are"
-                    " validated and kept. Take one of them out of the trainer's callbacks."
-                )
-
-    @override
     def attach(self, session: Session) -> None:
-        self._reset()
-        strategy = session.trainer.strategy
-        original, configure = strategy.lightning_module_state_dict, session.module.configure_optimizers
-
-        def averaged_state_dict() -> dict[str, Any]:
-            if self._raw is not None or not self._z():
-                return original()
-            with self.shown(session):
-                return deepcopy(original())  # tied weights stay one tensor
+        super().attach(session)
+        configure = session.module.configure_optimizers
 
         def configure_optimizers() -> Any:
             configured = configure()
@@ -247,6 +222,12 @@ class ScheduleFree(OtherWeights):
                         f" {type(optimizer).__name__}, which is schedule-free by itself; expected a plain optimizer,"
                         " such as AdamW, which is made so here. Return that."
                     )
+                if evaluates_anew(optimizer):
+                    raise ValueError(
+                        f"ScheduleFree: {type(session.module).__name__}.configure_optimizers returned"
+                        f" {type(optimizer).__name__}, which evaluates the loss anew within its step; expected an optimizer"
+                        " that needs gradients alone, such as AdamW. Return one."
+                    )
                 for group, rate in zip(optimizer.param_groups, reference_rates(optimizer, schedulers), strict=True):
                     if rate is not None and group.get("lr") is not None:
                         set_rate(group, rate * self.lr_factor)
@@ -255,14 +236,7 @@ class ScheduleFree(OtherWeights):
                 rank_zero_info(f"ScheduleFree: in the place of {', '.join(type(s).__name__ for s in schedulers)}")
             return configured
 
-        session.patches.set(strategy, "lightning_module_state_dict", averaged_state_dict)
         session.patches.set(session.module, "configure_optimizers", configure_optimizers)
-
-    @override
-    def on_model(self, session: Session) -> None:
-        if session.fitting:
-            self._modes = modes(session.module)
-            self.take_out(session)
 
     @override
     def on_optimizers(self, session: Session) -> None:
@@ -277,13 +251,14 @@ class ScheduleFree(OtherWeights):
                 f"ScheduleFree: {type(optimizer).__name__} steps {len(strange)} tensors that are no parameters of"
                 f" {type(session.module).__name__} (shapes {[tuple(p.shape) for p in strange[:3]]}); expected the module's own."
             )
+        super().on_optimizers(session)
         self._base = Base(optimizer, optimizer.step)
         self._wrapper = wrapper_around(self._base, self.momentum, self.power)
         self._rates = [None if group.get("lr") is None else float(group["lr"]) for group in optimizer.param_groups]
         if self._loaded is not None:
             by_name = {name: p for p, name in self._names.items()}
             for name, z in self._loaded["z"].items():
-                self._base.state[by_name[name]]["z"] = z.to(by_name[name].device, copy=True)
+                self._base.state[by_name[name]]["z"] = z
             for group, saved in zip(self._base.param_groups, self._loaded["groups"], strict=True):
                 group.update(saved)
             self._loaded = None
@@ -296,26 +271,14 @@ class ScheduleFree(OtherWeights):
             assert self._base is not None
             self._base.look()
             self._wrapper.step()
-            self._steps += 1
-            self._statistics = None
+            self.outdate(session)
             return loss
 
         session.patches.set(optimizer, "step", step)
 
     @override
-    def check_checkpoint(self, session: Session, state: dict[str, Any] | None) -> None:
-        if not session.fitting or not state:
-            return
-        shapes = {name: p.shape for name, p in session.module.named_parameters()}
-        wrong = [name for name, z in state["z"].items() if shapes.get(name) != z.shape]
-        if wrong:
-            raise ValueError(
-                f"ScheduleFree: the checkpoint's steps are of {len(wrong)} parameters that {type(session.module).__name__} has"
-                f" not, or has in another shape, such as {wrong[0]!r}; expected a checkpoint of the same model."
-            )
-
-    @override
     def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
+        super().on_batch_start(session, batch, batch_idx)
         if self.warmup_steps:
             share = min(1.0, (session.trainer.global_step + 1) / self.warmup_steps)
             for optimizer in session.optimizers:
@@ -323,89 +286,57 @@ class ScheduleFree(OtherWeights):
                     if rate is not None:
                         set_rate(group, rate * share)
 
-    @override
-    def on_blocks_changed(self, session: Session) -> None:
-        if self._base is not None:
-            self._base.state.clear()
-            for group in self._base.param_groups:
-                for name in _PROGRESS:
-                    group.pop(name, None)
-        self._statistics = None
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
-        if not self.neutral:
-            self.take_out(self.session)  # a tuner's trial run may have loaded its checkpoint over the weights
-
     # -- the average
 
     def _z(self) -> dict[str, Tensor]:
         state = {} if self._base is None else self._base.state
         return {self._names[p]: held["z"] for p, held in state.items() if "z" in held}
 
+    @property
     @override
-    def put_in(self, session: Session) -> None:
-        """Put ``x`` into the module, if a step has been made and it is not there."""
-        held = self._z()
-        if self._raw is not None or not held:
-            return
-        parameters, buffers = dict(session.module.named_parameters()), dict(session.module.named_buffers())
-        with torch.inference_mode(False), torch.no_grad():
-            self._raw = {name: parameters[name].detach().clone() for name in held}
-            self._wrapper.train_mode = True
-            self._wrapper.eval()
-            if batch_norms(session.module):
-                if self._statistics is None:
-                    self._statistics = recompute_statistics(session, self._modes, self.bn_batches, epoch=self._steps)
-                for name, value in self._statistics.items():
-                    self._raw[name] = buffers[name].clone()
-                    buffers[name].copy_(value)
+    def names(self) -> Iterable[str]:
+        return self._z()
 
     @override
-    @torch.no_grad()
-    def take_out(self, session: Session) -> None:
-        """Put ``y`` back, bit for bit, if ``x`` is in the module."""
-        held = {**dict(session.module.named_parameters()), **dict(session.module.named_buffers())}
-        for name, value in (self._raw or {}).items():
-            held[name].copy_(value)
-        self._raw = None
-        if self._wrapper is not None:
-            self._wrapper.train_mode = True
-
-    # -- what is kept
+    def average(self, session: Session) -> Iterator[tuple[str, Tensor]]:
+        assert self.momentum is not None
+        for name, z in self._z().items():
+            # x = y + (1 − 1/β) (z − y), from y = (1 − β) z + β x
+            yield name, torch.lerp(session.module.get_parameter(name).detach(), z, 1 - 1 / self.momentum)
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        if self.neutral:
-            return {}
-        raw, z = self._raw, self._z()
-        if raw is None and z and self._session is not None:
-            module = self._session.module
-            held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-            raw = {name: held[name].detach() for name in (*z, *(self._statistics or ()))}
+    def forget(self) -> None:
+        if self._base is not None:
+            self._base.state.clear()
+            for group in self._base.param_groups:
+                for name in _PROGRESS:
+                    group.pop(name, None)
+
+    # -- what is kept and told
+
+    @override
+    def to_devices(self, devices: Mapping[str, torch.device]) -> None:
+        if self._loaded is not None:
+            self._loaded["z"] = {name: z.to(devices[name], copy=True) for name, z in self._loaded["z"].items()}
+
+    @override
+    def saved(self) -> dict[str, Any]:
         groups = [] if self._base is None else self._base.param_groups
-        return {
-            "z": z,
-            "groups": [{name: group[name] for name in _PROGRESS if name in group} for group in groups],
-            "raw": raw,
-            "statistics": self._statistics,
-            "steps": self._steps,
-        }
+        return {"z": self._z(), "groups": [{name: g[name] for name in _PROGRESS if name in g} for g in groups]}
 
     @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self.neutral or not state_dict or (self._session is not None and not self._session.fitting):
-            return  # the weights that the checkpoint holds are the ones to be validated or tested
-        self._loaded = {"z": dict(state_dict["z"]), "groups": list(state_dict["groups"])}
-        self._raw, self._statistics = state_dict["raw"], state_dict["statistics"]
-        self._steps = state_dict["steps"]
+    def restore(self, state: dict[str, Any]) -> None:
+        self._loaded = {"z": dict(state["z"]), "groups": list(state["groups"])}
+
+    @override
+    def saved_weights(self, state: dict[str, Any]) -> Mapping[str, Tensor]:
+        return state["z"]
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:
         rates = [] if self._base is None else [group["lr"] for group in self._base.param_groups]
-        return {"steps": self._steps, "rate": max(rates, default=0.0)}
+        return {"steps": self._taken, "rate": max(rates, default=0.0)}
 
     @override
     def summary(self) -> str:
-        return f"the weights are the average of {self._steps} steps" if self._steps else "no step was made"
+        return f"the weights are the average of {self._taken} steps" if self._taken else "no step was made"

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_eff._core._optim.combined import CombinedOptimizer, Following, Origins, set_rate, take_groups
 from lightning_eff._core._optim.scheduled import optimizers_of, put_around, reference_rates, schedulers_of
-from lightning_eff._core.optimizers import rewrite_configured
+from lightning_eff._core.optimizers import evaluates_anew, rewrite_configured
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, Technique
@@ -242,6 +242,12 @@ class ReplaceOptimizer(Technique):
         module, make = session.module, self._make
         parts = shares(module, own, self.parameters if make is not None else None, self.group_lr)
         name = type(own).__name__
+        if evaluates_anew(own) and not all(part.replaced for part in parts):
+            raise ValueError(
+                f"ReplaceOptimizer: the module's {name}, with which {sum(len(p.names) for p in parts if not p.replaced)}"
+                " parameters stay, evaluates the loss anew within its step, which two optimizers that step as one cannot do;"
+                " expected one that needs gradients alone, such as AdamW. Return one, or replace parameters='all'."
+            )
         self._combined = combine(
             own, schedulers, parts, None if make is None else (lambda groups: made(make, groups, module)), self.lr
         )

@@ -91,6 +91,7 @@ class Uphill(Technique):
         adaptive: whether it is scaled by the weights' size, as in ASAM.
     """
 
+    needs_optimizer: ClassVar[bool] = True
     stage: ClassVar[Stage] = Stage.PERTURB
     rho: float
     adaptive: bool = False

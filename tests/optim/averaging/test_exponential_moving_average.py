@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from torch import Tensor
 
 from lightning_eff.optim.averaging.exponential_moving_average import ExponentialMovingAverage, decay, move_average
 from tests.cases import Case
@@ -162,6 +163,23 @@ def test_recomputed_statistics_are_those_of_update_bn() -> None:
     torch.optim.swa_utils.update_bn(data, net)
     for name, b in net.norm.named_buffers():  # pyright: ignore[reportAttributeAccessIssue]
         torch.testing.assert_close(got[name], b, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("batch_norm", ["average", "recompute"])
+def test_the_statistics_that_training_gathers_are_those_of_plain_training(batch_norm: Any) -> None:
+    gathered: list[list[Tensor]] = []
+    techniques = [[], [ExponentialMovingAverage(3.0, batch_norm=batch_norm, bn_batches=2)]]
+    for build in techniques:
+        found: list[Tensor] = []
+
+        class Look(pl.Callback):
+            def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any, found=found) -> None:
+                found.append(pl_module.norm.running_mean.clone())
+
+        settings: dict[str, Any] = {"limit_val_batches": 1, "val_check_interval": 2}
+        fit("classifier", lambda build=build: build, callbacks=[Look()], **settings)
+        gathered.append(found)
+    assert len(gathered[0]) == 12 and all(map(torch.equal, *gathered))
 
 
 def test_masks_of_infinities_and_parameters_that_are_thawed_later() -> None:

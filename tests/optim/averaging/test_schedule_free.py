@@ -227,6 +227,8 @@ def test_runs_that_it_cannot_train_are_refused(monkeypatch: pytest.MonkeyPatch) 
     make = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731
     with pytest.raises(ValueError, match="AdamWScheduleFree, which is schedule-free by itself; expected a plain"):
         run(schedulefree.AdamWScheduleFree, ScheduleFree())
+    with pytest.raises(ValueError, match="returned LBFGS, which evaluates the loss anew within its step; expected an"):
+        run(torch.optim.LBFGS, ScheduleFree())
     for other in (EMAWeightAveraging(), LatestWeightAveraging()):
         with pytest.raises(ValueError, match="cannot train together: both replace the weights"):
             run(make, ScheduleFree(), other)
@@ -243,7 +245,7 @@ def test_runs_that_it_cannot_train_are_refused(monkeypatch: pytest.MonkeyPatch) 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     fit("tiny_gpt", lambda: [ScheduleFree()], directory=tmp_path, max_steps=1)
     net = Regression(lambda params: torch.optim.SGD(params, lr=0.1))
-    with pytest.raises(ValueError, match=r"the checkpoint's steps are of \d+ parameters that Regression has not"):
+    with pytest.raises(ValueError, match=r"the checkpoint's averages are of \d+ parameters that Regression has not"):
         trainer(ScheduleFree(), max_steps=2).fit(net, batches(), ckpt_path=checkpoints(tmp_path)[0])
 
 

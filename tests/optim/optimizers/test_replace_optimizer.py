@@ -619,9 +619,16 @@ class _Forgets(torch.optim.SGD):
         super().__init__([params[0]["params"][0]] if isinstance(params[0], dict) else [params[0]])
 
 
+class _AnewEachStep(FourGroups):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
 @pytest.mark.parametrize(
     ("net", "technique", "message"),
     [
+        (_AnewEachStep, lambda: ReplaceOptimizer(Muon), "module's LBFGS, with which .* stay, evaluates the loss anew"),
+        (_AnewEachStep, lambda: ReplaceOptimizer(group_lr={"head": 0.1}), "LBFGS, with which .* parameters='all'"),
         (_Two, lambda: ReplaceOptimizer(Muon), r"returned 2 optimizers \(\['AdamW', 'SGD'\]\); expected one"),
         (_None, lambda: ReplaceOptimizer(Muon), "returned no optimizers; expected one"),
         (FourGroups, lambda: ReplaceOptimizer(torch.optim.LBFGS), "LBFGS evaluates the loss anew"),

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_eff._core.optimizers import evaluates_anew
 from lightning_eff.optim.optimizers._matrices import parameters_of
 
 Making = Callable[[Any], Optimizer]
@@ -92,8 +93,7 @@ def made(make: Making, groups: list[dict[str, Any]], module: nn.Module) -> Optim
         raise ValueError(
             f"ReplaceOptimizer: what makes the optimizer returned {who}; expected a torch.optim.Optimizer."
         )
-    closure = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    if evaluates_anew(optimizer):
         raise ValueError(
             f"ReplaceOptimizer: {who} evaluates the loss anew within its step, which two optimizers that step as one cannot"
             " do; expected an optimizer that needs gradients alone."
