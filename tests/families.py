@@ -1,13 +1,17 @@
-"""Hugging Face model families with random weights of width 32: a table of what each is and where it is refused."""
+"""Model families with random weights of width 32, most of Hugging Face: a table of what each is and where it is refused."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.nn.functional as F
 import transformers as hf
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_eff.strategies.hybrid_parallel import HybridParallelStrategy
@@ -93,7 +97,7 @@ class Family:
     """A family of models, and what of the package does not train it.
 
     Attributes:
-        kind: which of its heads: "causal", "masked", "seq2seq", "image" or "speech".
+        kind: which of its heads: "causal", "masked", "seq2seq", "image" or "speech"; "own" is written by hand here.
         settings: of its config.
         refused: by the layout, technique or plugin, what the error must say; all others train it rightly.
         wrong: those that end with weights that are not finite: known defects, which the test holds to until they are mended.
@@ -156,26 +160,83 @@ FAMILIES: dict[str, Family] = {
     **{name: _family(name, "image", _NO_SEQUENCE) for name in ["vit", "beit", "dinov2", "vit_msn"]},
     "swin": Family("image", _SWIN, _NO_SEQUENCE | _SAY_LAYERS),
     **{name: _family(name, "speech", _NO_SEQUENCE) for name in ["wav2vec2", "hubert", "unispeech"]},
+    "resnet": Family("own", {}, _NO_SEQUENCE),
 }
 
 
-def module(name: str) -> HuggingFace:
-    """The family's model with first weights that are always the same, without dropout or drop path."""
+class Residual(nn.Module):
+    """Two convolutions with BatchNorm beside an identity."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.norm2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
+        return F.relu(x + inner)
+
+
+class ResNet(nn.Module):
+    """A residual network of two stages on (B, 1, 8, 8), which computes its own loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
+        self.layer1 = nn.Sequential(*(Residual(16) for _ in range(4)))
+        self.down = nn.Conv2d(16, 32, 1, stride=2, bias=False)
+        self.layer2 = nn.Sequential(Residual(32), Residual(32))
+        self.fc = nn.Linear(32, 5)
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> Any:
+        found = self.layer2(self.down(self.layer1(self.stem(pixel_values))))
+        return SimpleNamespace(loss=F.cross_entropy(self.fc(found.mean((2, 3))), labels))
+
+
+class FourGroups(HuggingFace):
+    """Four groups with rates, decays and betas of their own, under a ``LambdaLR`` with a function for each."""
+
+    def configure_optimizers(self) -> Any:
+        tables = ("embed", "wte", "wpe", "stem")
+        named = list(self.named_parameters())
+        vectors = [p for name, p in named if p.ndim < 2]
+        first = [p for name, p in named if p.ndim >= 2 and any(part in name for part in tables)]
+        rest = [p for name, p in named if p.ndim >= 2 and not any(part in name for part in tables)]
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": vectors, "lr": 2e-3, "weight_decay": 0.0},
+                {"params": first, "lr": 5e-4},
+                {"params": rest[::2], "betas": (0.8, 0.95)},
+                {"params": rest[1::2], "lr": 3e-3},
+            ],
+            lr=1e-3,
+        )
+        scheduler = LambdaLR(
+            optimizer, [lambda t: 1.0, lambda t: 0.8**t, lambda t: min(1.0, 0.2 + t / 4), lambda t: 1.0 / (1.0 + t)]
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def module(name: str, cls: type[HuggingFace] = HuggingFace) -> HuggingFace:
+    """The family's model with first weights that are always the same, without dropout or drop path, as a ``cls``."""
     family = FAMILIES[name]
     pl.seed_everything(1, verbose=False)
+    if family.kind == "own":
+        own: Any = ResNet()
+        return cls(own)
     config = hf.AutoConfig.for_model(name, **family.settings)
     for key, value in config.to_dict().items():
         if "drop" in key and isinstance(value, float):
             setattr(config, key, 0.0)
     model = _AUTO[family.kind].from_config(config)
     model.train()
-    return HuggingFace(model)
+    return cls(model)
 
 
 def batch(name: str, size: int) -> dict[str, Tensor]:
     """Keyword arguments of the family's model; every token counts."""
     kind = FAMILIES[name].kind
-    if kind == "image":
+    if kind in ("image", "own"):
         return make_batch("vit", size)
     if kind == "speech":
         waves = torch.randn(size, 160, generator=torch.Generator().manual_seed(0))
@@ -209,11 +270,13 @@ class Losses(pl.Callback):
 STEPS = 6
 
 
-def train(name: str, *callbacks: pl.Callback, **kwargs: Any) -> tuple[HuggingFace, list[float], int]:
+def train(
+    name: str, *callbacks: pl.Callback, cls: type[HuggingFace] = HuggingFace, resume: Path | None = None, **kwargs: Any
+) -> tuple[HuggingFace, list[float], int]:
     """Six steps over the same 24 samples in the same order: the module, the loss of each step, and how many there were."""
-    net, losses = module(name), Losses()
+    net, losses = module(name, cls), Losses()
     run = trainer(*callbacks, losses, max_steps=STEPS, max_epochs=-1, **kwargs)
-    run.fit(net, DataLoader(FamilySamples(name, 24), 8))
+    run.fit(net, DataLoader(FamilySamples(name, 24), 8), ckpt_path=resume, weights_only=True if resume else None)
     return net, losses.losses, run.global_step
 
 

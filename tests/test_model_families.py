@@ -1,15 +1,25 @@
-"""Sixty families of Hugging Face models, six steps each: as one process trains them, or refused in words at setup.
+"""Sixty families of models, six steps each: as one process trains them, or refused in words at setup.
 
 The table of what is refused stands in ``tests.families``; what is not in it is right.
 """
 
+import inspect
+import math
 import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.optim import Optimizer
 
+import lightning_eff
+from lightning_eff import ReplaceOptimizer
 from tests.cases import CASES
-from tests.families import FAMILIES, refusal, train
+from tests.families import FAMILIES, STEPS, FourGroups, module, refusal, train
 from tests.models import flat
 from tests.plugins import PLUGINS
 from tests.strategies.launch import launch
@@ -68,3 +78,53 @@ def test_plugins_train_or_are_refused(family: str) -> None:
         for precision in case.precisions:
             found[name] = refusal(family, plugins=[case.build(precision)]) or found.get(name, "")
     _compare(family, found)
+
+
+# -- what moves the weights, in modules whose optimizer has groups and a schedule of its own
+
+ROOMS = ("lightning_eff.optim.", "lightning_eff.budget.", "lightning_eff.memory.eight_bit_optimizer")
+GROUPED = ("gpt2", "qwen3", "modernbert", "vit", "qwen3_moe", "resnet")
+
+
+def moving() -> dict[str, Callable[[], pl.Callback]]:
+    """Every technique that moves weights or sets rates, and every optimizer in the place of the module's own."""
+    exported = {name: getattr(lightning_eff, name) for name in lightning_eff.__all__}
+    optimizers = [name for name, one in exported.items() if inspect.isclass(one) and issubclass(one, Optimizer)]
+    return {
+        **{name: case.active for name, case in CASES.items() if exported[name].__module__.startswith(ROOMS)},
+        **{name: lambda name=name: ReplaceOptimizer(f"lightning_eff.{name}", lr=1e-3) for name in optimizers},
+    }
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name == "resnet" else pytest.mark.slow) for name in GROUPED]
+)
+def test_what_moves_weights_trains_four_groups_and_resumes(family: str, tmp_path: Path) -> None:
+    """Under a list of schedules, accumulation, clipping and bf16-mixed, and bit for bit from the third step."""
+    settings: dict[str, Any] = {
+        "cls": FourGroups,
+        "accumulate_grad_batches": 2,
+        "gradient_clip_val": 0.5,
+        "precision": "bf16-mixed",
+    }
+    plain, _, _ = train(family, **settings)
+    wrong: dict[str, str] = {}
+    builders = moving()
+    assert {"Muon", "SOAP", "LookSAM", "ExponentialMovingAverage", "BatchSizeWarmup"} <= builders.keys()
+    for name, build in builders.items():
+        saving = ModelCheckpoint(tmp_path / name, "{step}", every_n_train_steps=3, save_top_k=-1)
+        net, losses, steps = train(family, build(), saving, enable_checkpointing=True, **settings)
+        path = tmp_path / name / "step=3.ckpt"
+        saved = torch.load(path, weights_only=True)
+        module(family).load_state_dict(saved["state_dict"])
+        again, _, _ = train(family, build(), resume=path, **settings)
+        exact = name in CASES and CASES[name].exact
+        held = {
+            "finite": all(p.isfinite().all() for p in net.parameters()) and all(map(math.isfinite, losses)),
+            "six steps": steps == STEPS,
+            "acts": torch.equal(flat(net), flat(plain)) == exact,
+            "resumes": torch.equal(flat(again), flat(net)),
+        }
+        if not all(held.values()):
+            wrong[name] = str(held)
+    assert wrong == {}
