@@ -6,8 +6,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_eff import cli
 from lightning_eff._core.technique import Technique
 from tests.models import loader, module, trainer
 
@@ -122,3 +124,17 @@ def resume_from_every_step(model: str, build: Build, directory: Path, **kwargs: 
     # from the last one nothing is left to do: Lightning does not even start, but the weights must be there
     found[saved[-1].stem] = [name for name in found[saved[-1].stem] if name not in ("rng", "steps")]
     return {name: names for name, names in found.items() if names}
+
+
+def fit_yaml(folder: Path, technique: str, arguments: dict[str, Any], **settings: Any) -> None:
+    """Train ``TinyClassifier`` by the command line, from a YAML whose trainer has these settings and the one technique."""
+    quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "default_root_dir": str(folder)}
+    named = [{"class_path": technique, "init_args": arguments}]
+    config = {
+        "trainer": {**quiet, **settings, "callbacks": named},
+        "model": {"class_path": "tests.models.TinyClassifier"},
+        "data": {"class_path": "tests.cli_data.Classes"},
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(config))
+    cli.main(["fit", "--config", str(path)])

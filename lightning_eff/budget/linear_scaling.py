@@ -100,6 +100,7 @@ class LinearScaling(Technique):
         "the baseline with its rate tuned on the same batch; and the full rate from the first step",
         _all_at_once,
     )
+    needs_optimizer: ClassVar[bool] = True
     conflicts: ClassVar[Mapping[str, str]] = {
         "BatchSizeWarmup": "both scale the rate with the batch. BatchSizeWarmup alone scales it from that of its first batch",
     }

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedulers
 from transformers import BatchEncoding
 
-from lightning_eff import BatchSizeWarmup, LearningRateSchedule, Muon, OptimizerOffload, ReplaceOptimizer, cli
+from lightning_eff import BatchSizeWarmup, LearningRateSchedule, Muon, OptimizerOffload, ReplaceOptimizer
 from lightning_eff._core.batches import join, like, plain
 from lightning_eff.budget.batch_size_warmup import batch_at, batch_sizes
 from tests import processes
@@ -23,7 +23,7 @@ from tests.cases import Case
 from tests.conftest import Once
 from tests.core.choosers import Some
 from tests.models import flat, loader, module, trainer
-from tests.runs import MODES, checkpoints, fit, resume_from_batches, resume_from_every_step
+from tests.runs import MODES, checkpoints, fit, fit_yaml, resume_from_batches, resume_from_every_step
 
 CASES = {
     "BatchSizeWarmup": Case(
@@ -328,23 +328,7 @@ def test_batches_that_do_not_fit_say_where() -> None:
 
 
 def test_a_yaml_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(
-        f"""
-trainer:
-  max_steps: 6
-  accelerator: cpu
-  logger: false
-  enable_progress_bar: false
-  default_root_dir: {tmp_path}
-  callbacks:
-    - class_path: BatchSizeWarmup
-      init_args: {{start: 1, full: 3, steps: 2, until: 0.5, power: 0.5}}
-model: {{class_path: tests.models.TinyClassifier}}
-data: {{class_path: tests.cli_data.Classes}}
-"""
-    )
-    cli.main(["fit", "--config", str(path)])
+    fit_yaml(tmp_path, "BatchSizeWarmup", {"start": 1, "full": 3, "steps": 2, "until": 0.5, "power": 0.5}, max_steps=6)
     assert "of the loader's batches, at 1.73 of the rate" in capsys.readouterr().out
 
 

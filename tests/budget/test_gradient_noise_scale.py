@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_eff import BatchSizeWarmup, GradientNoiseScale, SharpnessAwareMinimization, cli
+from lightning_eff import BatchSizeWarmup, GradientNoiseScale, SharpnessAwareMinimization
 from lightning_eff.budget.gradient_noise_scale import signal_and_noise
 from tests import processes
 from tests.budget.budget_jobs import Known, known_samples
 from tests.cases import Case
 from tests.conftest import Once
 from tests.models import flat, loader, trainer
-from tests.runs import fit
+from tests.runs import fit, fit_yaml
 
 CASES = {
     "GradientNoiseScale": Case(
@@ -172,24 +172,7 @@ def test_two_processes(once: Once) -> None:
 
 
 def test_a_yaml_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(
-        f"""
-trainer:
-  max_steps: 4
-  accumulate_grad_batches: 2
-  accelerator: cpu
-  logger: false
-  enable_progress_bar: false
-  default_root_dir: {tmp_path}
-  callbacks:
-    - class_path: GradientNoiseScale
-      init_args: {{half_life: 10}}
-model: {{class_path: tests.models.TinyClassifier}}
-data: {{class_path: tests.cli_data.Classes}}
-"""
-    )
-    cli.main(["fit", "--config", str(path)])
+    fit_yaml(tmp_path, "GradientNoiseScale", {"half_life": 10}, max_steps=4, accumulate_grad_batches=2)
     assert "by micro-batches" in capsys.readouterr().out
 
 

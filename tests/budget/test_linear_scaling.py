@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from lightning_eff import BatchSizeWarmup, LearningRateSchedule, LinearScaling, cli
+from lightning_eff import BatchSizeWarmup, LearningRateSchedule, LinearScaling
 from lightning_eff._core.search_space import RunProfile
 from lightning_eff.budget.linear_scaling import factor_at
 from tests import processes
@@ -19,6 +19,7 @@ from tests.budget.budget_jobs import without_dropout as still
 from tests.cases import Case
 from tests.conftest import Once
 from tests.models import Samples, flat, loader, trainer
+from tests.runs import fit_yaml
 
 CASES = {
     "LinearScaling": Case(
@@ -201,24 +202,7 @@ def test_it_is_held_against_the_full_rate_at_once() -> None:
 
 
 def test_a_yaml_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(
-        f"""
-trainer:
-  max_steps: 6
-  accelerator: cpu
-  logger: false
-  enable_progress_bar: false
-  default_root_dir: {tmp_path}
-  accumulate_grad_batches: 2
-  callbacks:
-    - class_path: LinearScaling
-      init_args: {{base_batch_size: 4, warmup: 0.5}}
-model: {{class_path: tests.models.TinyClassifier}}
-data: {{class_path: tests.cli_data.Classes}}
-"""
-    )
-    cli.main(["fit", "--config", str(path)])
+    fit_yaml(tmp_path, "LinearScaling", {"base_batch_size": 4, "warmup": 0.5}, max_steps=6, accumulate_grad_batches=2)
     assert "steps of 8 samples, the last at 2 of the rate for 4" in capsys.readouterr().out
 
 

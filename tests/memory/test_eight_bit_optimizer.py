@@ -14,13 +14,13 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedulers
 
-from lightning_eff import LAMB, EightBitOptimizer, LearningRateSchedule, Lion, ReplaceOptimizer, cli
+from lightning_eff import LAMB, EightBitOptimizer, LearningRateSchedule, Lion, ReplaceOptimizer
 from lightning_eff._core._optim.combined import CombinedOptimizer
 from lightning_eff.memory._eight_bit.equivalents import EIGHT_BIT, eight_bit, equivalent_of
 from lightning_eff.memory.eight_bit_optimizer import state_bytes
 from tests.cases import Case, classifier
 from tests.models import TinyGPT, flat, hugging_face, loader, module, trainer
-from tests.runs import checkpoints, differences, final_state, fit
+from tests.runs import checkpoints, differences, final_state, fit, fit_yaml
 
 CASES = {
     "EightBitOptimizer": Case(
@@ -319,23 +319,7 @@ def test_four_bits_by_torchao() -> None:
 
 
 def test_a_yaml_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(
-        f"""
-trainer:
-  max_steps: 3
-  accelerator: cpu
-  logger: false
-  enable_progress_bar: false
-  default_root_dir: {tmp_path}
-  callbacks:
-    - class_path: EightBitOptimizer
-      init_args: {{bits: 8, min_size: 64}}
-model: {{class_path: tests.models.TinyClassifier}}
-data: {{class_path: tests.cli_data.Classes}}
-"""
-    )
-    cli.main(["fit", "--config", str(path)])
+    fit_yaml(tmp_path, "EightBitOptimizer", {"bits": 8, "min_size": 64}, max_steps=3)
     assert "SGD8bit: states of" in capsys.readouterr().out
 
 

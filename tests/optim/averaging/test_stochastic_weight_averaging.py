@@ -83,6 +83,19 @@ def test_what_is_left_is_the_exact_mean_of_the_ends_of_cycles(model: str, mode: 
     assert "mean of 3 ends of cycles" in technique.summary()
 
 
+def test_parameters_that_are_thawed_later_are_the_mean_of_fewer() -> None:
+    class Thaw(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+            pl_module.get_submodule("embed").requires_grad_(trainer.global_step >= 9)
+
+    watch = Watch()
+    build = lambda: [StochasticWeightAveraging(start=0.5, cycle=1)]  # noqa: E731
+    net, _ = fit("tiny_gpt", build, callbacks=[Thaw(), watch], max_steps=12)
+    expected = reference(watch.raw, [7, 8, 9, 10, 11, 12])
+    expected["embed.weight"] = reference(watch.raw, [10, 11, 12])["embed.weight"]
+    assert differing(state_of(net), expected) == []
+
+
 def test_ends_of_epochs() -> None:
     watch, technique = Watch(), StochasticWeightAveraging(start=0.5)
     net, _ = fit("tiny_gpt", lambda: [technique], callbacks=[watch], max_steps=-1, max_epochs=4)

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_eff import GradientCentralization, OptimizerOffload, cli
+from lightning_eff import GradientCentralization, OptimizerOffload
 from lightning_eff.optim.optimizers.gradient_centralization import centralize, output_dims
 from tests.cases import Case
 from tests.models import TinyClassifier, flat, hugging_face, loader, module, trainer
-from tests.runs import fit
+from tests.runs import fit, fit_yaml
 
 
 class Scaled(pl.LightningModule):
@@ -194,23 +194,7 @@ def test_it_tells_how_much_it_took_out() -> None:
 
 
 def test_a_yaml_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(
-        f"""
-trainer:
-  max_steps: 3
-  accelerator: cpu
-  logger: false
-  enable_progress_bar: false
-  default_root_dir: {tmp_path}
-  callbacks:
-    - class_path: GradientCentralization
-      init_args: {{strength: 0.5}}
-model: {{class_path: tests.models.TinyClassifier}}
-data: {{class_path: tests.cli_data.Classes}}
-"""
-    )
-    cli.main(["fit", "--config", str(path)])
+    fit_yaml(tmp_path, "GradientCentralization", {"strength": 0.5}, max_steps=3)
     assert "4 weights' gradients lost" in capsys.readouterr().out
 
 

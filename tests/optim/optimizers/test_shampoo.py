@@ -10,25 +10,10 @@ from torch import Tensor, nn
 
 from lightning_eff import ReplaceOptimizer, Shampoo
 from tests.models import make_batch, module
+from tests.optim.optimizers.matrices import parameters, train
 from tests.runs import checkpoints, differences, final_state, fit
 
 SHAPES = [(6, 6), (8, 6), (6, 8), (5, 5)]
-
-
-def parameters(shapes: Any = SHAPES, dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
-    g = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=g, dtype=torch.float64).to(dtype)) for shape in shapes]
-
-
-def train(params: list[nn.Parameter], optimizer: Any, steps: int = 7, seed: int = 7) -> list[nn.Parameter]:
-    g = torch.Generator().manual_seed(seed)
-    for step in range(steps):
-        for i, p in enumerate(params):
-            p.grad = torch.randn(p.shape, generator=g, dtype=torch.float64).to(p.dtype)
-            if step == 3 and i == 1:
-                p.grad = None  # a step that does not reach it
-        optimizer.step()
-    return params
 
 
 def power(c: Tensor, exponent: float, eps: float) -> Tensor:
@@ -66,10 +51,10 @@ class Reference:
 @pytest.mark.parametrize("graft", ["adam", "sgd", None])
 @pytest.mark.parametrize("every", [1, 3])
 def test_it_is_the_papers_rule(graft: str | None, every: int) -> None:
-    a, b = parameters(), parameters()
+    a, b = parameters(SHAPES), parameters(SHAPES)
     train(a, Shampoo(a, 0.02, (0.8, 0.9), 1e-4, 0.1, graft=graft, root_steps=every, split=None))
     train(b, Reference(b, graft, every))
-    for p, q, start in zip(a, b, parameters(), strict=True):
+    for p, q, start in zip(a, b, parameters(SHAPES), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-7, atol=1e-9)
         assert (p - start).abs().min() > 0
 
@@ -100,7 +85,7 @@ def test_the_first_step_is_the_polar_factor_of_the_gradient(shape: tuple[int, in
 
 
 def test_a_grafted_step_is_as_long_as_adams_in_another_direction() -> None:
-    a, b = parameters(), parameters()
+    a, b = parameters(SHAPES), parameters(SHAPES)
     settings: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.0}
     ours, theirs = Shampoo(a, split=None, root_steps=2, **settings), torch.optim.Adam(b, **settings)
     for seed in range(4):
@@ -212,7 +197,7 @@ def test_it_trains_and_resumes_in_an_unchanged_module(tmp_path: Path) -> None:
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Shampoo(parameters(), **settings)
+        Shampoo(parameters(SHAPES), **settings)
 
 
 def test_bad_parameters_are_refused() -> None:

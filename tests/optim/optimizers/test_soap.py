@@ -15,26 +15,11 @@ from torch import Tensor, nn
 from lightning_eff import SOAP, ReplaceOptimizer
 from tests.conftest import Once
 from tests.models import loader, make_batch, module, trainer
+from tests.optim.optimizers.matrices import parameters, train
 from tests.runs import checkpoints, differences, final_state, fit
 from tests.strategies.launch import launch
 
 SHAPES = [(6, 6), (12, 6), (6, 12), (6, 6)]
-
-
-def parameters(shapes: Any = SHAPES, dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
-    g = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=g, dtype=torch.float64).to(dtype)) for shape in shapes]
-
-
-def train(params: list[nn.Parameter], optimizer: Any, steps: int = 8, seed: int = 7) -> list[nn.Parameter]:
-    g = torch.Generator().manual_seed(seed)
-    for step in range(steps):
-        for i, p in enumerate(params):
-            p.grad = torch.randn(p.shape, generator=g, dtype=torch.float64).to(p.dtype)
-            if step == 3 and i == 1:
-                p.grad = None  # a step that does not reach it
-        optimizer.step()
-    return params
 
 
 class Reference:
@@ -74,7 +59,7 @@ class Reference:
 
 @pytest.mark.parametrize(("refresh", "b3"), [(1, 0.9), (3, 0.95), (100, 0.95)])
 def test_it_is_the_papers_rule(refresh: int, b3: float) -> None:
-    a, b = parameters(), parameters()
+    a, b = parameters(SHAPES), parameters(SHAPES)
     ours = SOAP(a, 0.02, (0.9, 0.95), weight_decay=0.1, covariance_beta=b3, refresh_steps=refresh, split=None)
     theirs = Reference(b, 0.02, 0.1, (0.9, 0.95), b3, refresh)
     train(a, ours, steps=1, seed=1)
@@ -85,7 +70,7 @@ def test_it_is_the_papers_rule(refresh: int, b3: float) -> None:
         ours.state[p]["basis_0_1"].copy_(s["QR"])
     train(a, ours)
     train(b, theirs)
-    for p, q, start in zip(a, b, parameters(), strict=True):
+    for p, q, start in zip(a, b, parameters(SHAPES), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-9)
         assert (p - start).abs().min() > 0
 
@@ -110,7 +95,7 @@ def test_it_is_pytorch_optimizers_on_matrices_and_convolutions() -> None:
 
 
 def test_without_bases_it_is_adamw_that_leaves_out_the_first_gradient() -> None:
-    a, b = parameters(), parameters()
+    a, b = parameters(SHAPES), parameters(SHAPES)
     train(a, SOAP(a, 0.02, (0.8, 0.9), 1e-6, 0.3, max_dim=1, split=None), steps=1, seed=1)
     assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
     ours = SOAP(a, 0.02, (0.8, 0.9), 1e-6, 0.3, max_dim=5, split=None)
@@ -353,14 +338,14 @@ def test_it_is_plain_in_configure_optimizers() -> None:
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        SOAP(parameters(), **settings)
+        SOAP(parameters(SHAPES), **settings)
 
 
 def test_bad_parameters_are_refused() -> None:
     with pytest.raises(ValueError, match="no hidden matrix among 1 parameters"):
         SOAP([nn.Parameter(torch.zeros(3))])
     with pytest.raises(ValueError, match='"algorithm": \'muon\'; expected "soap"'):
-        SOAP([{"params": parameters(), "algorithm": "muon"}])
+        SOAP([{"params": parameters(SHAPES), "algorithm": "muon"}])
     with pytest.raises(ValueError, match=r"holds a parameter of shape \(3,\); expected two dimensions"):
         SOAP([{"params": [nn.Parameter(torch.zeros(3))], "algorithm": "soap"}])
     with pytest.raises(ValueError, match="is complex; expected real"):
