@@ -3,18 +3,20 @@
 import functools
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
+from lightning_eff._core._run.capacity import free_bytes, in_words
 from lightning_eff._core._stack.thawing import thawing
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Technique
 
 Gradients = dict[str, Tensor]
+Norm = Literal["gradient", "inverse"]
 
 
 def rivals(*names: str) -> dict[str, str]:
@@ -32,11 +34,57 @@ def norm_of(tensors: Sequence[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
 
 
-def stepped(session: Session) -> dict[str, nn.Parameter]:
+def stepped(session: Session, *, waiting: bool = True) -> dict[str, nn.Parameter]:
     """The parameters that the run's optimizers step, by name: those that take gradients, also if their block waits."""
     held = {id(p) for optimizer in session.optimizers for group in optimizer.param_groups for p in group["params"]}
-    taking = thawing(lambda: [(n, p) for n, p in session.module.named_parameters() if p.requires_grad], session._stacks)
-    return {name: p for name, p in taking() if id(p) in held}
+
+    def taking() -> dict[str, nn.Parameter]:
+        return {name: p for name, p in session.module.named_parameters() if p.requires_grad and id(p) in held}
+
+    return thawing(taking, session._stacks)() if waiting else taking()
+
+
+def check_norm(who: str, norm: str) -> None:
+    """Raise ``ValueError`` unless ``norm`` says whose norm a direction has."""
+    if norm not in get_args(Norm):
+        raise ValueError(
+            f'{who}({norm=}): expected "gradient", for a direction of the gradient\'s norm, or "inverse", for that which it has'
+            " in the paper."
+        )
+
+
+def dtype_of_rows(of: Tensor) -> torch.dtype:
+    """That of the vectors that are kept of a parameter: float32 or finer, and real."""
+    return torch.promote_types(of.dtype.to_real(), torch.float32)
+
+
+def length_of_rows(of: Tensor) -> int:
+    """The real numbers of a parameter."""
+    return of.numel() * (2 if of.is_complex() else 1)
+
+
+def check_room(who: str, session: Session, count: int) -> str:
+    """What ``count`` vectors of all parameters that are stepped take, in words.
+
+    Raises:
+        ValueError: if a device has less than that left; ``who`` begins the message.
+    """
+    needed, parameters = dict[torch.device, int](), stepped(session)
+    size = sum(p.numel() for p in parameters.values())
+    for p in parameters.values():
+        needed[p.device] = needed.get(p.device, 0) + count * length_of_rows(p) * dtype_of_rows(p).itemsize
+    for device, num_bytes in needed.items():
+        free = free_bytes(device)
+        if free is not None and device.type == "cpu":
+            free //= session.trainer.num_devices  # as many processes share it
+        if free is not None and num_bytes > free:
+            raise ValueError(
+                f"{who}: {count} vectors of {size:,} parameters are {in_words(num_bytes)} on {device}, which has"
+                f" {in_words(free)} left; expected at most {free * count // num_bytes} vectors, and fewer where training"
+                " needs the rest. Keep fewer."
+            )
+    told = ", ".join(f"{in_words(num_bytes)} on {device}" for device, num_bytes in needed.items())
+    return f"{count} vectors of {size:,} parameters take {told}"
 
 
 class Preconditioner(Technique):
@@ -123,6 +171,20 @@ class Preconditioner(Technique):
                 if id(p) in self._names:  # one that lies outside the module has no name, and steps as it would
                     found[self._names[id(p)]] = torch.view_as_real(p.grad) if p.grad.is_complex() else p.grad
         return found
+
+    def _finished(self, gradients: Gradients, directions: Gradients, product: float, norm: Norm) -> Gradients | None:
+        """The directions with the norm that they shall have; None if they are not finite.
+
+        ``product`` is the gradient's with the direction, over all parameters.
+        """
+        length, wanted = norm_of(list(directions.values())), norm_of(list(gradients.values()))
+        if not bool(length.isfinite()):
+            return None
+        self._last["cosine"] = product / max(float(wanted) * float(length), torch.finfo(torch.float64).tiny)
+        if norm == "gradient" and float(length) > 0:
+            for direction in directions.values():
+                direction *= (wanted / length).to(direction.device, direction.dtype)
+        return directions
 
     # -- what it tells and keeps
 

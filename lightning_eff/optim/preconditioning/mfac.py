@@ -1,0 +1,220 @@
+"""M-FAC: the gradient times the inverse of the empirical Fisher matrix of the newest gradients (Frantar et al. 2021)."""
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_eff._core._run.capacity import in_words
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
+from lightning_eff._core.session import Session
+from lightning_eff._core.technique import Control
+from lightning_eff.optim.preconditioning._gradients import (
+    Gradients,
+    Norm,
+    Preconditioner,
+    check_norm,
+    check_room,
+    dtype_of_rows,
+    length_of_rows,
+    rivals,
+    stepped,
+)
+
+
+@torch.no_grad()
+def inverse_weights(gram: Tensor, index: int, *, damping: float, num_gradients: int) -> Tensor:
+    """``w`` with which ``F^-1 g_i = sum_j w_j g_j``, where ``F = lambda I + (1/m) sum_j g_j g_j^T``.
+
+    The paper's inverse comes one gradient at a time: ``F_0^-1 = I / lambda``, and by Sherman and Morrison
+
+        F_j^-1 = F_{j-1}^-1 - (F_{j-1}^-1 g_j)(F_{j-1}^-1 g_j)^T / (m + g_j^T F_{j-1}^-1 g_j).
+
+    Its dynamic algorithm makes this of the gradients' products alone: ``g_j^T F_{j-1}^-1 g_l`` and the denominators are, but
+    for a factor, rows and pivots of ``lambda I + G G^T / m`` under elimination. All steps of that are one Cholesky
+    factorisation of this k x k matrix, and ``F^-1 G^T = G^T (lambda I + G G^T / m)^-1`` gives ``w`` by two triangular solves.
+
+    Args:
+        gram: ``G G^T``, shape (k, k): the products of the k <= m gradients there are; those that lack count as zero.
+        index: ``i``.
+        damping: ``lambda`` > 0.
+        num_gradients: ``m``.
+
+    Returns:
+        ``w``, shape (k,), in ``gram``'s dtype, which should be float64; NaN where rounding errors lie above ``lambda``.
+    """
+    # λ I + G Gᵀ / m, whose j-th pivot is λ (m + g_jᵀ F_{j−1}⁻¹ g_j) / m >= λ
+    matrix = gram / num_gradients
+    matrix.diagonal().add_(damping)
+    factor, failed = torch.linalg.cholesky_ex(matrix)
+    # w = (λ I + G Gᵀ / m)⁻¹ e_i
+    w = torch.zeros_like(gram[0])
+    w[index] = 1.0
+    return torch.cholesky_solve(w[:, None], factor)[:, 0] + (torch.nan if failed else 0.0)
+
+
+class MFAC(Preconditioner):
+    """Step along ``F^-1 g``: the gradient times the inverse of the newest gradients' empirical Fisher matrix.
+
+    ``F = lambda I + (1/m) sum g_i g_i^T`` over the last ``m`` steps' gradients, this one among them; those of before the run
+    count as zero. Directions in which gradients have been large are stepped along less, the more so the larger they were;
+    what no gradient of the window has shown keeps its length. ``F`` and its inverse are never formed: a step takes two
+    products of the ``m`` gradients with a vector, and a factorisation of an m x m matrix on the CPU. The gradient is the
+    one that the step is made along, the mean over an accumulation window and the ranks of DDP, before clipping; the
+    module's own optimizer, its rates, momentum and decay stay.
+
+    **Memory** is ``m`` copies of the gradient in float32, on the parameters' devices, and as much in each checkpoint. It is
+    said at setup, where a device that has less is refused.
+
+    ``F^-1 g`` has other units than ``g``: alone in the window, a gradient comes out with the norm ``m / ||g||``. By default
+    it is scaled back to the gradient's norm, so that rates and clipping mean what they did. ``norm="inverse"`` leaves it as
+    it is in the paper, and then the rate must be searched for anew.
+
+    Where the network's blocks change, the window begins anew. See ``Preconditioner`` for what is left as it is.
+
+    Logged: ``gradient_norm`` and ``direction_norm``, the cosine between the two (``cosine``), ``damping`` as it was used,
+    ``window`` (gradients in it), and the steps ``rewritten`` and ``left`` as they were.
+
+    Args:
+        num_gradients: ``m`` >= 0. The paper takes 512 to 1024; 0 is plain training.
+        damping: ``lambda`` > 0, in units of the square of a gradient. Large ones give the plain gradient. It is never below
+            the rounding error of the gradients' products, their largest times 1e-7, which float32 cannot tell from zero.
+        norm: "gradient" or "inverse": whose norm the direction has.
+
+    Raises:
+        ValueError: for other values; at setup, where the window does not fit in memory, with LBFGS, and where the
+            optimizers step no parameter of the module.
+
+    Sources:
+        Frantar, Kurtic and Alistarh 2021, arXiv:2107.03356, section 3.2.
+    """
+
+    saves: ClassVar[str] = "steps, by the paper's claim: better conditioned ones, for two readings of m gradients each"
+    paper: ClassVar[str] = "Frantar et al. 2021 (M-FAC), arXiv:2107.03356"
+    constraints: ClassVar[str] = (
+        "a single device or DDP; automatic optimization; memory and checkpoints of m gradients in float32"
+    )
+    survey: ClassVar[Survey | None] = Survey("second-order optimizers", zhuang="2.1", shen="5.2")
+    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+        {"num_gradients": Choice((32, 128, 512)), "damping": Uniform(1e-6, 1e-1, log=True)}
+    )
+    control: ClassVar[Control] = Control(
+        "the baseline for as many seconds with its learning rate decayed to zero, and a rate searched for in both arms"
+    )
+    conflicts: ClassVar = rivals()
+
+    def __init__(self, *, num_gradients: int = 128, damping: float = 1e-3, norm: Norm = "gradient") -> None:
+        if isinstance(num_gradients, bool) or not isinstance(num_gradients, int) or num_gradients < 0:
+            raise ValueError(
+                f"MFAC({num_gradients=}): expected an integer >= 1, the gradients that are kept, or 0 for plain training."
+            )
+        if isinstance(damping, bool) or not isinstance(damping, int | float) or not 0 < damping < math.inf:
+            raise ValueError(
+                f"MFAC({damping=}): expected a finite number above 0, lambda of lambda I + (1/m) sum g g^T."
+            )
+        check_norm("MFAC", norm)
+        self.num_gradients, self.damping = num_gradients, float(damping)
+        self.norm: Norm = norm
+        self._reset()
+
+    @override
+    def _reset(self) -> None:
+        super()._reset()
+        self._rows: dict[str, Tensor] = {}  # of each parameter, its gradients (m, numel)
+        self._gram = torch.zeros(self.num_gradients, self.num_gradients, dtype=torch.float64)
+        self._seen = 0  # gradients since the window was begun; the next one's row is this modulo m
+
+    @property
+    @override
+    def neutral(self) -> bool:
+        return self.num_gradients == 0
+
+    @override
+    def on_optimizers(self, session: Session) -> None:
+        super().on_optimizers(session)
+        m, parameters = self.num_gradients, stepped(session)
+        told = check_room(f"MFAC(num_gradients={m})", session, m)
+        rank_zero_info(f"MFAC: {told}, and as much in each checkpoint")
+        loaded, filled = self._rows, min(self._seen, m)
+        self._rows = {name: _room(p, m) for name, p in parameters.items()}
+        for name in loaded.keys() & self._rows.keys():
+            self._rows[name][:filled] = loaded[name]
+
+    @override
+    def precondition(self, session: Session, gradients: Gradients) -> Gradients | None:
+        m, slot = self.num_gradients, self._seen % self.num_gradients
+        self._seen += 1
+        k = min(self._seen, m)
+        # G g of the newest gradient g, which is row `slot` of G
+        products = torch.zeros(k, dtype=torch.float64)
+        for name in self._rows.keys() - gradients.keys():
+            self._rows[name][slot] = 0.0
+        for name, g in gradients.items():
+            if name not in self._rows:  # one that is stepped since
+                self._rows[name] = _room(g, m)
+            self._rows[name][slot] = g.flatten()
+            products += torch.mv(self._rows[name][:k], g.flatten()).double().cpu()
+        self._gram[slot, :k] = self._gram[:k, slot] = products
+        # what the products cannot tell from zero, by their rounding errors, is damped too
+        eps = max(torch.finfo(g.dtype).eps for g in gradients.values())
+        damping = max(self.damping, eps * float(self._gram[:k, :k].diagonal().max()))
+        # F⁻¹ g = Σ w_j g_j
+        w = inverse_weights(self._gram[:k, :k], slot, damping=damping, num_gradients=m)
+        directions = {
+            name: torch.mv(self._rows[name][:k].T, w.to(g.device, g.dtype)).view_as(g) for name, g in gradients.items()
+        }
+        self._last["damping"] = damping
+        return self._finished(gradients, directions, float(w @ products), self.norm)
+
+    @override
+    def on_blocks_changed(self, session: Session) -> None:
+        self._seen = 0
+
+    # -- what it tells and keeps
+
+    @override
+    def report(self) -> dict[str, float | int | Tensor]:
+        return {**super().report(), "window": min(self._seen, self.num_gradients)}
+
+    @override
+    def summary(self) -> str:
+        if not self._rewritten:
+            return "M-FAC: no gradient preconditioned"
+        size = sum(rows.numel() * rows.element_size() for rows in self._rows.values())
+        return (
+            f"M-FAC: {self._rewritten:,} steps along gradients times the inverse Fisher matrix of the last"
+            f" {min(self._seen, self.num_gradients)}, kept in {in_words(size)}"
+        )
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        filled = min(self._seen, self.num_gradients)
+        whole = filled == self.num_gradients
+        return {
+            **super().state_dict(),
+            "seen": self._seen,
+            "rows": {name: rows if whole else rows[:filled].clone() for name, rows in self._rows.items()},
+            "gram": self._gram[:filled, :filled].clone(),
+        }
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        m, seen, rows, gram = self.num_gradients, state_dict["seen"], state_dict["rows"], state_dict["gram"]
+        if self.neutral:
+            return
+        held = len(gram)
+        if held not in (0, m):  # of another m: the newest that there is room for, the oldest first
+            order = list(range(seen - min(held, m), seen))
+            at = [i % held for i in order]
+            rows, gram, seen = {name: r[at] for name, r in rows.items()}, gram[at][:, at], len(order)
+        self._rows, self._seen, filled = rows, seen, min(seen, m)
+        self._gram[:filled, :filled] = gram
+
+
+def _room(of: Tensor, num_gradients: int) -> Tensor:
+    """Zeros for so many gradients of a parameter, on its device."""
+    return torch.zeros(num_gradients, length_of_rows(of), dtype=dtype_of_rows(of), device=of.device)
