@@ -160,7 +160,7 @@ FAMILIES: dict[str, Family] = {
     **{name: _family(name, "image", _NO_SEQUENCE) for name in ["vit", "beit", "dinov2", "vit_msn"]},
     "swin": Family("image", _SWIN, _NO_SEQUENCE | _SAY_LAYERS),
     **{name: _family(name, "speech", _NO_SEQUENCE) for name in ["wav2vec2", "hubert", "unispeech"]},
-    "resnet": Family("own", {}, _NO_SEQUENCE),
+    "resnet": Family("own", {}, _NO_SEQUENCE | _NO_LINEAR),
 }
 
 

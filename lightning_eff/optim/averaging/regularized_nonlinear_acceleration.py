@@ -27,10 +27,12 @@ def coefficients(gram: Tensor, *, regularization: float) -> Tensor:
     """The ``c`` that minimises ``c^T (K + lambda I) c`` with ``sum_i c_i = 1`` and ``K = R^T R / ||R^T R||``; shape (k,).
 
     Args:
-        gram: ``R^T R``, shape (k, k).
+        gram: ``R^T R``, shape (k, k). Where it is not finite, as of a run that has diverged, ``c`` is a plain mean's.
         regularization: ``lambda`` >= 0. With 0 and dependent residuals, ``c`` is the shortest of all that minimise.
     """
     k = len(gram)
+    if not bool(gram.isfinite().all()):
+        return gram.new_full((k,), 1 / k)
     norm = torch.linalg.matrix_norm(gram, 2)
     system = torch.zeros(k + 1, k + 1, dtype=gram.dtype)
     system[:k, :k] = gram / norm if norm > 0 else gram

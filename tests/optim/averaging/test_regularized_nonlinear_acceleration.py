@@ -57,6 +57,16 @@ def test_residuals_that_are_all_zero_have_equal_parts() -> None:
     torch.testing.assert_close(c, torch.full((3,), 1 / 3, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_run_that_has_diverged_is_shown_as_it_is(value: float) -> None:
+    broken = torch.eye(3, dtype=torch.float64)
+    broken[1, 1] = value
+    assert coefficients(broken, regularization=1e-4).tolist() == [1 / 3] * 3
+    points = [torch.ones(2), torch.full((2,), value), torch.ones(2)]
+    c = coefficients(gram(points), regularization=1e-4)
+    assert not combination(points, c, device=torch.device("cpu")).isfinite().any()
+
+
 class Bowl(pl.LightningModule):
     """``L(w) = (w - w*)^T H (w - w*) / 2`` under gradient descent, in two tensors."""
 
