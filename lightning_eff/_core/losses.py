@@ -299,6 +299,42 @@ class CutAtLosses(_LossMode):
         return torch.cat(rows, dim=1).norm(dim=1)
 
 
+@dataclass
+class SeenCall:
+    """One loss call, whatever its reduction and wherever its target comes from.
+
+    Attributes:
+        fn: the function of ``torch.nn.functional``.
+        arguments: its arguments by name, ``input``, ``target`` and ``reduction`` among them.
+        output: what it returned.
+    """
+
+    fn: Callable[..., Tensor]
+    arguments: dict[str, Any]
+    output: Tensor
+
+
+class SeeLosses(_LossMode):
+    """Note each loss call that has a gradient, with its graph, and leave its value as it is.
+
+    Attributes:
+        calls: the calls seen, in their order.
+    """
+
+    reductions = ("mean", "sum", "none")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[SeenCall] = []
+
+    @override
+    def on_loss(self, fn: Callable[..., Tensor], arguments: dict[str, Any]) -> Tensor:
+        output = fn(**arguments)
+        if output.requires_grad:
+            self.calls.append(SeenCall(fn, arguments, output))
+        return output
+
+
 def loss_of(output: Any) -> Tensor | None:
     """The loss in what a ``training_step`` returned: a tensor, ``output["loss"]``, or None where it skips the step."""
     if isinstance(output, Tensor) or output is None:

@@ -27,7 +27,8 @@ class Stage(IntEnum):
     TRANSFORM = 2  #: change the batch: length, resolution, tokens, mixing
     PERTURB = 3  #: run at other weights
     REWEIGHT = 4  #: change the loss
-    SAVE = 5  #: what is kept between forward and backward
+    MEASURE = 5  #: look at what the pass computes, and at gradients of it
+    SAVE = 6  #: what is kept between forward and backward
 
 
 Proceed = Callable[[Any], Any]

@@ -1,0 +1,152 @@
+"""The factors of a module's maps over a run: sums over a window, their means over ranks and over time, and inverses."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_eff.optim.preconditioning._kronecker_factors import Moments, inverses
+from lightning_eff.optim.preconditioning._maps import Map
+
+
+class Estimates:
+    """Statistics of maps, by name, and what is made of them.
+
+    Attributes:
+        factors: running means of the moments, and of how many steps each is.
+        inverses: of ``A`` and ``S``, damped, as they were last made.
+        scale: the loss in units of a mean of log-likelihoods: its running mean.
+        statistics: steps that statistics were taken in.
+        window: sums over the micro-batches of the step at hand, and :attr:`window_scale` those of the scale.
+
+    Args:
+        decay: of the means over time.
+        max_size: rows of the largest factor that is kept whole.
+    """
+
+    def __init__(self, *, decay: float, max_size: int) -> None:
+        self.decay, self.max_size = decay, max_size
+        self.factors: dict[str, tuple[Moments, int]] = {}
+        self.inverses: dict[str, tuple[Tensor, Tensor]] = {}
+        self.scale = 0.0
+        self.statistics = 0
+        self.window: dict[str, Moments] = {}
+        self.window_scale = 0.0
+
+    def add(self, name: str, found: Moments) -> None:
+        """One call of a map, or a part of one."""
+        self.window[name] = self.window[name] + found if name in self.window else found
+
+    def average(
+        self, maps: Iterable[Map], micro_batches: int, world_size: int, total: Callable[[Tensor], Tensor]
+    ) -> None:
+        """The window is whole: average it over its micro-batches, over ranks and over time.
+
+        Maps that no rank has rows of, or whose sums are not finite, keep their factors.
+
+        Args:
+            maps: all of them, in an order that is the same on all ranks.
+            micro_batches: by which the loss of each is divided.
+            world_size: ranks.
+            total: the sum of a tensor over the ranks.
+        """
+        window, self.window = self.window, {}
+        share = 1.0 / (micro_batches * world_size)
+        maps = list(maps)
+        told = [float(m.name in window) for m in maps] + [self.window_scale * share]
+        self.window_scale = 0.0
+        if world_size > 1:
+            told = total(torch.tensor(told, dtype=torch.float64, device=maps[0].weight.device)).tolist()
+        self.statistics += 1
+        self.scale += (told[-1] - self.scale) * self._weight(self.statistics)
+        for m, seen in zip(maps, told[:-1], strict=True):
+            if not seen:
+                continue
+            new = window[m.name] if m.name in window else no_rows(m, max_size=self.max_size)
+            if world_size > 1:
+                new = Moments(total(new.A), total(new.rows), total(new.S))
+            new = Moments(new.A, new.rows, new.S * share)
+            if new.finite and bool(new.rows.sum() > 0):
+                old, number = self.factors.get(m.name, (new, 0))
+                self.factors[m.name] = (old.moved_towards(new, self._weight(number + 1)), number + 1)
+
+    def _weight(self, number: int) -> float:
+        """What the newest of ``number`` statistics counts in their mean: ``1 - min(1 - 1 / t, decay)``."""
+        return 1.0 - min(1.0 - 1.0 / number, self.decay)
+
+    def inverses_of(self, m: Map, damping: float, *, with_bias: bool) -> tuple[Tensor, Tensor]:
+        """The inverses of a map that has factors: those at hand, unless there are none of this form.
+
+        Args:
+            m: the map.
+            damping: ``lambda``, in units of a mean loss's curvature.
+            with_bias: whether its bias has a gradient.
+        """
+        factors, _ = self.factors[m.name]
+        factors = factors.without_bias() if m.bias is not None and not with_bias else factors
+        found = self.inverses.get(m.name)
+        if found is None or found[0].shape != factors.A.shape:
+            found = self.inverses[m.name] = inverses(factors, damping * self.scale)
+        return found
+
+    # -- what is kept
+
+    def state_dict(self) -> dict[str, Any]:
+        """All but the window: plain containers, numbers and tensors."""
+        return {
+            "factors": {name: {**_saved(moments), "number": n} for name, (moments, n) in self.factors.items()},
+            "inverses": {name: {"A": a.clone(), "S": s.clone()} for name, (a, s) in self.inverses.items()},
+            "scale": self.scale,
+            "statistics": self.statistics,
+        }
+
+    def window_state(self) -> tuple[dict[str, Any], float]:
+        """The window of this rank."""
+        return {name: _saved(moments) for name, moments in self.window.items()}, self.window_scale
+
+    def load(
+        self, state: Mapping[str, Any], window: tuple[dict[str, Any], float] | None, maps: Mapping[str, Map]
+    ) -> None:
+        """Take over what :meth:`state_dict` and :meth:`window_state` returned, on the devices of the maps.
+
+        Raises:
+            ValueError: if it is of other maps.
+        """
+        unknown = [name for name in state["factors"] if name not in maps]
+        if unknown:
+            raise ValueError(
+                f"KFAC: the checkpoint has factors of {', '.join(unknown[:4])}, which is no map that the optimizers step;"
+                f" expected some of {', '.join(list(maps)[:4])}{', ...' if len(maps) > 4 else ''}. Resume the module that it"
+                " was saved of, or load its weights alone."
+            )
+        for name, saved in state["factors"].items():
+            device = maps[name].weight.device
+            self.factors[name] = (_loaded(saved, device), saved["number"])
+            if name in state["inverses"]:
+                inverse = state["inverses"][name]
+                self.inverses[name] = (inverse["A"].to(device), inverse["S"].to(device))
+        self.scale, self.statistics = state["scale"], state["statistics"]
+        if window is not None:
+            own, self.window_scale = window
+            self.window = {name: _loaded(saved, maps[name].weight.device) for name, saved in own.items()}
+
+
+def no_rows(m: Map, *, max_size: int) -> Moments:
+    """Sums over no rows of a map."""
+    outputs = m.weight.shape[1] if m.transposed else m.weight.shape[0]
+    inputs = m.weight.numel() // outputs + (m.bias is not None)
+    like = {"dtype": torch.promote_types(m.weight.dtype, torch.float32), "device": m.weight.device}
+
+    def zeros(n: int) -> Tensor:
+        return torch.zeros((m.groups, n) if n > max_size else (m.groups, n, n), **like)
+
+    return Moments(zeros(inputs), torch.zeros(m.groups, **like), zeros(outputs // m.groups))
+
+
+def _saved(moments: Moments) -> dict[str, Tensor]:
+    return {"A": moments.A.clone(), "rows": moments.rows.clone(), "S": moments.S.clone()}
+
+
+def _loaded(saved: Mapping[str, Any], device: torch.device) -> Moments:
+    return Moments(saved["A"], saved["rows"], saved["S"]).to(device)

@@ -1,0 +1,163 @@
+"""Which weights of a module are linear maps and convolutions that are called, and the rows of such a call."""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from lightning_eff._core._architecture.linear_maps import is_conv1d
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_PATCHES = 2**24  # entries of inputs' patches that are laid out at a time
+
+
+@dataclass(frozen=True)
+class Map:
+    """A weight that is a linear map or a convolution, wherever the module calls it.
+
+    Attributes:
+        name: of the weight among the module's parameters.
+        weight: of shape (out, in), (in, out) if ``transposed``, or (out, in / groups, ...) of a convolution.
+        bias: of shape (out,); None where there is none, or one for each of several owners.
+        owners: the modules that have the weight.
+        transposed: transformers' ``Conv1D``.
+        groups: of a convolution: ``G`` maps side by side.
+    """
+
+    name: str
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    owners: tuple[nn.Module, ...]
+    transposed: bool
+    groups: int
+
+    def gradient(self) -> tuple[Tensor, bool] | None:
+        """The gradient of the weight, with that of the bias as its last column, and whether that is there.
+
+        Shape (G, m, n) or (G, m, n + 1), in float32 or finer. None where the weight has no gradient.
+        """
+        if self.weight.grad is None:
+            return None
+        g = self.weight.grad.mT if self.transposed else self.weight.grad
+        g = _fine(g.reshape(self.groups, g.shape[0] // self.groups, -1))
+        if self.bias is None or self.bias.grad is None:
+            return g, False
+        return torch.cat([g, self.bias.grad.to(g.dtype).view(self.groups, -1, 1)], dim=-1), True
+
+    def write(self, values: Tensor) -> None:
+        """Let the gradients be ``values``, of the shape that :meth:`gradient` returned."""
+        assert self.weight.grad is not None
+        if self.bias is not None and self.bias.grad is not None:
+            self.bias.grad.copy_(values[..., -1].reshape(-1))
+            values = values[..., :-1]
+        own = self.weight.grad.mT if self.transposed else self.weight.grad
+        own.copy_(values.reshape(own.shape))
+
+
+def maps_of(module: nn.Module, held: Collection[int]) -> tuple[list[Map], dict[str, str]]:
+    """The maps whose weights have their ids in ``held``, and what is left alone with the reason, by name."""
+    owners: dict[int, list[nn.Module]] = {}
+    for owner in module.modules():
+        for p in owner.parameters(recurse=False):
+            owners.setdefault(id(p), []).append(owner)
+    found: list[Map] = []
+    left: dict[str, str] = {}
+    for name, weight in module.named_parameters():
+        users = owners[id(weight)]
+        if id(weight) not in held or not any(_kind(owner) and owner.weight is weight for owner in users):
+            continue
+        reason = _unfit(users, weight)
+        if reason is not None:
+            left[name] = reason
+            continue
+        biases = {id(b): b for owner in users if (b := owner._parameters.get("bias")) is not None and id(b) in held}
+        bias = next(iter(biases.values())) if len(biases) == 1 else None
+        alike = all(owner._parameters.get("bias") is bias for owner in users)
+        groups = users[0].groups if isinstance(users[0], CONVOLUTIONS) else 1
+        found.append(Map(name, weight, bias if alike else None, tuple(users), is_conv1d(users[0]), groups))
+    return found, left
+
+
+def _kind(owner: nn.Module) -> type | None:
+    """Of what kind a module is a map, if it is one; a mean of calls is over those of one kind."""
+    if isinstance(owner, nn.Linear):
+        return nn.Linear
+    if isinstance(owner, CONVOLUTIONS):
+        return next(kind for kind in CONVOLUTIONS if isinstance(owner, kind))
+    return type(owner) if is_conv1d(owner) else None
+
+
+def _unfit(users: list[nn.Module], weight: nn.Parameter) -> str | None:
+    """Why a weight is left alone, or None."""
+    for owner in users:
+        if isinstance(owner, nn.Embedding | nn.EmbeddingBag):
+            return "it is tied to an embedding"
+        if isinstance(owner, NonDynamicallyQuantizableLinear):
+            return "nn.MultiheadAttention does not call the map that it has it in"
+    if len({_kind(owner) for owner in users}) > 1 or any(
+        owner._parameters.get("weight") is not weight for owner in users
+    ):
+        return f"{' and '.join(sorted({type(owner).__name__ for owner in users}))} share it"
+    if isinstance(users[0], CONVOLUTIONS) and len({(o.groups, o.kernel_size) for o in users}) > 1:  # pyright: ignore[reportAttributeAccessIssue]
+        return "convolutions of several groups share it"
+    return None
+
+
+# -- the rows of a call
+
+
+def rows_of(owner: nn.Module, a: Tensor, g: Tensor, *, bias: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    """The rows of one call, in parts: inputs (G, R, n), with a last 1 where there is a bias, and gradients (G, R, m).
+
+    Args:
+        owner: the module that was called.
+        a: its input, (..., n) for a linear map, (N, C, ...) or (C, ...) for a convolution.
+        g: the gradient at what it returned.
+        bias: whether the input has a constant.
+    """
+    if not isinstance(owner, CONVOLUTIONS):
+        yield _with_one(_fine(a.reshape(1, -1, a.shape[-1])), bias), _fine(g.reshape(1, -1, g.shape[-1]))
+        return
+    if g.ndim == len(owner.kernel_size) + 1:
+        a, g = a.unsqueeze(0), g.unsqueeze(0)
+    per_sample = max(owner.weight[0].numel() * owner.groups * g[0, 0].numel(), 1)
+    size = max(_PATCHES // per_sample, 1)
+    for some, gradient in zip(a.split(size), g.split(size), strict=True):
+        at_places = gradient.unflatten(1, (owner.groups, -1)).flatten(3).permute(1, 0, 3, 2)  # (G, N, L, m)
+        yield _with_one(_fine(patches(some, owner)), bias), _fine(at_places.flatten(1, 2))
+
+
+def patches(x: Tensor, conv: nn.Module) -> Tensor:
+    """What a convolution of any dimension sees at each place.
+
+    Args:
+        x: shape (N, C, ...).
+        conv: ``nn.Conv1d``, ``Conv2d`` or ``Conv3d``.
+
+    Returns:
+        Shape (G, N * L, C / G * k), the places of a sample in their order, entries as in ``weight.flatten(1)``.
+    """
+    assert isinstance(conv, CONVOLUTIONS)
+    padding: list[int] = []
+    for i, (k, d) in enumerate(zip(conv.kernel_size, conv.dilation, strict=True)):
+        around = d * (k - 1) if conv.padding == "same" else 0
+        low, high = (around // 2, around - around // 2) if isinstance(conv.padding, str) else (conv.padding[i],) * 2
+        padding = [low, high, *padding]  # the last dimension comes first
+    x = F.pad(x, padding, mode="constant" if conv.padding_mode == "zeros" else conv.padding_mode)
+    for i, (k, s, d) in enumerate(zip(conv.kernel_size, conv.stride, conv.dilation, strict=True)):
+        x = x.unfold(2 + i, d * (k - 1) + 1, s)[..., ::d]
+    n = len(conv.kernel_size)
+    x = x.unflatten(1, (conv.groups, -1))  # (N, G, C / G, L..., k...)
+    places, kernel = range(3, 3 + n), range(3 + n, 3 + 2 * n)
+    return x.permute(1, 0, *places, 2, *kernel).flatten(2 + n).flatten(1, 1 + n)
+
+
+def _fine(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _with_one(a: Tensor, bias: bool) -> Tensor:
+    return F.pad(a, (0, 1), value=1.0) if bias else a

@@ -1,0 +1,138 @@
+"""The inputs of maps and the gradients at their outputs, in one pass of an unchanged step and a backward pass through it."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+Take = Callable[[nn.Module, Tensor, Tensor], None]
+
+
+class _Hold(torch.autograd.Function):
+    """Saves a tensor as autograd saves others, so that checkpointing, offloading and compression see to it."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, anchor: Tensor, value: Tensor) -> Tensor:
+        ctx.save_for_backward(value)
+        return anchor.clone()
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, None
+
+
+class Taps:
+    """Hands each call of some modules to ``take``, once a backward pass has the gradient at what it returned.
+
+    A call that is run again for the backward pass counts once, in either kind of checkpointing: a call without a graph has
+    no gradient, and the graph of a second run for its saved tensors gets none. The hooks must stay until the backward pass
+    is over, since a second run must save as many tensors as the first.
+
+    Args:
+        weights: the modules, each with its weight; calls while that takes no gradient are passed over.
+        take: of the module, its input and the gradient.
+
+    Attributes:
+        armed: whether gradients that come are handed over.
+        edges: where in the graph the outputs are, of calls until :meth:`close`.
+    """
+
+    def __init__(self, weights: Mapping[nn.Module, nn.Parameter], take: Take) -> None:
+        self.armed = False
+        self.edges: list[GradientEdge] = []
+        self._weights, self._take = weights, take
+        self._open = True
+        self._handles: list[RemovableHandle] = [m.register_forward_hook(self._see, with_kwargs=True) for m in weights]
+
+    def close(self) -> None:
+        """The forward pass is over."""
+        self._open = False
+
+    def remove(self) -> None:
+        """Take the hooks out; calling it again does nothing."""
+        self.armed = self._open = False
+        while self._handles:
+            self._handles.pop().remove()
+        self.edges = []
+
+    def _see(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if not (torch.is_grad_enabled() and isinstance(output, Tensor) and output.requires_grad):
+            return
+        given = args[0] if args else next(iter(kwargs.values()), None)
+        if not self._weights[owner].requires_grad or not isinstance(given, Tensor):
+            return
+        anchor = torch.empty(0, device=given.device, requires_grad=True)
+        held: list[Tensor] = [_Hold.apply(anchor, as_computed(given.detach()))]  # pyright: ignore[reportAssignmentType]
+
+        def take(gradient: Tensor) -> None:
+            if self.armed and held:
+                (value,) = held.pop().grad_fn.saved_tensors  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+                with torch.no_grad():
+                    self._take(owner, value, gradient)
+
+        output.register_hook(take)
+        if self._open:
+            self.edges.append(get_gradient_edge(output))
+
+
+def as_computed(given: Tensor) -> Tensor:
+    """What autocast makes of a map's input: a copy of its own, which may be kept while the input is written to."""
+    kind = given.device.type
+    if torch.is_autocast_enabled(kind) and given.is_floating_point() and given.dtype is not torch.float64:
+        return given.to(torch.get_autocast_dtype(kind))
+    return given
+
+
+def last_reached(roots: Iterable[Tensor], edges: Sequence[GradientEdge]) -> list[GradientEdge]:
+    """Those of ``edges`` from which a backward pass gets to no other of them: up to there, it comes by all.
+
+    Args:
+        roots: where the backward pass begins.
+        edges: in the graph; those that are not reached from ``roots`` are left out.
+
+    Raises:
+        ValueError: if a part of the graph comes into being in the backward pass alone.
+    """
+    wanted = {edge.node for edge in edges}
+    reaches: dict[Any, bool] = {}  # whether it is one of them, or comes by one
+    last: set[Any] = set()
+    for root in roots:
+        stack: list[tuple[Any, list[Any]]] = []
+        node = root.grad_fn
+        if node is not None and node not in reaches:
+            stack = [(node, _following(node))]
+            reaches[node] = False
+        while stack:
+            node, left = stack[-1]
+            if left:
+                child = left.pop()
+                if child not in reaches:
+                    reaches[child] = False
+                    stack.append((child, _following(child)))
+                    continue
+                reaches[node] |= reaches[child]
+                continue
+            stack.pop()
+            if node in wanted:
+                if not reaches[node]:
+                    last.add(node)
+                reaches[node] = True
+            if stack:
+                reaches[stack[-1][0]] |= reaches[node]
+    return [edge for edge in edges if edge.node in last]
+
+
+def _following(node: Any) -> list[Any]:
+    if node.name() == "CheckpointFunctionBackward":
+        raise ValueError(
+            "KFAC: a part of the network is checkpointed with use_reentrant=True, through which no gradients at maps can be"
+            " asked for; expected use_reentrant=False. In transformers that is gradient_checkpointing_kwargs="
+            "{'use_reentrant': False}; or use fisher='empirical', which needs no pass of its own."
+        )
+    return [following for following, _ in node.next_functions if following is not None]

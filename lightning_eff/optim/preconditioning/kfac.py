@@ -1,0 +1,358 @@
+"""K-FAC: gradients preconditioned by Kronecker factors of the Fisher matrix (Martens & Grosse 2015, Grosse & Martens 2016)."""
+
+import contextlib
+import math
+import time
+from contextlib import ExitStack
+from typing import Any, ClassVar, Literal
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_eff._core._samples.scoring import agree
+from lightning_eff._core._stack.compiled import uncompiled
+from lightning_eff._core.batches import num_samples
+from lightning_eff._core.losses import LOSSES, LossNotVisible, SeeLosses, loss_of
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
+from lightning_eff._core.session import Session
+from lightning_eff._core.steps import Proceed, Stage, Step
+from lightning_eff._core.technique import Control, Technique
+from lightning_eff.optim.preconditioning._estimates import Estimates
+from lightning_eff.optim.preconditioning._kronecker_factors import Moments, clipping_factor, moments, precondition
+from lightning_eff.optim.preconditioning._maps import Map, maps_of, rows_of
+from lightning_eff.optim.preconditioning._sampled_labels import sampled_gradients, weights_of
+from lightning_eff.optim.preconditioning._taps import Taps, last_reached
+
+_NAMES = ", ".join(f"F.{fn.__name__}" for fn in LOSSES)
+
+
+class KFAC(Technique):
+    """Precondition the gradients of linear maps and convolutions by the Fisher matrix, before the module's optimizer steps.
+
+    The curvature along each weight ``W`` of a map ``y = W a`` (with its bias, as the weight of a constant input) is taken as
+    the Kronecker product of ``A = mean a a^T`` of its inputs and ``S = sum g g^T`` of gradients at its outputs, and its
+    gradient ``G`` becomes ``nu (S + sqrt(damping) / pi)^-1 G (A + pi sqrt(damping))^-1``. The rows of a map are its samples,
+    tokens or places, in all its calls; those on which no loss depends, such as padding, do not count. So one undamped,
+    unclipped step of plain SGD with a rate of 1 solves linear regression.
+
+    **When.** In each ``every``-th optimizer step statistics are taken of all its micro-batches, and averaged over the ranks
+    and over time. Inverses are made of them in the first step, and again after ``inverse_every`` steps or more. Gradients
+    are preconditioned when they are whole and unscaled, after all callbacks' ``on_before_optimizer_step`` and before the
+    module's own: what Lightning clips is the preconditioned gradient. Meant for SGD with momentum; an optimizer that divides
+    by gradients' sizes, such as Adam, undoes part of it.
+
+    **Whose gradients ``g``.** ``fisher="model"``: of losses on labels that are drawn from the model, which makes ``A`` and
+    ``S`` factors of the Gauss-Newton matrix. They take one more backward pass, through the same forward pass and to the
+    maps' outputs alone, in the steps with statistics. It needs a loss that comes of calls of ``torch.nn.functional``'s loss
+    functions, several of them, summed by hand or weighted as you like; parts of the loss that come of none have no part in
+    the curvature. ``fisher="empirical"``: of the step's own loss, without another pass. Where no such call is seen, it is
+    taken for a mean over the batch's samples, and the log says so. Either way the step is the same whatever constant the loss
+    is multiplied by, and whether it is a sum or a mean.
+
+    Left alone are embeddings and what is tied to one, norms, transposed convolutions, recurrent networks, weights that are
+    computed (parametrizations), and ``nn.MultiheadAttention``, which calls none of its maps. A map without a gradient, as of
+    an expert that sees no token, keeps its factors; one without factors keeps its gradient. Compiled modules run uncompiled
+    in the steps with statistics.
+
+    Logged: ``maps``, of which the last step's gradients were preconditioned; ``clipping``, the factor ``nu``; ``statistics``,
+    the steps in which they were taken.
+
+    Args:
+        damping: ``lambda``, >= 0, in units of the curvature of a mean loss. 0 takes pseudo-inverses.
+        kl_clip: ``kappa`` > 0: the preconditioned gradients are scaled by at most 1, so that the rate's square times
+            ``V . G`` is at most this; None does not clip.
+        decay: of the factors' mean over time, in [0, 1). The first are a plain mean, as if it began at 0.
+        every: optimizer steps from statistics to statistics, >= 1; 0 is plain training.
+        inverse_every: optimizer steps, at least, from inverses to inverses, >= 1.
+        fisher: "model" or "empirical".
+        max_size: rows of the largest factor that is kept whole; a larger one, such as a head's ``S`` over a large
+            vocabulary, is kept as its diagonal.
+
+    Raises:
+        ValueError: for other values; at setup, where no optimizer has a weight of such a map, or a parameter group has no
+            rate to clip by; in the first step with "model", if no loss call is seen (on all ranks), or a part of the network
+            is checkpointed with ``use_reentrant=True``.
+
+    Sources:
+        Martens & Grosse 2015, arXiv:1503.05671; Grosse & Martens 2016, arXiv:1602.01407; Osawa et al. 2019,
+        arXiv:1811.12019; Eschenhagen et al. 2023, arXiv:2311.00636.
+    """
+
+    saves: ClassVar[str] = "steps, by the papers' claims: gradients along the curvature, most with large batches"
+    paper: ClassVar[str] = (
+        "Martens & Grosse 2015, arXiv:1503.05671; convolutions: Grosse & Martens 2016, arXiv:1602.01407"
+    )
+    constraints: ClassVar[str] = (
+        "automatic optimization; a single device or DDP; memory for two factors and their inverses"
+    )
+    survey: ClassVar[Survey | None] = Survey("second-order optimizers (K-FAC)", shen="5.1")
+    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+        {
+            "damping": Uniform(1e-4, 1e-1, log=True),
+            "every": Choice((5, 10, 20)),
+            "fisher": Choice(("model", "empirical")),
+        }
+    )
+    control: ClassVar[Control] = Control(
+        "the baseline for as many seconds with its learning rate tuned for itself and decayed to zero, in more steps"
+    )
+
+    def __init__(
+        self,
+        *,
+        damping: float = 1e-3,
+        kl_clip: float | None = 1e-3,
+        decay: float = 0.95,
+        every: int = 10,
+        inverse_every: int = 50,
+        fisher: Literal["model", "empirical"] = "model",
+        max_size: int = 8192,
+    ) -> None:
+        if not 0.0 <= damping < math.inf:
+            raise ValueError(f"KFAC({damping=}): expected a finite number >= 0, such as 0.001.")
+        if kl_clip is not None and not 0.0 < kl_clip < math.inf:
+            raise ValueError(f"KFAC({kl_clip=}): expected a finite number > 0, such as 0.001, or None to not clip.")
+        if not 0.0 <= decay < 1.0:
+            raise ValueError(f"KFAC({decay=}): expected a number in [0, 1). 0.95 is the papers'.")
+        for name, value, least in (("every", every, 0), ("inverse_every", inverse_every, 1), ("max_size", max_size, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                zero = "; 0 is plain training" if name == "every" else ""
+                raise ValueError(f"KFAC({name}={value!r}): expected an integer >= 1{zero}.")
+        if fisher not in ("model", "empirical"):
+            raise ValueError(f"KFAC({fisher=}): expected 'model' or 'empirical', whose labels the Fisher matrix is of.")
+        self.damping, self.kl_clip, self.decay, self.fisher = damping, kl_clip, decay, fisher
+        self.every, self.inverse_every, self.max_size = every, inverse_every, max_size
+        self._reset()
+
+    def _reset(self) -> None:
+        self._maps: dict[str, Map] = {}
+        self._weights: dict[nn.Module, nn.Parameter] = {}
+        self._names: dict[nn.Module, str] = {}
+        self._estimates = Estimates(decay=self.decay, max_size=self.max_size)
+        self._inverted: int | None = None  # the step that inverses were last made in
+        self._measuring = False  # whether statistics of the step at hand are under way
+        self._saved: dict[str, Any] | None = None
+        self._step: Step | None = None
+        self._taps: Taps | None = None
+        self._per_square = 1.0  # what a square of gradients in this backward pass is multiplied by
+        self._checked = False
+        self._last: dict[str, float | Tensor] = {"maps": 0.0, "clipping": 1.0}
+
+    @property
+    @override
+    def neutral(self) -> bool:
+        return self.every == 0
+
+    # -- the run
+
+    @override
+    def attach(self, session: Session) -> None:
+        self._reset()
+        session.chain.add(Stage.MEASURE, self._link)
+        own = session.module.on_before_optimizer_step
+
+        def on_before_optimizer_step(optimizer: Optimizer) -> None:
+            self._before_step(optimizer)
+            own(optimizer)
+
+        session.patches.set(session.module, "on_before_optimizer_step", on_before_optimizer_step)
+
+    @override
+    def on_optimizers(self, session: Session) -> None:
+        groups = [group for optimizer in session.optimizers for group in optimizer.param_groups]
+        held = {id(p) for group in groups for p in group["params"]}
+        found, left = maps_of(session.module, held)
+        alone = "".join(f" Left alone: {name}, for {reason}." for name, reason in left.items())
+        if not found:
+            raise ValueError(
+                f"KFAC: the optimizers of {type(session.module).__name__} step no weight of a linear map or a convolution"
+                f" that is called; expected one of nn.Linear, transformers' Conv1D, nn.Conv1d, nn.Conv2d or nn.Conv3d."
+                f"{alone} Let an optimizer step one, or take the technique out."
+            )
+        without = [i for i, group in enumerate(groups) if not isinstance(group.get("lr"), float | int | Tensor)]
+        if self.kl_clip is not None and without:
+            raise ValueError(
+                f"KFAC(kl_clip={self.kl_clip}): parameter group {without[0]} has no rate 'lr'; expected one in each, since the"
+                " step's length is what is clipped. Set kl_clip=None, or use an optimizer with rates."
+            )
+        self._maps = {m.name: m for m in found}
+        self._weights = {owner: m.weight for m in found for owner in m.owners}
+        self._names = {owner: m.name for m in found for owner in m.owners}
+        rank_zero_info(f"KFAC: preconditions the gradients of {len(found)} maps.{alone}")
+        if self._saved is not None:
+            windows = self._saved["windows"]
+            own = windows[session.rank] if session.rank < len(windows) else None
+            self._estimates.load(self._saved, own, self._maps)
+            self._measuring, self._saved = own is not None, None
+
+    # -- statistics
+
+    def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
+        if step.global_step % self.every:
+            return proceed(batch)
+        if step is self._step:  # a second pass on the micro-batch, at other weights
+            if self._taps is not None:
+                self._taps.remove()
+            return proceed(batch)
+        self._step, self._measuring = step, True
+        taps = self._taps = Taps(self._weights, self._take)
+        taps.armed = self.fisher == "empirical"
+        scope = ExitStack()
+        scope.enter_context(uncompiled())
+        scope.callback(taps.remove)
+        self.session.when_step_ends(scope.close)
+        seen = SeeLosses()
+        with seen:
+            output = proceed(batch)
+        taps.close()
+        loss = loss_of(output)
+        if loss is not None and loss.requires_grad:
+            self._measure(step, batch, loss, seen, taps)
+        return output
+
+    def _measure(self, step: Step, batch: Any, loss: Tensor, seen: SeeLosses, taps: Taps) -> None:
+        """The forward pass is over: find what each loss call counts, and with "model" go backward for labels drawn."""
+        device = step.module.device.type
+        plain = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
+        began = time.perf_counter()
+        with plain:
+            outputs = [call.output for call in seen.calls]
+            found = torch.autograd.grad(loss, outputs, retain_graph=True, allow_unused=True) if outputs else ()
+            with torch.no_grad():
+                calls = [
+                    (call, weights_of(call, g)) for call, g in zip(seen.calls, found, strict=True) if g is not None
+                ]
+            self._check(seen, any_seen=bool(calls))
+            self._estimates.window_scale += sum(float(weights.sum()) for _, weights in calls) if calls else 1.0
+            if self.fisher == "empirical":
+                total = sum(float(w.sum()) for _, w in calls)
+                squares = sum(float(w.square().sum()) for _, w in calls)
+                each = squares / total if total > 0 else 1.0 / num_samples(batch)
+                loss.register_hook(lambda g: self._begin(float(g), each))
+                return
+            generator = self.session.generator("KFAC", step.global_step, step.batch_idx, self.session.rank)
+            with torch.no_grad():
+                roots = [pair for call, w in calls for pair in sampled_gradients(call, w, generator)]
+            tensors, gradients = [t for t, _ in roots], [g for _, g in roots]
+            ends = last_reached(tensors, taps.edges)
+            self._per_square, taps.armed = 1.0, True
+            if ends:
+                torch.autograd.grad(tensors, ends, gradients, retain_graph=True, allow_unused=True)
+            taps.armed = False
+        cost = self.session.chain.cost
+        cost.backward_passes += 1
+        cost.seconds += time.perf_counter() - began
+
+    def _check(self, seen: SeeLosses, *, any_seen: bool) -> None:
+        """In the first step with statistics: is the loss seen? The ranks agree on it."""
+        if self._checked:
+            return
+        problem = None
+        if not any_seen and self.fisher == "model":
+            names = ", ".join(dict.fromkeys(f"F.{call.fn.__name__}" for call in seen.calls)) or "none"
+            problem = LossNotVisible(
+                f"KFAC(fisher='model'): the loss that training_step returned comes of no loss call that was seen ({names});"
+                f" expected one of {_NAMES}, which say what distribution labels are drawn from. Compute it by one of them,"
+                " outside of autograd functions of its own; or use fisher='empirical'."
+            )
+        agree(self.session, problem)
+        self._checked = True
+        if not any_seen:
+            rank_zero_info("KFAC: no loss call was seen; the loss is taken for a mean over the batch's samples.")
+
+    def _begin(self, factor: float, each: float) -> None:
+        """The backward pass through the step's own loss begins, from ``factor`` times it: a scaler's, or a window's.
+
+        Rows' gradients are ``factor * w dl``, and ``S`` is the sum of ``w dl dl^T``.
+        """
+        square = factor * factor * each
+        self._per_square = 1.0 / square if 0.0 < square < math.inf else math.nan
+
+    def _take(self, owner: nn.Module, given: Tensor, gradient: Tensor) -> None:
+        name = self._names[owner]
+        bias = self._maps[name].bias is not None
+        for a, g in rows_of(owner, given, gradient, bias=bias):
+            found = moments(a, g, max_size=self.max_size)
+            if self._per_square != 1.0:
+                found = Moments(found.A, found.rows, found.S * self._per_square)
+            self._estimates.add(name, found)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        """The sum over the ranks."""
+        found = self.session.trainer.strategy.reduce(x.contiguous(), reduce_op="sum")
+        assert isinstance(found, Tensor)
+        return found
+
+    # -- gradients
+
+    @torch.no_grad()
+    def _before_step(self, optimizer: Optimizer) -> None:
+        trainer, estimates = self.session.trainer, self._estimates
+        if self._measuring:
+            estimates.average(self._maps.values(), trainer.accumulate_grad_batches, trainer.world_size, self._sum)
+            self._measuring = False
+        if self._inverted is None or trainer.global_step - self._inverted >= self.inverse_every:
+            estimates.inverses.clear()  # they are made anew as they are needed
+            self._inverted = trainer.global_step if estimates.factors else None
+        rates = {id(p): group.get("lr", 1.0) for group in optimizer.param_groups for p in group["params"]}
+        done: list[tuple[Map, Tensor]] = []
+        square: Tensor | None = None
+        for name in estimates.factors:
+            m = self._maps[name]
+            found = m.gradient() if id(m.weight) in rates else None
+            if found is None:
+                continue
+            gradient, with_bias = found
+            v = precondition(gradient, *estimates.inverses_of(m, self.damping, with_bias=with_bias))
+            done.append((m, v))
+            part = (v * gradient).sum() * rates[id(m.weight)] ** 2
+            square = part if square is None else square + part.to(square.device)
+        if square is None:
+            self._last = {"maps": 0.0, "clipping": 1.0}
+            return
+        factor = torch.ones_like(square)
+        if self.kl_clip is not None and estimates.scale > 0:
+            factor = clipping_factor(square / estimates.scale, self.kl_clip)
+        for m, v in done:
+            m.write(v * factor.to(v.device))
+        self._last = {"maps": float(len(done)), "clipping": factor}
+
+    # -- what is kept and told
+
+    @override
+    def detach(self, session: Session) -> None:
+        self._step = self._taps = self._saved = None
+        self._maps, self._weights, self._names = {}, {}, {}
+
+    @override
+    def report(self) -> dict[str, float | int | Tensor]:
+        return {**self._last, "statistics": self._estimates.statistics}
+
+    @override
+    def summary(self) -> str:
+        if not self._estimates.statistics:
+            return "no statistics were taken"
+        return (
+            f"statistics of {len(self._estimates.factors)} maps in {self._estimates.statistics:,} steps; the last step's"
+            f" gradients were scaled by {float(self._last['clipping']):.2g}"
+        )
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        within = self._measuring and self._session is not None
+        return {
+            **self._estimates.state_dict(),
+            "windows": self.session.gather(self._estimates.window_state()) if within else [],
+            "inverted": self._inverted,
+            "checked": self._checked,
+            "last": {name: float(value) for name, value in self._last.items()},
+        }
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = state_dict
+        self._inverted, self._checked = state_dict["inverted"], state_dict["checked"]
+        self._last = dict(state_dict["last"])
