@@ -34,6 +34,10 @@ class Estimates:
         self.window: dict[str, Moments] = {}
         self.window_scale = 0.0
 
+    def drop_window(self) -> None:
+        """What is summed up is of a step whose gradients were of no use."""
+        self.window, self.window_scale = {}, 0.0
+
     def add(self, name: str, found: Moments) -> None:
         """One call of a map, or a part of one."""
         self.window[name] = self.window[name] + found if name in self.window else found
@@ -51,11 +55,11 @@ class Estimates:
             world_size: ranks.
             total: the sum of a tensor over the ranks.
         """
-        window, self.window = self.window, {}
+        window = self.window
         share = 1.0 / (micro_batches * world_size)
         maps = list(maps)
         told = [float(m.name in window) for m in maps] + [self.window_scale * share]
-        self.window_scale = 0.0
+        self.drop_window()
         if world_size > 1:
             told = total(torch.tensor(told, dtype=torch.float64, device=maps[0].weight.device)).tolist()
         self.statistics += 1
@@ -84,7 +88,7 @@ class Estimates:
             with_bias: whether its bias has a gradient.
         """
         factors, _ = self.factors[m.name]
-        factors = factors.without_bias() if m.bias is not None and not with_bias else factors
+        factors = factors.without_bias() if m.has_bias and not with_bias else factors
         found = self.inverses.get(m.name)
         if found is None or found[0].shape != factors.A.shape:
             found = self.inverses[m.name] = inverses(factors, damping * self.scale)
@@ -135,7 +139,7 @@ class Estimates:
 def no_rows(m: Map, *, max_size: int) -> Moments:
     """Sums over no rows of a map."""
     outputs = m.weight.shape[1] if m.transposed else m.weight.shape[0]
-    inputs = m.weight.numel() // outputs + (m.bias is not None)
+    inputs = m.weight.numel() // outputs + m.has_bias
     like = {"dtype": torch.promote_types(m.weight.dtype, torch.float32), "device": m.weight.device}
 
     def zeros(n: int) -> Tensor:

@@ -1,6 +1,6 @@
 """Which weights of a module are linear maps and convolutions that are called, and the rows of such a call."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ class Map:
     Attributes:
         name: of the weight among the module's parameters.
         weight: of shape (out, in), (in, out) if ``transposed``, or (out, in / groups, ...) of a convolution.
-        bias: of shape (out,); None where there is none, or one for each of several owners.
+        bias_name: of its bias, of shape (out,); None where there is none, or one for each of several owners.
         owners: the modules that have the weight.
         transposed: transformers' ``Conv1D``.
         groups: of a convolution: ``G`` maps side by side.
@@ -29,32 +29,42 @@ class Map:
 
     name: str
     weight: nn.Parameter
-    bias: nn.Parameter | None
+    bias_name: str | None
     owners: tuple[nn.Module, ...]
     transposed: bool
     groups: int
 
-    def gradient(self) -> tuple[Tensor, bool] | None:
+    def gradient(self, gradients: Mapping[str, Tensor]) -> tuple[Tensor, bool] | None:
         """The gradient of the weight, with that of the bias as its last column, and whether that is there.
 
-        Shape (G, m, n) or (G, m, n + 1), in float32 or finer. None where the weight has no gradient.
-        """
-        if self.weight.grad is None:
-            return None
-        g = self.weight.grad.mT if self.transposed else self.weight.grad
-        g = _fine(g.reshape(self.groups, g.shape[0] // self.groups, -1))
-        if self.bias is None or self.bias.grad is None:
-            return g, False
-        return torch.cat([g, self.bias.grad.to(g.dtype).view(self.groups, -1, 1)], dim=-1), True
+        Shape (G, m, n) or (G, m, n + 1). None where the weight has none.
 
-    def write(self, values: Tensor) -> None:
-        """Let the gradients be ``values``, of the shape that :meth:`gradient` returned."""
-        assert self.weight.grad is not None
-        if self.bias is not None and self.bias.grad is not None:
-            self.bias.grad.copy_(values[..., -1].reshape(-1))
+        Args:
+            gradients: by the names of the parameters.
+        """
+        if self.name not in gradients:
+            return None
+        g = gradients[self.name].mT if self.transposed else gradients[self.name]
+        g = g.reshape(self.groups, g.shape[0] // self.groups, -1)
+        if self.bias_name is None or self.bias_name not in gradients:
+            return g, False
+        return torch.cat([g, gradients[self.bias_name].to(g.dtype).view(self.groups, -1, 1)], dim=-1), True
+
+    def parts(self, values: Tensor, *, with_bias: bool) -> dict[str, Tensor]:
+        """``values``, of the shape that :meth:`gradient` returned, as weight and bias are, by their names."""
+        found: dict[str, Tensor] = {}
+        if with_bias:
+            assert self.bias_name is not None
+            found[self.bias_name] = values[..., -1].reshape(-1)
             values = values[..., :-1]
-        own = self.weight.grad.mT if self.transposed else self.weight.grad
-        own.copy_(values.reshape(own.shape))
+        shape = self.weight.shape
+        found[self.name] = values.reshape(shape[::-1]).mT if self.transposed else values.reshape(shape)
+        return found
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether inputs have a constant, as whose weight the bias counts."""
+        return self.bias_name is not None
 
 
 def maps_of(module: nn.Module, held: Collection[int]) -> tuple[list[Map], dict[str, str]]:
@@ -63,6 +73,7 @@ def maps_of(module: nn.Module, held: Collection[int]) -> tuple[list[Map], dict[s
     for owner in module.modules():
         for p in owner.parameters(recurse=False):
             owners.setdefault(id(p), []).append(owner)
+    names = {id(p): name for name, p in module.named_parameters()}
     found: list[Map] = []
     left: dict[str, str] = {}
     for name, weight in module.named_parameters():
@@ -73,11 +84,11 @@ def maps_of(module: nn.Module, held: Collection[int]) -> tuple[list[Map], dict[s
         if reason is not None:
             left[name] = reason
             continue
-        biases = {id(b): b for owner in users if (b := owner._parameters.get("bias")) is not None and id(b) in held}
-        bias = next(iter(biases.values())) if len(biases) == 1 else None
-        alike = all(owner._parameters.get("bias") is bias for owner in users)
+        bias = users[0]._parameters.get("bias")
+        own = bias is not None and id(bias) in held and all(o._parameters.get("bias") is bias for o in users)
         groups = users[0].groups if isinstance(users[0], CONVOLUTIONS) else 1
-        found.append(Map(name, weight, bias if alike else None, tuple(users), is_conv1d(users[0]), groups))
+        bias_name = names[id(bias)] if own else None
+        found.append(Map(name, weight, bias_name, tuple(users), is_conv1d(users[0]), groups))
     return found, left
 
 

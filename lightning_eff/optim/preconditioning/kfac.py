@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff._core._samples.scoring import agree
@@ -19,8 +18,9 @@ from lightning_eff._core.losses import LOSSES, LossNotVisible, SeeLosses, loss_o
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
-from lightning_eff._core.technique import Control, Technique
+from lightning_eff._core.technique import Control
 from lightning_eff.optim.preconditioning._estimates import Estimates
+from lightning_eff.optim.preconditioning._gradients import Gradients, Preconditioner
 from lightning_eff.optim.preconditioning._kronecker_factors import Moments, clipping_factor, moments, precondition
 from lightning_eff.optim.preconditioning._maps import Map, maps_of, rows_of
 from lightning_eff.optim.preconditioning._sampled_labels import sampled_gradients, weights_of
@@ -29,7 +29,7 @@ from lightning_eff.optim.preconditioning._taps import Taps, last_reached
 _NAMES = ", ".join(f"F.{fn.__name__}" for fn in LOSSES)
 
 
-class KFAC(Technique):
+class KFAC(Preconditioner):
     """Precondition the gradients of linear maps and convolutions by the Fisher matrix, before the module's optimizer steps.
 
     The curvature along each weight ``W`` of a map ``y = W a`` (with its bias, as the weight of a constant input) is taken as
@@ -40,9 +40,9 @@ class KFAC(Technique):
 
     **When.** In each ``every``-th optimizer step statistics are taken of all its micro-batches, and averaged over the ranks
     and over time. Inverses are made of them in the first step, and again after ``inverse_every`` steps or more. Gradients
-    are preconditioned when they are whole and unscaled, after all callbacks' ``on_before_optimizer_step`` and before the
-    module's own: what Lightning clips is the preconditioned gradient. Meant for SGD with momentum; an optimizer that divides
-    by gradients' sizes, such as Adam, undoes part of it.
+    are preconditioned when they are whole and unscaled and all hooks have seen them: what Lightning clips is the
+    preconditioned gradient. A step of which a gradient is not finite is left as it is. Meant for SGD with momentum; an
+    optimizer that divides by gradients' sizes, such as Adam, undoes part of it.
 
     **Whose gradients ``g``.** ``fisher="model"``: of losses on labels that are drawn from the model, which makes ``A`` and
     ``S`` factors of the Gauss-Newton matrix. They take one more backward pass, through the same forward pass and to the
@@ -57,8 +57,9 @@ class KFAC(Technique):
     an expert that sees no token, keeps its factors; one without factors keeps its gradient. Compiled modules run uncompiled
     in the steps with statistics.
 
-    Logged: ``maps``, of which the last step's gradients were preconditioned; ``clipping``, the factor ``nu``; ``statistics``,
-    the steps in which they were taken.
+    Logged: ``gradient_norm`` of all gradients, and ``direction_norm`` of what takes the place of the maps'; ``maps``, of
+    which the last step's gradients were preconditioned; ``clipping``, the factor ``nu``; ``statistics``, the steps in which
+    they were taken; ``rewritten`` and ``left``, steps with other gradients and with their own.
 
     Args:
         damping: ``lambda``, >= 0, in units of the curvature of a mean loss. 0 takes pseudo-inverses.
@@ -127,19 +128,20 @@ class KFAC(Technique):
         self.every, self.inverse_every, self.max_size = every, inverse_every, max_size
         self._reset()
 
+    @override
     def _reset(self) -> None:
+        super()._reset()
         self._maps: dict[str, Map] = {}
         self._weights: dict[nn.Module, nn.Parameter] = {}
-        self._names: dict[nn.Module, str] = {}
+        self._paths: dict[nn.Module, str] = {}
         self._estimates = Estimates(decay=self.decay, max_size=self.max_size)
         self._inverted: int | None = None  # the step that inverses were last made in
-        self._measuring = False  # whether statistics of the step at hand are under way
+        self._measuring: int | None = None  # the step whose statistics are under way
         self._saved: dict[str, Any] | None = None
         self._step: Step | None = None
         self._taps: Taps | None = None
         self._per_square = 1.0  # what a square of gradients in this backward pass is multiplied by
         self._checked = False
-        self._last: dict[str, float | Tensor] = {"maps": 0.0, "clipping": 1.0}
 
     @property
     @override
@@ -150,18 +152,12 @@ class KFAC(Technique):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
+        super().attach(session)
         session.chain.add(Stage.MEASURE, self._link)
-        own = session.module.on_before_optimizer_step
-
-        def on_before_optimizer_step(optimizer: Optimizer) -> None:
-            self._before_step(optimizer)
-            own(optimizer)
-
-        session.patches.set(session.module, "on_before_optimizer_step", on_before_optimizer_step)
 
     @override
     def on_optimizers(self, session: Session) -> None:
+        super().on_optimizers(session)
         groups = [group for optimizer in session.optimizers for group in optimizer.param_groups]
         held = {id(p) for group in groups for p in group["params"]}
         found, left = maps_of(session.module, held)
@@ -180,13 +176,13 @@ class KFAC(Technique):
             )
         self._maps = {m.name: m for m in found}
         self._weights = {owner: m.weight for m in found for owner in m.owners}
-        self._names = {owner: m.name for m in found for owner in m.owners}
+        self._paths = {owner: m.name for m in found for owner in m.owners}
         rank_zero_info(f"KFAC: preconditions the gradients of {len(found)} maps.{alone}")
         if self._saved is not None:
             windows = self._saved["windows"]
             own = windows[session.rank] if session.rank < len(windows) else None
             self._estimates.load(self._saved, own, self._maps)
-            self._measuring, self._saved = own is not None, None
+            self._measuring, self._saved = self._saved["measuring"], None
 
     # -- statistics
 
@@ -197,7 +193,9 @@ class KFAC(Technique):
             if self._taps is not None:
                 self._taps.remove()
             return proceed(batch)
-        self._step, self._measuring = step, True
+        if self._measuring != step.global_step:
+            self._estimates.drop_window()
+        self._step, self._measuring = step, step.global_step
         taps = self._taps = Taps(self._weights, self._take)
         taps.armed = self.fisher == "empirical"
         scope = ExitStack()
@@ -272,9 +270,8 @@ class KFAC(Technique):
         self._per_square = 1.0 / square if 0.0 < square < math.inf else math.nan
 
     def _take(self, owner: nn.Module, given: Tensor, gradient: Tensor) -> None:
-        name = self._names[owner]
-        bias = self._maps[name].bias is not None
-        for a, g in rows_of(owner, given, gradient, bias=bias):
+        name = self._paths[owner]
+        for a, g in rows_of(owner, given, gradient, bias=self._maps[name].has_bias):
             found = moments(a, g, max_size=self.max_size)
             if self._per_square != 1.0:
                 found = Moments(found.A, found.rows, found.S * self._per_square)
@@ -288,48 +285,48 @@ class KFAC(Technique):
 
     # -- gradients
 
-    @torch.no_grad()
-    def _before_step(self, optimizer: Optimizer) -> None:
-        trainer, estimates = self.session.trainer, self._estimates
-        if self._measuring:
+    @override
+    def precondition(self, session: Session, gradients: Gradients) -> Gradients | None:
+        trainer, estimates = session.trainer, self._estimates
+        if self._measuring == trainer.global_step:
             estimates.average(self._maps.values(), trainer.accumulate_grad_batches, trainer.world_size, self._sum)
-            self._measuring = False
+        self._measuring = None
         if self._inverted is None or trainer.global_step - self._inverted >= self.inverse_every:
             estimates.inverses.clear()  # they are made anew as they are needed
             self._inverted = trainer.global_step if estimates.factors else None
-        rates = {id(p): group.get("lr", 1.0) for group in optimizer.param_groups for p in group["params"]}
-        done: list[tuple[Map, Tensor]] = []
+        rates = {
+            id(p): group.get("lr", 1.0) for o in session.optimizers for group in o.param_groups for p in group["params"]
+        }
+        done: list[tuple[Map, Tensor, bool]] = []
         square: Tensor | None = None
         for name in estimates.factors:
-            m = self._maps[name]
-            found = m.gradient() if id(m.weight) in rates else None
+            found = self._maps[name].gradient(gradients)
             if found is None:
                 continue
-            gradient, with_bias = found
+            m, (gradient, with_bias) = self._maps[name], found
             v = precondition(gradient, *estimates.inverses_of(m, self.damping, with_bias=with_bias))
-            done.append((m, v))
+            done.append((m, v, with_bias))
             part = (v * gradient).sum() * rates[id(m.weight)] ** 2
             square = part if square is None else square + part.to(square.device)
         if square is None:
-            self._last = {"maps": 0.0, "clipping": 1.0}
-            return
+            return None
         factor = torch.ones_like(square)
         if self.kl_clip is not None and estimates.scale > 0:
             factor = clipping_factor(square / estimates.scale, self.kl_clip)
-        for m, v in done:
-            m.write(v * factor.to(v.device))
-        self._last = {"maps": float(len(done)), "clipping": factor}
+        self._last |= {"maps": float(len(done)), "clipping": factor}
+        found = [m.parts(v * factor.to(v.device), with_bias=with_bias) for m, v, with_bias in done]
+        return {name: direction for parts in found for name, direction in parts.items()}
 
     # -- what is kept and told
 
     @override
     def detach(self, session: Session) -> None:
         self._step = self._taps = self._saved = None
-        self._maps, self._weights, self._names = {}, {}, {}
+        self._maps, self._weights, self._paths = {}, {}, {}
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:
-        return {**self._last, "statistics": self._estimates.statistics}
+        return {**super().report(), "statistics": self._estimates.statistics}
 
     @override
     def summary(self) -> str:
@@ -337,22 +334,23 @@ class KFAC(Technique):
             return "no statistics were taken"
         return (
             f"statistics of {len(self._estimates.factors)} maps in {self._estimates.statistics:,} steps; the last step's"
-            f" gradients were scaled by {float(self._last['clipping']):.2g}"
+            f" gradients were scaled by {float(self._last.get('clipping', 1.0)):.2g}"
         )
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        within = self._measuring and self._session is not None
+        within = self._measuring is not None and self._session is not None
         return {
+            **super().state_dict(),
             **self._estimates.state_dict(),
             "windows": self.session.gather(self._estimates.window_state()) if within else [],
+            "measuring": self._measuring,
             "inverted": self._inverted,
             "checked": self._checked,
-            "last": {name: float(value) for name, value in self._last.items()},
         }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
         self._saved = state_dict
         self._inverted, self._checked = state_dict["inverted"], state_dict["checked"]
-        self._last = dict(state_dict["last"])

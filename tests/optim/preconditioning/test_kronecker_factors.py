@@ -133,8 +133,10 @@ def test_a_convolution_is_a_linear_map_of_its_patches(name: str, monkeypatch: py
     torch.testing.assert_close(outputs, torch.cat([out for _, out in rows], dim=1))
     products = torch.stack([gradient.mT @ a for a, gradient in rows_of(conv, x, g, bias=True)]).sum(0)
     (m,), left = maps_of(nn.Sequential(conv), {id(p) for p in conv.parameters()})
-    gradient, with_bias = m.gradient() or (None, None)
+    grads = {name: p.grad for name, p in nn.Sequential(conv).named_parameters() if p.grad is not None}
+    gradient, with_bias = m.gradient(grads) or (torch.zeros(()), False)
     assert with_bias and not left
+    assert all(torch.equal(grads[name], part) for name, part in m.parts(gradient, with_bias=True).items())
     torch.testing.assert_close(products, gradient)
 
 
