@@ -54,8 +54,8 @@ from lightning_eff.optim.optimizers.muon import Muon as Muon
 from lightning_eff.optim.optimizers.replace_optimizer import ReplaceOptimizer as ReplaceOptimizer
 from lightning_eff.optim.optimizers.shampoo import Shampoo as Shampoo
 from lightning_eff.optim.optimizers.soap import SOAP as SOAP
-from lightning_eff.optim.preconditioning.mfac import MFAC as MFAC
 from lightning_eff.optim.preconditioning.kfac import KFAC as KFAC
+from lightning_eff.optim.preconditioning.mfac import MFAC as MFAC
 from lightning_eff.optim.sharpness.efficient_sam import EfficientSAM as EfficientSAM
 from lightning_eff.optim.sharpness.ksam import KSAM as KSAM
 from lightning_eff.optim.sharpness.look_sam import LookSAM as LookSAM

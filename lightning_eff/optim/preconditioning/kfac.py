@@ -20,7 +20,7 @@ from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control
 from lightning_eff.optim.preconditioning._estimates import Estimates
-from lightning_eff.optim.preconditioning._gradients import Gradients, Preconditioner
+from lightning_eff.optim.preconditioning._gradients import Gradients, Preconditioner, rivals
 from lightning_eff.optim.preconditioning._kronecker_factors import Moments, clipping_factor, moments, precondition
 from lightning_eff.optim.preconditioning._maps import Map, maps_of, rows_of
 from lightning_eff.optim.preconditioning._sampled_labels import sampled_gradients, weights_of
@@ -100,6 +100,7 @@ class KFAC(Preconditioner):
     control: ClassVar[Control] = Control(
         "the baseline for as many seconds with its learning rate tuned for itself and decayed to zero, in more steps"
     )
+    conflicts: ClassVar = rivals("MFAC")
 
     def __init__(
         self,
