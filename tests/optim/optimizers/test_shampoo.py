@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_eff import ReplaceOptimizer, Shampoo
+from lightning_eff.optim.optimizers.shampoo import inverse_root
 from tests.models import make_batch, module
 from tests.optim.optimizers.matrices import parameters, train
 from tests.runs import checkpoints, differences, final_state, fit
@@ -124,10 +125,18 @@ def test_what_is_no_matrix_is_stepped_as_by_adamw(b2: float) -> None:
         torch.testing.assert_close(a[i], b[i], rtol=1e-10, atol=1e-12)
 
 
-def test_gradients_of_zero_and_such_that_are_not_finite() -> None:
+def test_eigenvalues_that_rounding_made_negative_count_as_zero() -> None:
+    root = inverse_root(torch.diag(torch.tensor([4.0, -1e-3]).double())[None], 0.5, 1e-6)
+    torch.testing.assert_close(root[0].diagonal(), torch.tensor([4 * (1 + 1e-6), 4e-6]).double() ** -0.5)
+
+
+@pytest.mark.parametrize("root_steps", [1, 10])
+def test_gradients_of_zero_and_such_that_are_not_finite(root_steps: int) -> None:
+    """Also where roots are computed of what is not finite, which torch's eigenvalues would fail at."""
     for graft in ("adam", "sgd", None):
         (w,) = parameters([(4, 4)])
-        start, optimizer = w.detach().clone(), Shampoo([w], 0.1, weight_decay=0.0, graft=graft, split=None)
+        settings: dict[str, Any] = {"weight_decay": 0.0, "graft": graft, "root_steps": root_steps, "split": None}
+        start, optimizer = w.detach().clone(), Shampoo([w], 0.1, **settings)
         w.grad = torch.zeros_like(w)
         optimizer.step()
         assert torch.equal(w, start)
