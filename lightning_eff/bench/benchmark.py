@@ -5,18 +5,17 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch.loggers import Logger
 
-from lightning_eff.bench import calibration as rehearsal
 from lightning_eff.bench import several
 from lightning_eff.bench.arms import Arm, lay_out, short
 from lightning_eff.bench.pace import SCHEDULES, Budget, Incomparable, Pace, mode_of, warm_up_share
 from lightning_eff.bench.progress import PlanBar
-from lightning_eff.bench.references import References, mean_cost
+from lightning_eff.bench.references import References
+from lightning_eff.bench.rehearsing import Rehearsing
 from lightning_eff.bench.reports.export import log, write_csvs
 from lightning_eff.bench.reports.report import require_extra, write_html, write_pngs
 from lightning_eff.bench.reports.statistics import summarize
@@ -235,85 +234,20 @@ class Benchmark:
     # -- rehearsals
 
     def _calibrate(self, workers: Place, bar: PlanBar) -> None:
-        baseline, *others = (arm for arm in self.arms if arm.kind != "ladder")
-        first = self._rehearse(workers, bar, [baseline], "first", sweep=8, steps=8)[0]
-        rehearsal.stop_if_failed(first)
-        batch = median(first["times"][2:])
-        if self.reference is not None:  # what a step costs, whatever it takes just now
-            known = self.reference.known(baseline, self._machine, rehearsal.prices([first]))
-            batch = mean_cost(known) if known else batch
-        step = batch * len(first["times"]) / first["steps"]
-        rehearsal.check_length(baseline.name, self.budget.seconds, step)
-        sweep = rehearsal.sweep_steps(self.budget.seconds, step)
-        arms = [baseline, *others]
-        probes = self._rehearse(workers, bar, arms, "probe", sweep=sweep, steps=sweep, inspect=True)
-        rehearsal.stop_if_failed(probes[0])
-        lengths: dict[str, int] = {}
-        for arm, probe in zip(arms, probes, strict=True):
-            if probe["status"] != "finished":
-                self._calibration[arm.name] = {"failed": probe}
-                continue
-            rehearsal.check_same(arm.name, probes[0], probe, other_training_data=self.other_training_data)
-            priced = {price["kind"]: price["seconds"] for price in rehearsal.prices([probe])}
-            lengths[arm.name] = rehearsal.steps_in(self.budget.seconds, probe, priced)
-        blocks: dict[str, list[dict[str, Any]]] = {name: [] for name in lengths}
-        for number in range(1, self.rounds + 1):
-            able = [arm for arm in arms if arm.name in lengths]
-            first = number % len(able)
-            able = able[first:] + able[:first]  # another one is set up and begins first each time
-            told = self._rehearse(workers, bar, able, f"round{number}", sweep=sweep, lengths=lengths)
-            for arm, block in zip(able, told, strict=True):
-                if block["status"] != "finished":
-                    self._calibration[arm.name] = {"failed": block}
-                    del lengths[arm.name]
-                else:
-                    blocks[arm.name].append(block)
-            if baseline.name not in lengths:
-                rehearsal.stop_if_failed(self._calibration[baseline.name]["failed"])
-            if number == 1:
-                rehearsal.check_rate(baseline.name, blocks[baseline.name][0]["lr"], lengths[baseline.name])
-        rates = {name: rehearsal.rates(blocks[baseline.name], blocks[name]) for name in lengths}
-        prices = {name: rehearsal.tied(blocks[name], blocks[baseline.name], rates[name]) for name in lengths}
-        if self.reference is not None:
-            prices = self.reference.apply(baseline, self._machine, prices)
-        for arm, probe in zip(arms, probes, strict=True):
-            if arm.name not in lengths:
-                continue
-            own = blocks[arm.name]
-            priced = {price["kind"]: price["seconds"] for price in prices[arm.name]}
-            steps = rehearsal.steps_in(self.budget.seconds, own[0], priced)
-            self._calibration[arm.name] = {
-                "steps": steps,
-                "step_seconds": self.budget.seconds / steps,
-                "same_training": arm is not baseline and rehearsal.same_training(probes[0], probe),
-                "rates": [list(pair) for pair in rates[arm.name]],
-                "prices": prices[arm.name],
-                "lr": own[0]["lr"],
-                "facts": {
-                    **probe["facts"],
-                    "samples a step": probe["samples"] / probe["steps"],
-                    "techniques": probe["techniques"],
-                },
-            }
+        def rehearse(
+            arms: list[Arm], what: str, sweep: int, steps: Mapping[str, int], inspect: bool
+        ) -> list[dict[str, Any]]:
+            jobs = []
+            for arm in arms:
+                pace = Pace(self.target, steps=steps[arm.name], sweep=sweep, inspect=inspect, **self._rates(arm))
+                jobs.append(Job(arm, self.seeds[0], pace, f"{self._slug(arm)}-{what}", self.threads))
+            return self._do(workers, bar, jobs, "rehearsals", f"rehearsal, {what}")
 
-    def _rehearse(
-        self,
-        workers: Place,
-        bar: PlanBar,
-        arms: list[Arm],
-        what: str,
-        *,
-        sweep: int,
-        steps: int = 0,
-        lengths: Mapping[str, int] | None = None,
-        inspect: bool = False,
-    ) -> list[dict[str, Any]]:
-        jobs = []
-        for arm in arms:
-            length = lengths[arm.name] if lengths is not None else steps
-            pace = Pace(self.target, steps=length, sweep=sweep, inspect=inspect, **self._rates(arm))
-            jobs.append(Job(arm, self.seeds[0], pace, f"{self._slug(arm)}-{what}", self.threads))
-        return self._do(workers, bar, jobs, "rehearsals", f"rehearsal, {what}")
+        baseline, *others = (arm for arm in self.arms if arm.kind != "ladder")
+        rehearsing = Rehearsing(
+            rehearse, self.budget.seconds, self.rounds, self.reference, self._machine, self.other_training_data
+        )
+        self._calibration = rehearsing.calibrated(baseline, others)
 
     # -- runs
 
