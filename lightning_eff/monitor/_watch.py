@@ -6,7 +6,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,47 +17,10 @@ from lightning_eff._core.technique import Technique
 from lightning_eff.monitor import _counting as counting
 from lightning_eff.monitor._held import held_bytes
 from lightning_eff.monitor._phases import PHASES, PhaseClock, Seconds
+from lightning_eff.monitor._totals import Record, Totals
 
 _MISSING = object()
 _WITHIN = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
-
-
-@dataclass
-class Record:
-    """One batch, on this rank.
-
-    Attributes:
-        model: FLOPs of one forward and one backward pass.
-        more: FLOPs of extra passes and of what activation checkpointing computes a second time.
-        known: whether the FLOPs are.
-        counted: it was counted, so that its time tells nothing.
-    """
-
-    batches: int = 0
-    samples: int = 0
-    tokens: int = 0
-    model: int = 0
-    more: int = 0
-    known: bool = True
-    counted: bool = False
-
-
-@dataclass
-class Totals:
-    """Sums over batches; ``rated_`` over those that were not counted, ``known_`` over those of known FLOPs among them."""
-
-    batches: int = 0
-    samples: int = 0
-    tokens: int = 0
-    counted: int = 0
-    rated_batches: int = 0
-    rated_samples: int = 0
-    rated_tokens: int = 0
-    rated_seconds: float = 0.0
-    known_batches: int = 0
-    known_seconds: float = 0.0
-    model: int = 0
-    more: int = 0
 
 
 class Watch:
@@ -235,22 +197,7 @@ class Watch:
     def _take(self, record: Record, seconds: Seconds) -> None:
         for phase, value in seconds.items():
             self.seconds["counting" if record.counted and phase != "validation" else phase] += value
-        totals, spent = self.totals, sum(seconds[phase] for phase in PHASES)
-        totals.batches += record.batches
-        totals.samples += record.samples
-        totals.tokens += record.tokens
-        totals.counted += record.batches * record.counted
-        if record.counted:
-            return
-        totals.rated_batches += record.batches
-        totals.rated_samples += record.samples
-        totals.rated_tokens += record.tokens
-        totals.rated_seconds += spent
-        if record.known:
-            totals.known_batches += record.batches
-            totals.known_seconds += spent
-            totals.model += record.model
-            totals.more += record.more
+        self.totals.add(record, sum(seconds[phase] for phase in PHASES))
 
     @property
     def counting_now(self) -> bool:
