@@ -12,116 +12,24 @@ autograd's node -> slot -> call -> the call before it. A call refers to its slot
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from threading import RLock
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_eff._core.blocks import untraced_hooks
-from lightning_eff.memory._hosting.host import Ticket, can_leave
+from lightning_eff.memory._hosting.host import can_leave
 from lightning_eff.memory._planning.chain import Item, Segment
+from lightning_eff.memory._recompute.noted import Away, Block, Call, Kept, Linked, Run, Slot
 from lightning_eff.memory._recompute.offloading import Offloading
-from lightning_eff.memory._recompute.surroundings import Buffers, Surroundings, random_state, rewound, set_random_state
-
-Run = Callable[..., Any]
+from lightning_eff.memory._recompute.surroundings import random_state, rewound, set_random_state
 
 
 class _Done(BaseException):
     """Every slot that is waited for has its tensor: the rest of the block need not run."""
-
-
-class _Kept:
-    """A tensor argument that is kept, without its graph."""
-
-    __slots__ = ("requires_grad", "value", "version")
-
-    def __init__(self, value: Tensor, requires_grad: bool) -> None:
-        self.value, self.requires_grad, self.version = value.detach(), requires_grad, value._version
-
-
-class _Away:
-    """A tensor argument that waits in host memory."""
-
-    __slots__ = ("requires_grad", "ticket")
-
-    def __init__(self, ticket: Ticket, requires_grad: bool) -> None:
-        self.ticket, self.requires_grad = ticket, requires_grad
-
-
-class _Linked:
-    """A tensor argument that the call before returned, as the leaf number ``position`` of what it returned."""
-
-    __slots__ = ("position", "requires_grad")
-
-    def __init__(self, position: int, requires_grad: bool) -> None:
-        self.position, self.requires_grad = position, requires_grad
-
-
-class _Slot:
-    """Stands in autograd's graph for a tensor that is computed when it is needed."""
-
-    __slots__ = ("__weakref__", "call", "value", "version")
-
-    def __init__(self, call: "_Call") -> None:
-        self.call = call
-        self.value: Tensor | None = None
-        self.version = 0
-
-
-class _Block:
-    """What is known of a block beforehand, and of what is done with it."""
-
-    def __init__(self, index: int, module: nn.Module) -> None:
-        self.index, self.name = index, type(getattr(module, "_orig_mod", module)).__name__
-        self.modules = list(module.modules())
-        self.parameters = list(module.parameters())
-        self.buffers = Buffers(self.modules)
-        self.path: tuple[Segment, ...] = ()
-        self.leaves = False  # kept, and what it saves goes to the host
-
-    def __str__(self) -> str:
-        return f"block {self.index} ({self.name})"
-
-
-class _Call:
-    """One call of a block that can be run again.
-
-    Attributes:
-        path: the Segments around the block, the outermost first.
-        depth: which of them is the one that runs again when a slot is empty.
-        previous: the call that the linked arguments come from; None where all arguments are kept.
-    """
-
-    __slots__ = (
-        "arguments",
-        "block",
-        "buffers",
-        "depth",
-        "metas",
-        "path",
-        "previous",
-        "run",
-        "running",
-        "slots",
-        "spec",
-        "surroundings",
-        "versions",
-    )
-
-    def __init__(self, block: _Block, run: Run, arguments: list[Any], spec: TreeSpec, device: torch.device) -> None:
-        self.block, self.run, self.arguments, self.spec = block, run, arguments, spec
-        self.path = block.path
-        self.depth = 0
-        self.previous: _Call | None = None
-        self.slots: list[weakref.ref[_Slot]] = []
-        self.metas: list[tuple[torch.Size, torch.dtype]] = []
-        self.running = True
-        self.versions = [p._version for p in block.parameters]
-        self.surroundings = Surroundings(block.modules, device)
-        self.buffers: list[Any] = []
 
 
 class Recomputation:
@@ -138,7 +46,7 @@ class Recomputation:
     def __init__(self, blocks: Sequence[nn.Module], offloading: Offloading | None = None) -> None:
         self.reruns = 0
         self._offloading = offloading
-        self._blocks = [_Block(index, block) for index, block in enumerate(blocks)]
+        self._blocks = [Block(index, block) for index, block in enumerate(blocks)]
         self._lock = RLock()  # backward passes of several devices run on threads of their own
         self.begin()
 
@@ -159,7 +67,7 @@ class Recomputation:
 
     def forget(self) -> None:
         """A forward pass begins or is over: what comes next is linked to nothing before it."""
-        self._last: _Call | None = None
+        self._last: Call | None = None
         self._returned: list[tuple[weakref.ref[Tensor], int] | None] = []
 
     def begin(self) -> None:
@@ -190,7 +98,7 @@ class Recomputation:
         self._offloading.after(index, output)
         return output
 
-    def _call(self, block: _Block, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, block: Block, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not block.path:
             self.forget()
             if not block.leaves or self._offloading is None:
@@ -202,8 +110,8 @@ class Recomputation:
         versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in given]
         before = block.buffers.before()
 
-        def pack(tensor: Tensor) -> _Slot:
-            slot = _Slot(call)
+        def pack(tensor: Tensor) -> Slot:
+            slot = Slot(call)
             call.slots.append(weakref.ref(slot))
             call.metas.append((tensor.shape, tensor.dtype))
             return slot
@@ -227,7 +135,7 @@ class Recomputation:
         ]
         return output
 
-    def _begin(self, block: _Block, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    def _begin(self, block: Block, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         leaves, spec = tree_flatten((args, kwargs))
         last = self._last
         if last is not None and (last.path[0] is not block.path[0] or last.block.index >= block.index):
@@ -243,21 +151,21 @@ class Recomputation:
             if position is None:
                 storage = leaf.untyped_storage()
                 self._storages[storage._cdata] = storage.nbytes()
-                arguments.append(_Kept(leaf, leaf.requires_grad))
+                arguments.append(Kept(leaf, leaf.requires_grad))
             else:
-                arguments.append(_Linked(position, leaf.requires_grad))
+                arguments.append(Linked(position, leaf.requires_grad))
         device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
-        call = _Call(block, run, arguments, spec, device)
+        call = Call(block, run, arguments, spec, device)
         call.previous = last if linked else None
         return call
 
-    def _send(self, call: _Call) -> None:
+    def _send(self, call: Call) -> None:
         """Let the hidden state that a segment starts from go to the host."""
         assert self._offloading is not None, "a plan that offloads comes with an Offloading"
         for i, argument in enumerate(call.arguments):
-            if isinstance(argument, _Kept) and argument.value.is_floating_point() and can_leave(argument.value):
+            if isinstance(argument, Kept) and argument.value.is_floating_point() and can_leave(argument.value):
                 ticket = self._offloading.put(call.block.index, argument.value)
-                call.arguments[i] = _Away(ticket, argument.requires_grad)
+                call.arguments[i] = Away(ticket, argument.requires_grad)
                 return
 
     def _position(self, tensor: Tensor) -> int | None:
@@ -269,7 +177,7 @@ class Recomputation:
 
     # -- the backward pass
 
-    def _value(self, slot: _Slot) -> Tensor:
+    def _value(self, slot: Slot) -> Tensor:
         """What autograd saved, as it asks for it: computed now, unless it is there already."""
         with self._lock:
             while slot.value is None:
@@ -286,7 +194,7 @@ class Recomputation:
             )
         return value
 
-    def _run_segment(self, target: _Call) -> None:
+    def _run_segment(self, target: Call) -> None:
         """Run the calls of the target's segment again, up to the target, as its inner plan says."""
         depth, chain = target.depth, [target]
         while chain[-1].previous is not None:
@@ -310,7 +218,7 @@ class Recomputation:
         finally:
             set_random_state(device, state)
 
-    def _inputs(self, call: _Call, outputs: list[Any]) -> list[Any]:
+    def _inputs(self, call: Call, outputs: list[Any]) -> list[Any]:
         """The leaves of the call's arguments, anew."""
         block = call.block
         if call.running:
@@ -325,9 +233,9 @@ class Recomputation:
             )
         inputs: list[Any] = []
         for i, argument in enumerate(call.arguments):
-            if isinstance(argument, _Away):
-                argument = call.arguments[i] = _Kept(argument.ticket.get(), argument.requires_grad)
-            if isinstance(argument, _Kept):
+            if isinstance(argument, Away):
+                argument = call.arguments[i] = Kept(argument.ticket.get(), argument.requires_grad)
+            if isinstance(argument, Kept):
                 value, version = argument.value, argument.version
                 if value._version != version:
                     raise RuntimeError(
@@ -337,13 +245,13 @@ class Recomputation:
                         " Change a copy of it."
                     )
                 inputs.append(value.detach().requires_grad_(argument.requires_grad))
-            elif isinstance(argument, _Linked):
+            elif isinstance(argument, Linked):
                 inputs.append(outputs[argument.position].detach().requires_grad_(argument.requires_grad))
             else:
                 inputs.append(argument)
         return inputs
 
-    def _run_again(self, call: _Call, inputs: list[Any], *, fill: bool, last: bool) -> list[Any]:
+    def _run_again(self, call: Call, inputs: list[Any], *, fill: bool, last: bool) -> list[Any]:
         """Run the block once more; with ``fill``, what it saves goes into the slots. The leaves of what it returns."""
         self.reruns += 1
         waiting = [i for i, slot in enumerate(call.slots) if (held := slot()) is not None and held.value is None]
@@ -379,15 +287,15 @@ class Recomputation:
         return tree_leaves(output)
 
 
-def _keep(call: _Call, inputs: list[Any]) -> None:
+def _keep(call: Call, inputs: list[Any]) -> None:
     """Keep what the call is to be run from once more, so that it needs no call before it."""
     for i, argument in enumerate(call.arguments):
-        if isinstance(argument, _Linked):
-            call.arguments[i] = _Kept(inputs[i], argument.requires_grad)
+        if isinstance(argument, Linked):
+            call.arguments[i] = Kept(inputs[i], argument.requires_grad)
     call.previous = None
 
 
-def _differs(call: _Call, what: str) -> RuntimeError:
+def _differs(call: Call, what: str) -> RuntimeError:
     expected = ", ".join(f"{tuple(shape)} {dtype}" for shape, dtype in call.metas[:8])
     return RuntimeError(
         f"Rematerialization: run again for the backward pass, {call.block} {what}; expected the {len(call.slots)} tensors"

@@ -1,0 +1,106 @@
+"""What is noted of a block's call, so that it can be run again: its arguments, its surroundings, and what it saved."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec
+
+from lightning_eff.memory._hosting.host import Ticket
+from lightning_eff.memory._planning.chain import Segment
+from lightning_eff.memory._recompute.surroundings import Buffers, Surroundings
+
+Run = Callable[..., Any]
+
+
+class Kept:
+    """A tensor argument that is kept, without its graph."""
+
+    __slots__ = ("requires_grad", "value", "version")
+
+    def __init__(self, value: Tensor, requires_grad: bool) -> None:
+        self.value, self.requires_grad, self.version = value.detach(), requires_grad, value._version
+
+
+class Away:
+    """A tensor argument that waits in host memory."""
+
+    __slots__ = ("requires_grad", "ticket")
+
+    def __init__(self, ticket: Ticket, requires_grad: bool) -> None:
+        self.ticket, self.requires_grad = ticket, requires_grad
+
+
+class Linked:
+    """A tensor argument that the call before returned, as the leaf number ``position`` of what it returned."""
+
+    __slots__ = ("position", "requires_grad")
+
+    def __init__(self, position: int, requires_grad: bool) -> None:
+        self.position, self.requires_grad = position, requires_grad
+
+
+class Slot:
+    """Stands in autograd's graph for a tensor that is computed when it is needed."""
+
+    __slots__ = ("__weakref__", "call", "value", "version")
+
+    def __init__(self, call: "Call") -> None:
+        self.call = call
+        self.value: Tensor | None = None
+        self.version = 0
+
+
+class Block:
+    """What is known of a block beforehand, and of what is done with it."""
+
+    def __init__(self, index: int, module: nn.Module) -> None:
+        self.index, self.name = index, type(getattr(module, "_orig_mod", module)).__name__
+        self.modules = list(module.modules())
+        self.parameters = list(module.parameters())
+        self.buffers = Buffers(self.modules)
+        self.path: tuple[Segment, ...] = ()
+        self.leaves = False  # kept, and what it saves goes to the host
+
+    def __str__(self) -> str:
+        return f"block {self.index} ({self.name})"
+
+
+class Call:
+    """One call of a block that can be run again.
+
+    Attributes:
+        path: the Segments around the block, the outermost first.
+        depth: which of them is the one that runs again when a slot is empty.
+        previous: the call that the linked arguments come from; None where all arguments are kept.
+    """
+
+    __slots__ = (
+        "arguments",
+        "block",
+        "buffers",
+        "depth",
+        "metas",
+        "path",
+        "previous",
+        "run",
+        "running",
+        "slots",
+        "spec",
+        "surroundings",
+        "versions",
+    )
+
+    def __init__(self, block: Block, run: Run, arguments: list[Any], spec: TreeSpec, device: torch.device) -> None:
+        self.block, self.run, self.arguments, self.spec = block, run, arguments, spec
+        self.path = block.path
+        self.depth = 0
+        self.previous: Call | None = None
+        self.slots: list[weakref.ref[Slot]] = []
+        self.metas: list[tuple[torch.Size, torch.dtype]] = []
+        self.running = True
+        self.versions = [p._version for p in block.parameters]
+        self.surroundings = Surroundings(block.modules, device)
+        self.buffers: list[Any] = []
