@@ -100,6 +100,7 @@ class Family:
         kind: which of its heads: "causal", "masked", "seq2seq", "image" or "speech"; "own" is written by hand here.
         settings: of its config.
         refused: by the layout, technique or plugin, what the error must say; all others train it rightly.
+        by_batch: whether it normalizes by a batch's own statistics, which in a pipeline are a micro-batch's, as that tells.
         wrong: those that end with weights that are not finite: known defects, which the test holds to until they are mended.
     """
 
@@ -107,6 +108,7 @@ class Family:
     settings: Mapping[str, Any]
     refused: Mapping[str, str] = field(default_factory=dict)
     wrong: frozenset[str] = frozenset()
+    by_batch: bool = False
 
 
 def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None = None, /, **settings: Any) -> Family:
@@ -160,7 +162,7 @@ FAMILIES: dict[str, Family] = {
     **{name: _family(name, "image", _NO_SEQUENCE) for name in ["vit", "beit", "dinov2", "vit_msn"]},
     "swin": Family("image", _SWIN, _NO_SEQUENCE | _SAY_LAYERS),
     **{name: _family(name, "speech", _NO_SEQUENCE) for name in ["wav2vec2", "hubert", "unispeech"]},
-    "resnet": Family("own", {}, _NO_SEQUENCE | _NO_LINEAR),
+    "resnet": Family("own", {}, _NO_SEQUENCE | _NO_LINEAR, by_batch=True),
 }
 
 
