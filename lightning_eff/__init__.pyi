@@ -56,6 +56,7 @@ from lightning_eff.optim.optimizers.shampoo import Shampoo as Shampoo
 from lightning_eff.optim.optimizers.soap import SOAP as SOAP
 from lightning_eff.optim.preconditioning.kfac import KFAC as KFAC
 from lightning_eff.optim.preconditioning.mfac import MFAC as MFAC
+from lightning_eff.optim.preconditioning.sampled_quasi_newton import SampledQuasiNewton as SampledQuasiNewton
 from lightning_eff.optim.sharpness.efficient_sam import EfficientSAM as EfficientSAM
 from lightning_eff.optim.sharpness.ksam import KSAM as KSAM
 from lightning_eff.optim.sharpness.look_sam import LookSAM as LookSAM

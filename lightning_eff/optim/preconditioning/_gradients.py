@@ -97,6 +97,7 @@ class Preconditioner(Technique):
     that of plain training (a gradient scaler skips it).
     """
 
+    needs_optimizer: ClassVar[bool] = True
     conflicts: ClassVar = rivals()
 
     def _reset(self) -> None:

@@ -1,0 +1,398 @@
+"""Sampled quasi-Newton steps: curvature of directions drawn anew around the weights (Berahas et al. 2022)."""
+
+import contextlib
+import math
+import time
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_eff._core import rng
+from lightning_eff._core.batches import num_samples
+from lightning_eff._core.losses import loss_of
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
+from lightning_eff._core.session import Session
+from lightning_eff._core.steps import Proceed, Stage, Step, silent
+from lightning_eff._core.technique import Control
+from lightning_eff._core.wrapping import unrounded
+from lightning_eff.optim.preconditioning._gradients import (
+    Gradients,
+    Norm,
+    Preconditioner,
+    check_norm,
+    check_room,
+    dtype_of_rows,
+    length_of_rows,
+    rivals,
+    stepped,
+)
+
+Method = Literal["lbfgs", "lsr1"]
+
+
+@torch.no_grad()
+def lbfgs_weights(gram: Tensor, *, epsilon: float) -> tuple[Tensor, int]:
+    """``H g`` of the two-loop recursion, in coordinates of ``[g, s_1 .. s_m, y_1 .. y_m]``.
+
+    Pairs are taken in their order; the newest, ``m``, keeps the secant equation ``H y_m = s_m``. One counts where
+    ``s^T y >= epsilon ||s||^2``, which keeps ``H`` positive definite. ``H_0 = (s^T y / y^T y) I`` of the newest that counts.
+
+    Args:
+        gram: the products of ``[g, S, Y]``, shape (1 + 2m, 1 + 2m), float64.
+        epsilon: > 0.
+
+    Returns:
+        The coordinates, shape (1 + 2m,), and how many pairs count. With none, ``H`` is the identity.
+    """
+    m = len(gram) // 2
+    counting = [i for i in range(m) if gram[1 + i, 1 + m + i] >= epsilon * gram[1 + i, 1 + i] > 0]
+    q = torch.zeros_like(gram[0])
+    q[0] = 1.0
+    alphas: dict[int, Tensor] = {}
+    for i in reversed(counting):
+        s, y = 1 + i, 1 + m + i
+        # α_i = s_iᵀ q / s_iᵀ y_i;  q ← q − α_i y_i
+        alphas[i] = gram[s] @ q / gram[s, y]
+        q[y] -= alphas[i]
+    if counting:
+        s, y = 1 + counting[-1], 1 + m + counting[-1]
+        q = q * gram[s, y] / gram[y, y]
+    for i in counting:
+        s, y = 1 + i, 1 + m + i
+        # β = y_iᵀ r / s_iᵀ y_i;  r ← r + (α_i − β) s_i
+        q[s] += alphas[i] - gram[y] @ q / gram[s, y]
+    return q, len(counting)
+
+
+@torch.no_grad()
+def lsr1_weights(gram: Tensor, *, epsilon: float) -> tuple[Tensor, int]:
+    """``H g`` of symmetric rank-one updates, in coordinates of ``[g, s_1 .. s_m, y_1 .. y_m]``.
+
+    ``H <- H + v v^T / v^T y`` with ``v = s - H y``, where ``|v^T y| >= epsilon ||v|| ||y||``; else the pair is passed over.
+    On a quadratic all pairs that count keep ``H y = s``, and as many as there are dimensions make ``H`` its inverse
+    Hessian. ``H`` need not be positive. It begins as ``(s^T y / y^T y) I`` of the last pair, by its absolute value.
+
+    Args and returns as :func:`lbfgs_weights`.
+    """
+    m = len(gram) // 2
+    last = gram[m, 2 * m].abs() / gram[2 * m, 2 * m]
+    first = last if bool(last.isfinite()) and bool(last > 0) else torch.ones_like(last)
+    updates: list[tuple[Tensor, Tensor]] = []
+
+    def times(x: Tensor) -> Tensor:  # H x, of coordinates
+        return first * x + sum((v * (v @ gram @ x) / denominator for v, denominator in updates), torch.zeros_like(x))
+
+    unit = torch.eye(len(gram), dtype=gram.dtype)
+    for i in range(m):
+        s, y = unit[1 + i], unit[1 + m + i]
+        v = s - times(y)
+        denominator = v @ gram @ y
+        length = (v @ gram @ v).clamp(min=0).sqrt() * gram[1 + m + i, 1 + m + i].sqrt()
+        if denominator.abs() >= epsilon * length > 0:
+            updates.append((v, denominator))
+    return times(unit[0]), len(updates)
+
+
+class SampledQuasiNewton(Preconditioner):
+    """Step along ``H g``, where ``H`` comes from curvature along random directions around the weights, not from past steps.
+
+    In optimizer step 0, ``interval``, ... ``m`` directions ``s`` of length ``radius`` are drawn, and the step's own batch
+    says the curvature along each: ``y = grad(w + s) - grad(w)``. From these pairs alone come sampled L-BFGS
+    (``method="lbfgs"``: positive definite, by the two-loop recursion) or sampled L-SR1 (``"lsr1"``: symmetric rank-one
+    updates, which know negative curvature and on a quadratic all of it). Steps between take the pairs of before.
+
+    A drawing step costs ``num_directions + 1`` more passes forward and backward, each with the dropout, the buffers and
+    batch of the step itself, without autocast and without a trace. Over an accumulation window and the ranks of DDP ``y`` is
+    the mean, and directions are the same on all ranks. Memory is ``2 m`` copies of the gradient in float32 where parameters
+    are, half of it in each checkpoint.
+
+    ``H g`` is scaled to the gradient's norm, so that rates and clipping mean what they did; ``norm="inverse"`` leaves it, and
+    a rate of 1 is then Newton's. A pair whose curvature is too small or negative (L-BFGS), or whose update would be
+    unbounded (L-SR1), is passed over, as in the paper. Where ``H g`` points uphill, as L-SR1's may, for which the paper has
+    a trust region, the step is that of plain training. Where the network's blocks change, directions are drawn anew.
+
+    Logged: ``gradient_norm`` and ``direction_norm``, the cosine between the two (``cosine``), ``pairs`` that counted, extra
+    ``passes`` so far, and the steps ``rewritten`` and ``left`` as they were.
+
+    Args:
+        method: "lbfgs" or "lsr1".
+        num_directions: ``m`` >= 0; 0 is plain training.
+        interval: every so many optimizer steps directions are drawn, >= 1. The paper draws in each.
+        radius: length of a direction over all parameters, > 0, in units of the weights.
+        epsilon: below which a pair is passed over, > 0.
+        norm: "gradient" or "inverse": whose norm the direction has.
+
+    Raises:
+        ValueError: for other values; at setup, where the pairs do not fit in memory, with LBFGS, and where the optimizers
+            step no parameter of the module.
+
+    Sources:
+        Berahas, Jahani, Richtarik and Takac 2022, arXiv:1901.09997, algorithms 1 to 4.
+    """
+
+    saves: ClassVar[str] = "steps, by the paper's claim; each drawing one costs num_directions + 1 passes more"
+    paper: ClassVar[str] = "Berahas et al. 2022 (S-LBFGS, S-LSR1), arXiv:1901.09997"
+    constraints: ClassVar[str] = "a single device or DDP; automatic optimization; memory for 2 m gradients in float32"
+    survey: ClassVar[Survey | None] = Survey("second-order optimizers", zhuang="2.1", shen="5.2")
+    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+        {
+            "method": Choice(("lbfgs", "lsr1")),
+            "num_directions": Choice((2, 4, 8)),
+            "interval": Choice((5, 20, 100)),
+            "radius": Uniform(0.01, 0.5, log=True),
+        }
+    )
+    control: ClassVar[Control] = Control(
+        "the baseline for as many seconds with its learning rate decayed to zero: 1 + (m + 1) / interval times the steps"
+    )
+    conflicts: ClassVar = {
+        **rivals("KFAC", "MFAC"),
+        **dict.fromkeys(
+            ("SharpnessAwareMinimization", "LookSAM", "EfficientSAM", "KSAM"),
+            "both run the step at other weights, and whose gradient curvature is of is not defined",
+        ),
+    }
+
+    def __init__(
+        self,
+        *,
+        method: Method = "lbfgs",
+        num_directions: int = 4,
+        interval: int = 10,
+        radius: float = 0.05,
+        epsilon: float = 1e-8,
+        norm: Norm = "gradient",
+    ) -> None:
+        who = "SampledQuasiNewton"
+        if method not in get_args(Method):
+            raise ValueError(f'{who}({method=}): expected "lbfgs" or "lsr1".')
+        for name, value, least in (("num_directions", num_directions, 0), ("interval", interval, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(
+                    f"{who}({name}={value!r}): expected an integer >= 1"
+                    + (", the directions that are drawn, or 0 for plain training." if least == 0 else ".")
+                )
+        for name, value in (("radius", radius), ("epsilon", epsilon)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ValueError(f"{who}({name}={value!r}): expected a finite number above 0.")
+        check_norm(who, norm)
+        self.method, self.num_directions, self.interval = method, num_directions, interval
+        self.radius, self.epsilon = float(radius), float(epsilon)
+        self.norm: Norm = norm
+        self._reset()
+
+    @override
+    def _reset(self) -> None:
+        super()._reset()
+        self._drawn_at = -1  # the optimizer step whose directions are in S
+        self._begun = False  # whether y is being summed for this step, on each rank for itself
+        self._s: dict[str, Tensor] = {}  # S, of each parameter (m, numel)
+        self._y: dict[str, Tensor] = {}
+        self._drawn: list[str] = []  # of a checkpoint: what has directions
+        self._products: Tensor | None = None  # of S and Y
+        self._passes = self._pairs = 0
+
+    @property
+    @override
+    def neutral(self) -> bool:
+        return self.num_directions == 0
+
+    @override
+    def attach(self, session: Session) -> None:
+        super().attach(session)
+        session.chain.add(Stage.PERTURB, self._link)
+
+    @override
+    def on_optimizers(self, session: Session) -> None:
+        super().on_optimizers(session)
+        parameters = stepped(session)
+        m = self.num_directions
+        told = check_room(f"SampledQuasiNewton(num_directions={m})", session, 2 * m)
+        rank_zero_info(f"SampledQuasiNewton: {told}, and half as much in each checkpoint")
+        if self._drawn_at >= 0:  # taken up from a checkpoint
+            self._s = self._directions(session, {name: parameters[name] for name in self._drawn if name in parameters})
+            self._y = {name: y.to(parameters[name].device) for name, y in self._y.items() if name in parameters}
+
+    def _directions(self, session: Session, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+        """The directions that belong to a step: rows of length ``radius``, the same on all ranks and after a resume."""
+        m = self.num_directions
+        drawn: dict[str, Tensor] = {}
+        for name, p in parameters.items():
+            generator = session.generator("SampledQuasiNewton", self._drawn_at, name)
+            drawn[name] = torch.randn(m, length_of_rows(p), generator=generator, dtype=dtype_of_rows(p))
+        length = torch.stack([d.double().square().sum(1) for d in drawn.values()]).sum(0).sqrt()
+        for name, d in drawn.items():
+            drawn[name] = (d * (self.radius / length)[:, None].to(d.dtype)).to(parameters[name].device)
+        return drawn
+
+    # -- the passes
+
+    def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
+        session = self.session
+        unfinished = self._begun or not self._s  # a step that was not finite, or another network
+        if self._drawn_at != step.global_step and (step.global_step % self.interval == 0 or unfinished):
+            self._drawn_at, self._begun = step.global_step, True
+            self._s = self._directions(session, stepped(session, waiting=False))
+            self._y = {name: torch.zeros_like(s) for name, s in self._s.items()}
+        if not self._begun or self._drawn_at != step.global_step:
+            return proceed(batch)
+        self._sample(step, batch, proceed)
+        return proceed(batch)
+
+    def _sample(self, step: Step, batch: Any, proceed: Proceed) -> None:
+        """Add this batch's share to ``y`` of all directions."""
+        began, session, m = time.perf_counter(), self.session, self.num_directions
+        random_state, cost = rng.capture(), session.chain.cost
+        share = 1 / session.trainer.accumulate_grad_batches
+        for i in (None, *range(m)):
+            with rng.fork(random_state):
+                gradients = self._gradients(step, batch, proceed, i)
+            for name, g in gradients.items():
+                y = self._y[name]
+                # y_i = ∇F(w + s_i) − ∇F(w)
+                if i is None:
+                    y.sub_(g.flatten(), alpha=share)
+                else:
+                    y[i].add_(g.flatten(), alpha=share)
+        self._passes += m + 1
+        cost.forward_passes += m + 1
+        cost.backward_passes += m + 1
+        with contextlib.suppress(ValueError):  # a batch without tensors has no number of samples, and need not
+            cost.forward_samples += (m + 1) * num_samples(batch)
+        cost.seconds += time.perf_counter() - began
+
+    def _gradients(self, step: Step, batch: Any, proceed: Proceed, i: int | None) -> Gradients:
+        """Those of the loss at ``w``, or at ``w + s_i``, of a pass that leaves no trace."""
+        named = [(name, p) for name, p in stepped(self.session, waiting=False).items() if name in self._s]
+        kept: list[tuple[Tensor, Tensor]] = []
+        device = step.module.device.type
+        fine = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
+        with silent(step.module), unrounded():
+            try:
+                if i is not None:
+                    kept = [(p, p.detach().clone()) for _, p in named]
+                    with torch.no_grad():
+                        for name, p in named:
+                            _reals(p).add_(self._s[name][i].view_as(_reals(p)))
+                with fine:
+                    loss = loss_of(proceed(batch))
+                    if loss is None:
+                        return {}
+                    found = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True)
+            finally:
+                with torch.no_grad():
+                    for p, value in kept:
+                        p.copy_(value)
+        dense = [
+            (name, g.to_dense() if g.is_sparse else g)
+            for (name, _), g in zip(named, found, strict=True)
+            if g is not None
+        ]
+        return {name: _reals(g).to(self._s[name].dtype) for name, g in dense}
+
+    # -- the step
+
+    @override
+    def precondition(self, session: Session, gradients: Gradients) -> Gradients | None:
+        if self._begun:
+            self._begun = False
+            self._y = _mean_over_ranks(session, self._y)
+            good = torch.stack([y.isfinite().all(1).cpu() for y in self._y.values()]).all(0)
+            for y in self._y.values():  # one that is not finite says nothing
+                y[~good.to(y.device)] = 0.0
+            self._products = None
+        gram = self._gram(gradients)
+        w, self._pairs = (lbfgs_weights if self.method == "lbfgs" else lsr1_weights)(gram, epsilon=self.epsilon)
+        downhill = float(gram[0] @ w)
+        if not downhill > 0:
+            return None
+        m, directions = self.num_directions, Gradients()
+        for name, g in gradients.items():
+            # H g = w_0 g + Σ w_i s_i + Σ w_{m+i} y_i
+            direction = g.flatten() * float(w[0])
+            for rows, part in ((self._s, w[1 : 1 + m]), (self._y, w[1 + m :])):
+                if name in rows:
+                    direction += torch.mv(rows[name].T, part.to(g.device, g.dtype))
+            directions[name] = direction.view_as(g)
+        return self._finished(gradients, directions, downhill, self.norm)
+
+    def _gram(self, gradients: Gradients) -> Tensor:
+        """The products of ``[g, S, Y]``, shape (1 + 2m, 1 + 2m), in float64 on the CPU."""
+        m = self.num_directions
+        if self._products is None:
+            self._products = torch.zeros(2 * m, 2 * m, dtype=torch.float64)
+            for name, s in self._s.items():
+                both = torch.cat([s, self._y[name]])
+                self._products += (both @ both.T).double().cpu()
+        gram = torch.zeros(1 + 2 * m, 1 + 2 * m, dtype=torch.float64)
+        gram[1:, 1:] = self._products
+        for name, g in gradients.items():
+            gram[0, 0] += float(g.flatten() @ g.flatten())
+            for rows, at in ((self._s, 1), (self._y, 1 + m)):
+                if name in rows:
+                    gram[0, at : at + m] += torch.mv(rows[name], g.flatten()).double().cpu()
+        gram[1:, 0] = gram[0, 1:]
+        return gram
+
+    @override
+    def on_blocks_changed(self, session: Session) -> None:
+        self._s = {}
+
+    # -- what it tells and keeps
+
+    @override
+    def report(self) -> dict[str, float | int | Tensor]:
+        return {**super().report(), "pairs": self._pairs, "passes": self._passes}
+
+    @override
+    def summary(self) -> str:
+        return (
+            f"{'S-LBFGS' if self.method == 'lbfgs' else 'S-LSR1'}: {self._rewritten:,} steps along quasi-Newton directions,"
+            f" {self._left:,} as they were, {self._passes:,} extra passes; {self._pairs} of {self.num_directions} pairs counted"
+            " in the last"
+        )
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        session = self._session or self._past
+        own = {name: y.cpu() for name, y in self._y.items()} if self._begun else self._y
+        return {
+            **super().state_dict(),
+            "drawn_at": self._drawn_at,
+            "begun": self._begun,
+            "names": list(self._s),
+            "y": session.gather(own) if self._begun and session is not None else [own],
+            "passes": self._passes,
+            "pairs": self._pairs,
+        }
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        session, ranks = self._session, state_dict["y"]
+        self._passes, self._pairs = state_dict["passes"], state_dict["pairs"]
+        rank = 0 if session is None or not state_dict["begun"] else session.rank
+        fits = not state_dict["begun"] or session is None or len(ranks) == session.trainer.world_size
+        if fits and all(len(y) == self.num_directions for y in ranks[rank].values()):  # else they are drawn anew
+            self._drawn_at, self._begun = state_dict["drawn_at"], state_dict["begun"]
+            self._y, self._drawn = dict(ranks[rank]), list(state_dict["names"])
+
+
+def _reals(of: Tensor) -> Tensor:
+    """A tensor of real numbers, which shares the memory."""
+    return torch.view_as_real(of) if of.is_complex() else of
+
+
+def _mean_over_ranks(session: Session, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The mean over the ranks of each tensor, in place of it; all ranks have the same names."""
+    if session.trainer.world_size == 1:
+        return rows
+    found: dict[str, Tensor] = {}
+    for name in sorted(rows):
+        mean = session.trainer.strategy.reduce(rows[name], reduce_op="mean")
+        assert isinstance(mean, Tensor)
+        found[name] = mean
+    return found
