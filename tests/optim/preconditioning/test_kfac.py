@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_eff import KFAC, SharpnessAwareMinimization, cli
 from lightning_eff.optim.preconditioning import _sampled_labels
+from lightning_eff.optim.preconditioning._taps import Taps, last_reached
 from tests import processes
 from tests.cases import Case
 from tests.conftest import Once
@@ -216,6 +217,14 @@ def test_a_map_that_is_called_twice_has_the_rows_of_both_calls() -> None:
         rows = [f["rows"].item() for f in technique.state_dict()["factors"].values()]
         assert rows == [24.0, 12.0]
     torch.testing.assert_close(*found)
+
+
+def test_a_shared_weight_with_biases_of_its_own_has_none() -> None:
+    tied = mlp(5, 5, 5, 3)
+    tied[2].weight = tied[0].weight
+    technique = KFAC()
+    run(Net(tied, lr=0.1), data(*classes()), technique)
+    assert [A.shape[0] for A, _ in factors(technique).values()] == [5, 6]
 
 
 @pytest.mark.parametrize("fisher", ["model", "empirical"])
@@ -458,6 +467,32 @@ def test_a_loss_of_its_own_is_refused_or_taken_for_a_mean(capsys: pytest.Capture
         run(Net(mlp(5, 4, 3), loss, lr=0.1), data(*classes()), technique)
         found.append(factors(technique))
     same(*found)
+
+
+def test_a_map_that_no_seen_loss_depends_on_has_no_factors() -> None:
+    """The step's own backward pass comes to it, and is not that of drawn labels."""
+
+    class Two(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            h = self.net[0](batch[0])  # pyright: ignore[reportIndexIssue]
+            return F.cross_entropy(h[:, :3], batch[1]) + self.net[2](h).square().mean()  # pyright: ignore[reportIndexIssue]
+
+    technique = KFAC()
+    run(Two(mlp(5, 4, 3), lr=0.1), data(*classes()), technique)
+    assert list(factors(technique)) == ["net.0.weight"]
+
+
+def test_a_backward_pass_ends_at_the_first_maps() -> None:
+    """Gradients of the others are kept no longer than plain training would."""
+    first, second, third = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+    taps = Taps({m: m.weight for m in (first, second, third)}, lambda *args: None)
+    x = torch.randn(2, 3)
+    h = first(x).tanh()
+    z = second(h) + third(h) + third(x)
+    taps.close()
+    ends = last_reached([z], taps.edges)
+    assert len(taps.edges) == 4 and ends == [taps.edges[0], taps.edges[3]]
+    taps.remove()
 
 
 # -- two processes
