@@ -60,6 +60,8 @@ from lightning_eff.optim.preconditioning.sampled_quasi_newton import SampledQuas
 from lightning_eff.optim.sharpness.efficient_sam import EfficientSAM as EfficientSAM
 from lightning_eff.optim.sharpness.ksam import KSAM as KSAM
 from lightning_eff.optim.sharpness.look_sam import LookSAM as LookSAM
+from lightning_eff.optim.sharpness.mesa import MESA as MESA
+from lightning_eff.optim.sharpness.saf import SAF as SAF
 from lightning_eff.optim.sharpness.sharpness_aware_minimization import (
     SharpnessAwareMinimization as SharpnessAwareMinimization,
 )

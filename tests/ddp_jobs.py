@@ -208,6 +208,31 @@ def sharpness(accumulate: str, root: Path) -> dict[str, Any]:
     return {"ranks": ranks}
 
 
+def trajectory(name: str, root: Path) -> dict[str, Any]:
+    """SAF on ranks whose samples change from epoch to epoch: what both end with, and how many samples came from the other."""
+    from lightning_eff import SAF
+    from tests.optim.sharpness.test_saf import Plain, Turns
+
+    class Mine(Turns):
+        """Of each 8 of the order, 4 for each rank."""
+
+        def order(self, epoch: int) -> list[int]:
+            return torch.tensor(super().order(epoch)).view(-1, 2, 4)[:, int(os.environ["RANK"])].flatten().tolist()
+
+        def __len__(self) -> int:
+            return self.size // 2
+
+    pl.seed_everything(3, verbose=False)
+    net, technique, sampler = Plain(), SAF(weight=3.0, lag=1, start=0.0), Mine(32)
+    settings: dict[str, Any] = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
+    trainer(technique, max_epochs=4, **settings).fit(net, DataLoader(Samples("classifier", 32), 4, sampler=sampler))
+    return {
+        "weights": _agreed(flat(net).tolist()),
+        "known": _agreed(float(technique.report()["known"])),
+        "moved": len(set(sampler.order(3)) - set(sampler.order(2))),
+    }
+
+
 def plugins(name: str, root: Path) -> dict[str, Any]:
     """Train and resume with a precision plugin; whether ranks end alike, and otherwise than without it."""
     case = PLUGINS[name]

@@ -158,6 +158,13 @@ class ResumableLoader:
         """The weights, (B,), that were chosen for the samples of the batch last handed out, or None."""
         return None if self.chosen is None else self.chosen.weights(self._position - 1)
 
+    @property
+    def num_samples(self) -> int | None:
+        """How many samples the data set has, where :attr:`indices` tells those of each batch; None where it does not."""
+        if self._recorder is None or not _has_length(self._loader) or not _has_length(self._loader.dataset):
+            return None  # without a length, Lightning fetches a batch ahead of the one that is trained on
+        return len(self._loader.dataset)
+
     # -- samples that are chosen
 
     @property

@@ -194,7 +194,8 @@ class Session:
                 self._scope.enter_context(stack.view(training=True))
             if self.chain.links:
                 batch_idx = self.trainer.fit_loop.epoch_loop.batch_idx
-                step = Step(self.chain, self.module, args[1:], batch_idx, self.trainer.global_step)
+                indices = self.sample_indices if isinstance(self.sample_indices, list) else None
+                step = Step(self.chain, self.module, args[1:], batch_idx, self.trainer.global_step, indices)
                 output = self.chain.run(step, args[0])
             else:
                 output = original(*args, **kwargs)

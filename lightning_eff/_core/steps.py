@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_eff._core import rng
+from lightning_eff._core.batches import select
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -171,6 +172,7 @@ class Step:
         rest: what ``training_step`` takes after the batch (the batch's index), if anything.
         batch_idx: the index of the batch in its epoch.
         global_step: optimizer steps done before this one.
+        indices: the data set indices of the samples of the batch that the links get, where they are known.
         around: where a link sets it, what stands around the user's own step in each pass of the training chain, inside
             all links: ``around(run, batch)`` returns what the step shall return, and ``run(batch)`` runs it.
     """
@@ -180,7 +182,14 @@ class Step:
     rest: tuple[Any, ...]
     batch_idx: int
     global_step: int
+    indices: list[Any] | None = None
     around: Around | None = None
+
+    def pick(self, batch: Any, index: Tensor, size: int) -> Any:
+        """The samples ``index`` of ``batch``, which has ``size``: what the rest of the chain trains on, by its indices too."""
+        if self.indices is not None and len(self.indices) == size:
+            self.indices = [self.indices[i] for i in index.tolist()]
+        return select(batch, index, size)
 
     def forward_only(self, batch: Any, size: int, around: Around | None = None, *, transform: bool = True) -> Any:
         """Run the user's step on ``batch`` of ``size`` samples for its loss alone, inside ``around`` if given.

@@ -234,9 +234,10 @@ class BatchSizeWarmup(Technique):
 
     @override
     def on_model(self, session: Session) -> None:
-        if self.by == "batch" and session.loaders.taken_by:
+        other = session.loaders.taken_by or session.loaders.told_to
+        if self.by == "batch" and other:
             raise ValueError(
-                f"{WHO}(by='batch') and {session.loaders.taken_by} cannot train together: the latter says which samples"
+                f"{WHO}(by='batch') and {other} cannot train together: the latter says, or must know, which samples"
                 " each of the loader's batches has. Use by='accumulation'."
             )
 

@@ -16,6 +16,7 @@ class TrainLoaders:
         rank: this process's global rank.
         states: what a checkpoint says of the loaders, in their order, which take it up as they are wrapped.
         taken_by: the technique that says which samples an epoch has, if one does.
+        told_to: a technique that must know which samples each step has, if one does.
         take: checks a loader before it is wrapped; set by that technique.
         take_up_rng: called before the loaders begin an iteration, or a sampler does.
 
@@ -29,6 +30,7 @@ class TrainLoaders:
         self.rank = trainer.global_rank
         self.states: list[dict[str, Any]] = []
         self.taken_by = ""
+        self.told_to = ""
         self.take: Callable[[Any, bool], None] | None = None
         self.take_up_rng = take_up_rng
         self._trainer, self._gather = trainer, gather
@@ -72,6 +74,11 @@ class TrainLoaders:
     def indices(self) -> Any:
         """The data set indices of the current batch's samples (a list), or None where the loader does not tell."""
         return self._loaders[0].indices if len(self._loaders) == 1 else None
+
+    @property
+    def num_samples(self) -> int | None:
+        """How many samples the data set has, or None where it cannot be told which of them a batch has."""
+        return self._loaders[0].num_samples if len(self._loaders) == 1 else None
 
     @property
     def weights(self) -> Any:

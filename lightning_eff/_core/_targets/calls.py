@@ -44,6 +44,11 @@ class TargetCall:
         return self.arguments["input"]
 
     @property
+    def scores(self) -> Tensor:
+        """Of a call on classes, the input with the classes in its last dimension: of the elements' shape and (C,)."""
+        return self.input.movedim(self._class_dim, -1)
+
+    @property
     def target(self) -> Tensor:
         """The call's own target."""
         return self.arguments["target"]

@@ -141,6 +141,11 @@ class Targets:
             )
         return {path: named[path] for path in self._paths}
 
+    def seen(self, step: Step, batch: Any) -> list[TargetCall]:
+        """The loss calls on the batch's labels in one forward pass, in their order: it has no graph and leaves no trace."""
+        held = list(self.labels(step, batch).items())
+        return [call for call, _ in self._forward_only(step, batch, held)[0].made] if held else []
+
     def run(
         self,
         step: Step,
@@ -196,21 +201,11 @@ class Targets:
     def _look(self, step: Step, batch: Any) -> list[str] | None:
         """The paths of the labels, or None where the step skips this batch."""
         held = [(path, tensor) for path, tensor in tensors(batch) if tensor.ndim > 0]
-        window = _Window(TargetCall.plain, {path: tensor.shape for path, tensor in held})
-        for path, tensor in held:
-            window.follower.begin(path, tensor)
-
-        def around(run: Proceed, batch: Any) -> Any:
-            window.learning = False
-            with window:
-                return run(batch)
-
-        output = step.forward_only(batch, num_samples(batch), around, transform=False)
+        window, output = self._forward_only(step, batch, held)
         found: dict[str, list[TargetCall]] = {}
         for call, _ in window.made:
             found.setdefault(call.label, []).append(call)
         elsewhere = window.elsewhere
-        window.follower.clear()
         if not found and loss_of(output) is None:
             return None
         if self.named is not None:
@@ -233,6 +228,21 @@ class Targets:
             f"{self.who}: several tensors of the batch became targets of loss calls: {_listed(found)}; expected one, or"
             " one of classes. Name those that are the labels by labels=, such as labels=['labels'] or labels=[1]."
         )
+
+    def _forward_only(self, step: Step, batch: Any, held: Sequence[tuple[str, Tensor]]) -> tuple[_Window, Any]:
+        """A pass of the user's step that changes nothing: what was seen of the tensors ``held``, and its output."""
+        window = _Window(TargetCall.plain, {path: tensor.shape for path, tensor in held})
+        for path, tensor in held:
+            window.follower.begin(path, tensor)
+
+        def around(run: Proceed, batch: Any) -> Any:
+            window.learning = False
+            with window:
+                return run(batch)
+
+        output = step.forward_only(batch, num_samples(batch), around, transform=False)
+        window.follower.clear()
+        return window, output
 
     def _agree(self, problem: ValueError | None, *, ready: bool = True) -> bool:
         """Raise on all ranks what one of them has to say, so that none waits for another; whether all are ``ready``."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core._samples.scoring import agree
-from lightning_eff._core.batches import num_samples, select
+from lightning_eff._core.batches import num_samples
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
@@ -99,7 +99,7 @@ class RandomSubset(Technique):
             trained = max(1, round(self.keep * size))
             generator = session.generator("RandomSubset", step.global_step, step.batch_idx, session.rank)
             index = torch.randperm(size, generator=generator)[:trained].sort().values
-            batch = select(batch, index, size)
+            batch = step.pick(batch, index, size)
         self._fraction = trained / size
         self._steps["on" if self._active else "off"] += 1
         self._samples["seen"] += size

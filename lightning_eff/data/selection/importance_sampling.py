@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core._samples.scoring import Scorer, Scores, agree, sample_losses
-from lightning_eff._core.batches import num_samples, select
+from lightning_eff._core.batches import num_samples
 from lightning_eff._core.losses import WeighLosses
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform, needs_samples
 from lightning_eff._core.session import Session
@@ -178,7 +178,7 @@ class ImportanceSampling(Technique):
                 index = draw(p, b, self.session.generator(*key))
                 w = 1 / (size * p[index])
                 step.around = self._weighing(step, w.float(), size, scores)
-                output, trained = proceed(select(batch, index, size)), b
+                output, trained = proceed(step.pick(batch, index, size)), b
         self._fraction = trained / size
         self._steps["on" if self._active else "off"] += 1
         self._samples["seen"] += size

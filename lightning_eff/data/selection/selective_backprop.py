@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core._samples.scoring import Scorer, agree
-from lightning_eff._core.batches import num_samples, select
+from lightning_eff._core.batches import num_samples
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform, needs_samples
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
@@ -190,7 +190,7 @@ class SelectiveBackprop(Technique):
                 trained = max(1, round(self.keep * size))
                 p = keep_probabilities(scores.means, self._losses, beta=self.beta)
                 key = ("SelectiveBackprop", step.global_step, step.batch_idx, session.rank)
-                batch = select(batch, choose(p, trained, session.generator(*key)), size)
+                batch = step.pick(batch, choose(p, trained, session.generator(*key)), size)
         self._fraction = trained / size
         self._steps["on" if self._active else "off"] += 1
         self._samples["seen"] += size

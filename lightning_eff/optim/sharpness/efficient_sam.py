@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core._samples.scoring import Scorer, Scores, agree
-from lightning_eff._core.batches import num_samples, select
+from lightning_eff._core.batches import num_samples
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control
@@ -160,7 +160,7 @@ class EfficientSAM(Uphill):
         agree(self.session, before.problem or after.problem)
         rise = after.means - before.means
         self._last["sharpness"] = rise.mean()
-        return super().second(step, select(batch, sharpest(rise, gamma=self.gamma), size), proceed)
+        return super().second(step, step.pick(batch, sharpest(rise, gamma=self.gamma), size), proceed)
 
     @override
     def risen(self, rise: Tensor) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core._samples.scoring import Scorer, agree
-from lightning_eff._core.batches import num_samples, select
+from lightning_eff._core.batches import num_samples
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform, needs_samples
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
@@ -121,7 +121,7 @@ class KSAM(Uphill):
         if len(scores.means):  # else the user's step skips this batch
             k = max(1, round(self.keep * size))
             self._last["fraction"] = k / size
-            batch = select(batch, largest(scores.means, k=k), size)
+            batch = step.pick(batch, largest(scores.means, k=k), size)
         return proceed(batch)
 
     @override

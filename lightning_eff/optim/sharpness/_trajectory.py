@@ -1,0 +1,247 @@
+"""What techniques share that hold the network's scores to those of earlier weights: the divergence, in the step's own loss."""
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_eff._core._samples.scoring import agree
+from lightning_eff._core._targets.calls import TargetCall
+from lightning_eff._core._targets.window import Targets
+from lightning_eff._core.losses import LossNotVisible, loss_of
+from lightning_eff._core.session import Session
+from lightning_eff._core.steps import Proceed, Stage, Step
+from lightning_eff._core.technique import Technique
+
+Earlier = tuple[Tensor, Tensor | None]  # scores (..., C), and for which elements (...) they are known; None for all
+
+
+class _Divergence(torch.autograd.Function):
+    """``KL(q || p)`` of two rows of scores, with the gradient written out: it is zero where the scores are equal."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, z_old: Tensor, tau: float) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        dtype = torch.promote_types(z.dtype, torch.float32)
+        log_p = (z.to(dtype) / tau).log_softmax(dim=-1)
+        log_q = (z_old.to(dtype) / tau).log_softmax(dim=-1)
+        q = log_q.exp()
+        ctx.save_for_backward(log_p.exp() - q)
+        ctx.tau, ctx.dtype = tau, z.dtype
+        # KL = sum_c q (log q − log p)
+        return torch.where(q > 0, q * (log_q - log_p), 0.0).sum(dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (difference,) = ctx.saved_tensors
+        # dKL/dz = (p − q) / tau
+        return (gradient.unsqueeze(-1) * difference / ctx.tau).to(ctx.dtype), None, None
+
+
+def divergence(scores: Tensor, earlier: Tensor, *, temperature: float) -> Tensor:
+    """``KL(softmax(z_old / tau) || softmax(z / tau))`` of each row, with a gradient for ``z`` alone.
+
+    Args:
+        scores: ``z``, logits or log-probabilities, shape (..., C).
+        earlier: ``z_old``, of the shape of ``scores``.
+        temperature: ``tau`` > 0.
+
+    Returns:
+        Shape (...), single precision at least; exactly zero, with a gradient of zero, where the scores are equal.
+    """
+    return _Divergence.apply(scores, earlier, temperature)  # pyright: ignore[reportReturnType]
+
+
+class Calls:
+    """The loss calls on classes that one pass makes, each told from the others by a name that it has in every pass."""
+
+    def __init__(self) -> None:
+        self.over = False
+        self._found: list[tuple[str, Tensor]] = []
+
+    def name(self, call: TargetCall) -> str:
+        """The call's name: its labels, how many classes it has, and which of such calls it is.
+
+        What gradient checkpointing runs again, once the pass is over, has the name that it had.
+        """
+        z = call.scores.detach()
+        if self.over:
+            alike = [(name, held) for name, held in self._found if held.shape == z.shape]
+            return next((name for name, held in alike if len(alike) == 1 or torch.equal(held, z)), "")
+        base = f"{call.label} {z.shape[-1]}"
+        name = f"{base} #{sum(other.rpartition(' ')[0] == base for other, _ in self._found)}"
+        self._found.append((name, z))
+        return name
+
+
+class Trajectory(Technique):
+    """A technique whose step's loss is ``L + lambda KL(softmax(z_old / tau) || softmax(z / tau))``.
+
+    The divergence is added to each loss call on the labels that is one on classes, reduced as the call is: for a mean over the
+    elements that it does not ignore. A subclass says in :meth:`earlier` what ``z_old`` is.
+
+    Attributes:
+        weight: ``lambda``.
+        temperature: ``tau``.
+        start: the share of the budget from which on the divergence counts.
+        labels: names or positions of the labels in the batch, where looking does not tell.
+    """
+
+    stage: ClassVar[Stage] = Stage.REWEIGHT
+    weight: float
+    temperature: float
+    start: float
+    labels: Sequence[str | int] | None
+
+    def set_divergence(
+        self, weight: float, temperature: float, start: float, labels: Sequence[str | int] | None
+    ) -> None:
+        """Set these attributes.
+
+        Raises:
+            ValueError: for values out of their range.
+        """
+        who = type(self).__name__
+        if not 0.0 <= weight < math.inf:
+            raise ValueError(
+                f"{who}({weight=}): expected a finite number >= 0, lambda of the paper. 0 is plain training."
+            )
+        if not 0.0 < temperature < math.inf:
+            raise ValueError(f"{who}({temperature=}): expected a finite number > 0, by which scores are divided.")
+        if not 0.0 <= start <= 1.0:
+            raise ValueError(f"{who}({start=}): expected a fraction of the budget in [0, 1]; 1 is plain training.")
+        if isinstance(labels, str):
+            raise ValueError(f"{who}({labels=}): expected a list of names or positions. Write [{labels!r}].")
+        self.weight = weight
+        self.temperature = temperature
+        self.start = start
+        self.labels = labels
+
+    def _reset(self) -> None:
+        self._checked = False
+        self._last: float | Tensor = 0.0
+
+    # -- what subclasses say
+
+    @abstractmethod
+    def earlier(self, step: Step, batch: Any) -> Callable[[str, TargetCall], Earlier | None]:
+        """Before a pass on ``batch``: what gives ``z_old`` of a call by its name, or None where there is none."""
+
+    def learn(self, step: Step, calls: list[tuple[str, TargetCall]]) -> None:
+        """After a pass: the calls on classes that it made."""
+
+    def describe(self, session: Session, calls: list[tuple[str, TargetCall]]) -> Any:
+        """Of a rank's first step: what all ranks must know of each other.
+
+        Raises:
+            ValueError: if the technique cannot work with such calls; it is raised on all ranks.
+        """
+
+    def begin(self, session: Session, described: list[Any]) -> None:
+        """All ranks have made a first step; ``described`` is by rank.
+
+        Raises:
+            ValueError: if the technique cannot work with it.
+        """
+
+    # -- the run
+
+    @property
+    @override
+    def neutral(self) -> bool:
+        return self.weight == 0.0 or self.start == 1.0
+
+    @override
+    def check(self, session: Session) -> None:
+        if self.start > 0.0 and not session.progress.limits():
+            raise ValueError(
+                f"{type(self).__name__}(start={self.start}): the Trainer has no end (max_steps=-1, max_epochs=-1,"
+                " max_time=None) that it could be a fraction of. Set one of them, or start=0.0."
+            )
+
+    @override
+    def attach(self, session: Session) -> None:
+        self._reset()
+        self._targets = Targets(session, who=type(self).__name__, labels=self.labels)
+        session.chain.add(self.stage, self._link)
+
+    def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
+        if not self._targets.labels(step, batch):
+            return proceed(batch)
+        find, seen, made = self.earlier(step, batch), Calls(), list[tuple[str, TargetCall]]()
+        found: list[tuple[Tensor, Tensor]] = []
+
+        def change(call: TargetCall) -> Tensor:
+            if not call.of_classes:
+                return call.plain()
+            name = seen.name(call)
+            if not seen.over:
+                made.append((name, call))
+            earlier = find(name, call)
+            return call.plain() if earlier is None else self._added(call, earlier, None if seen.over else found)
+
+        output = self._targets.run(step, batch, proceed, change)
+        seen.over = True
+        if not self._checked:
+            self._look(made, loss_of(output))
+        if self._checked:
+            self.learn(step, made)
+        if found:
+            total, count = (torch.stack(parts).sum() for parts in zip(*found, strict=True))
+            self._last = total / count.clamp(min=1)
+        return output
+
+    def _added(self, call: TargetCall, earlier: Earlier, found: list[tuple[Tensor, Tensor]] | None) -> Tensor:
+        """The call's loss and the divergence."""
+        z_old, known = earlier
+        valid = call.valid
+        counts = valid if known is None else valid & known
+        rows = divergence(call.scores, z_old, temperature=self.temperature)
+        rows = torch.where(counts, rows, 0.0)
+        if found is not None:
+            found.append((rows.detach().sum(), counts.sum()))
+        # L + λ (1/|B|) sum_i KL_i
+        if call.reduction == "mean":
+            rows = rows.sum() / valid.sum().clamp(min=1)
+        elif call.reduction == "sum":
+            rows = rows.sum()
+        plain = call.plain()
+        return plain + (self.weight * rows).to(plain.dtype)
+
+    def _look(self, made: list[tuple[str, TargetCall]], loss: Tensor | None) -> None:
+        """At a first step, together with the other ranks; a step that some of them skip is none."""
+        who, session = type(self).__name__, self.session
+        problem: ValueError | None = None
+        described = None
+        if loss is not None and not made:
+            problem = LossNotVisible(
+                f"{who}: the loss calls on the labels are none on classes; expected F.cross_entropy or F.nll_loss, whose"
+                " inputs are scores of classes that can be compared with earlier ones. Take the technique out."
+            )
+        elif loss is not None:
+            try:
+                described = self.describe(session, made)
+            except ValueError as error:
+                problem = error
+        every = agree(session, problem, (loss is not None, described))
+        if all(ready for ready, _ in every):
+            self.begin(session, [one for _, one in every])
+            self._checked = True
+
+    # -- what it tells and keeps
+
+    @override
+    def report(self) -> dict[str, float | int | Tensor]:
+        return {"divergence": self._last}
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"checked": self._checked, "last": float(self._last)}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._checked = state_dict["checked"]
+        self._last = state_dict["last"]

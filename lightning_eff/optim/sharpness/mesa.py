@@ -1,0 +1,214 @@
+"""Memory-efficient SAF (MESA): scores held to those of a moving average of the weights (Du et al. 2022)."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+from typing_extensions import override
+
+from lightning_eff._core._targets.calls import TargetCall
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
+from lightning_eff._core.session import Session
+from lightning_eff._core.steps import Step, in_evaluation
+from lightning_eff._core.technique import Control
+from lightning_eff.optim.sharpness._trajectory import Calls, Earlier, Trajectory
+
+
+@torch.no_grad()
+def follow(teacher: list[Tensor], weights: list[Tensor], *, beta: float) -> None:
+    """``v <- beta v + (1 - beta) w`` in place, for all tensors.
+
+    Args:
+        teacher: ``v``, floating.
+        weights: ``w``, of the shapes of ``teacher``, of any floating dtype.
+        beta: in [0, 1].
+    """
+    # v = β v + (1 − β) w
+    move = get_ema_multi_avg_fn(beta)
+    move(teacher, [w.to(v.dtype) for v, w in zip(teacher, weights, strict=True)], 0)  # pyright: ignore[reportArgumentType]
+
+
+class MESA(Trajectory):
+    """Keep what the network says close to what a moving average of its weights says of the same batch (MESA).
+
+    After each optimizer step the teacher's weights go ``v <- beta v + (1 - beta) w``, from those that training begins with.
+    From ``start`` on, each step is run once more without gradients with the teacher's weights, and to each loss call on
+    classes is added ``lambda / |B| sum_i KL(softmax(z_i_v / tau) || softmax(z_i / tau))``, with ``z_i_v`` the scores of the
+    same call in the teacher's pass. Beside plain training a step costs that forward pass, which is counted, and two
+    copies of the weights. Nothing is stored of samples: it is SAF for streams, single epochs and language models.
+
+    The teacher's pass has the same batch, and begins with the same random numbers and buffers. Its dropout is off; BatchNorm
+    layers that train take the statistics of the batch, as in the step itself, and their running statistics are left alone:
+    only parameters are averaged. It leaves no log and no change in buffers, metrics or random state. The teacher is for
+    training alone: validation and checkpoints see the trained weights. Where another technique changes which blocks the
+    network has, or overwrites weights, it begins anew from what they are then.
+
+    Logged: ``divergence``, the mean of the last batch.
+
+    Args:
+        weight: ``lambda`` >= 0; 0 is plain training.
+        temperature: ``tau`` > 0.
+        decay: ``beta`` in [0, 1), by optimizer step: 0.9995 remembers some 2,000 of them. Lower it for shorter runs.
+        start: the share of the budget in [0, 1] from which on the divergence counts, and the teacher is run: the paper's 5
+            of 200 epochs. 1 is plain training.
+        labels: names or positions of the labels in the batch, where several tensors of it become targets.
+
+    Raises:
+        ValueError: for other values; at setup, with a ``start`` in a run without an end; at the first step, on all ranks,
+            before weights move, if no loss on classes can be seen; at any step, if the teacher's pass has another shape.
+
+    Sources:
+        Du et al. 2022, arXiv:2205.14083.
+    """
+
+    saves: ClassVar[str] = "the second backward pass of SAM: its generalisation for one more forward pass"
+    paper: ClassVar[str] = "Du et al. 2022, arXiv:2205.14083"
+    constraints: ClassVar[str] = (
+        "automatic optimization; a loss on classes by torch.nn.functional; memory for two more copies of the weights and one of"
+        " the scores; what training_step writes or prints comes twice"
+    )
+    survey: ClassVar[Survey | None] = Survey(
+        "memory-efficient sharpness-aware training (MESA)", zhuang="2.1", shen="5.3"
+    )
+    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+        {
+            "weight": Uniform(0.1, 2.0, log=True),
+            "temperature": Choice((1.0, 5.0)),
+            "decay": Choice((0.98, 0.995, 0.9995)),
+        },
+        lambda profile: None if profile.visible_loss else "the loss cannot be taken apart by sample",
+    )
+    control: ClassVar[Control] = Control(
+        "the baseline for as many seconds with its learning rate decayed to zero, in up to 4/3 times the steps; and SAM"
+    )
+    conflicts: ClassVar[Mapping[str, str]] = {
+        "ImportanceSampling": "it weighs samples by the gradient of the step's own loss alone",
+        "LocalSGD": "the teacher would be of each rank's own weights, and rank 0's alone would be saved",
+    }
+
+    def __init__(
+        self,
+        *,
+        weight: float = 0.8,
+        temperature: float = 5.0,
+        decay: float = 0.9995,
+        start: float = 0.025,
+        labels: Sequence[str | int] | None = None,
+    ) -> None:
+        self.set_divergence(weight, temperature, start, labels)
+        if not 0.0 <= decay < 1.0:
+            raise ValueError(f"MESA({decay=}): expected a number in [0, 1), what is kept of the teacher at each step.")
+        self.decay = decay
+        self._reset()
+
+    @override
+    def _reset(self) -> None:
+        super()._reset()
+        self._teacher: dict[str, Tensor] = {}  # v, by parameter
+        self._stepped = False  # the teacher has not followed the last optimizer step yet
+        self._step = 0
+        self._said: tuple[Any, dict[str, Tensor]] | None = None  # a batch, and the teacher's scores of it by call
+
+    # -- the teacher
+
+    @override
+    def on_optimizers(self, session: Session) -> None:
+        devices = {name: p.device for name, p in session.module.named_parameters()}
+        self._teacher = {name: v.to(devices[name]) for name, v in self._teacher.items()}
+
+    @override
+    @torch.no_grad()
+    def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
+        if self._stepped:  # here rather than as the step ends, where others may still move the weights
+            named = dict(session.module.named_parameters())
+            follow([*self._teacher.values()], [named[name].detach() for name in self._teacher], beta=self.decay)
+            self._stepped = False
+        self._step = session.trainer.global_step
+        self._take_in(session)
+
+    @torch.no_grad()
+    def _take_in(self, session: Session) -> None:
+        """Let parameters that train and have no teacher have one that is what they are."""
+        for name, p in session.module.named_parameters():
+            if p.requires_grad and p.is_floating_point() and name not in self._teacher:
+                self._teacher[name] = p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
+
+    @override
+    def on_batch_end(self, session: Session, batch_idx: int) -> None:
+        self._stepped |= session.trainer.global_step > self._step
+        self._said = None
+
+    @override
+    def on_blocks_changed(self, session: Session) -> None:
+        self._teacher = {}
+        self._stepped = False
+        self._take_in(session)  # at once, so that the order of techniques does not count
+
+    @contextmanager
+    def _in_place(self, module: nn.Module) -> Iterator[None]:
+        """The module has the teacher's weights, dropout is off, and layers that normalise by the batch do so."""
+        named = dict(module.named_parameters())
+        held = {name: named[name].detach().clone() for name in self._teacher}
+        try:
+            with torch.no_grad():  # in place, so that whoever keeps something made of a weight sees that it changed
+                for name, v in self._teacher.items():
+                    named[name].copy_(v)
+            with in_evaluation([m for m in module.modules() if not isinstance(m, _NormBase)]):
+                yield
+        finally:
+            with torch.no_grad():
+                for name, w in held.items():
+                    named[name].copy_(w)
+
+    # -- every step
+
+    @override
+    def earlier(self, step: Step, batch: Any) -> Callable[[str, TargetCall], Earlier | None]:
+        if self.session.progress.u < self.start:
+            return lambda name, call: None
+        if self._said is None or self._said[0] is not batch:  # the passes of SAM have one batch and one teacher
+            seen = Calls()
+            with self._in_place(step.module):
+                calls = self._targets.seen(step, batch)
+            self._said = batch, {seen.name(call): call.scores for call in calls if call.of_classes}
+        said = self._said[1]
+
+        def find(name: str, call: TargetCall) -> Earlier | None:
+            z = said.get(name)
+            if z is not None and z.shape != call.scores.shape:
+                raise ValueError(
+                    f"MESA: an F.{call.fn.__name__} of training_step had scores of shape {tuple(call.scores.shape)}, and"
+                    f" {tuple(z.shape)} in evaluation mode; expected the same in both. Let the step's loss be on the same"
+                    " elements whether dropout is on or off, or take the technique out."
+                )
+            return None if z is None else (z, None)
+
+        return find
+
+    @override
+    def detach(self, session: Session) -> None:
+        self._said = None
+
+    # -- what it tells and keeps
+
+    @override
+    def summary(self) -> str:
+        if not self._teacher:
+            return "MESA: no step made"
+        return (
+            f"MESA, lambda {self.weight:g}: the last batch diverged by {float(self._last):.3g} from the moving average"
+        )
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "teacher": dict(self._teacher), "stepped": self._stepped}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._teacher = dict(state_dict["teacher"])
+        self._stepped = state_dict["stepped"]

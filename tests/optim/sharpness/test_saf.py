@@ -1,0 +1,461 @@
+"""SAF against loops written by hand, with each sample's scores found again epochs later, on whichever rank it comes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from lightning_eff import KSAM, SAF, BatchSizeWarmup, SelectiveBackprop, SharpnessAwareMinimization
+from lightning_eff.optim.sharpness._scores import ScoreStore, latest, store_bytes
+from lightning_eff.optim.sharpness._trajectory import divergence
+from tests.cases import Case, own_loss
+from tests.ddp import launch
+from tests.models import Samples, TinyClassifier, TinyGPT, flat, loader, module, trainer
+from tests.runs import differences, final_state, fit
+
+CASES = {
+    "SAF": Case(
+        active=lambda: SAF(weight=1.0, lag=1, start=0.0),
+        neutral=lambda: SAF(weight=0.0),
+        lost=(own_loss, "classifier", "SAF: no loss call of training_step was seen"),
+    )
+}
+
+
+# -- the rule
+
+
+@pytest.mark.parametrize("tau", [1.0, 5.0])
+def test_the_divergence_is_torchs(tau: float) -> None:
+    z, old = torch.randn(2, 7, 5, dtype=torch.float64), torch.randn(2, 7, 5, dtype=torch.float64)
+    old[0, 0, 1] = -torch.inf  # a class that was impossible
+    ours, theirs = z.clone().requires_grad_(), z.clone().requires_grad_()
+    got = divergence(ours, old, temperature=tau)
+    p, q = (theirs / tau).log_softmax(-1), (old / tau).softmax(-1)
+    expected = F.kl_div(p, q, reduction="none").sum(-1)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
+    weights = torch.randn(2, 7, dtype=torch.float64)
+    (got * weights).sum().backward()
+    (expected * weights).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-14)
+    assert torch.autograd.gradcheck(lambda z: divergence(z, old[1], temperature=tau), (z[1].clone().requires_grad_(),))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_scores_have_no_divergence_and_no_gradient(dtype: torch.dtype) -> None:
+    z = (10 * torch.randn(64, 33)).to(dtype).requires_grad_()
+    found = divergence(z, z.detach().clone(), temperature=5.0)
+    found.sum().backward()
+    assert found.dtype == torch.float32
+    assert torch.equal(found, torch.zeros(64))
+    assert z.grad is not None and torch.equal(z.grad, torch.zeros_like(z))
+
+
+# -- the store
+
+
+def test_the_last_of_equal_places() -> None:
+    places = torch.tensor([3, 1, 3, 0, 1, 3])
+    assert latest(places).tolist() == [3, 4, 5]
+    assert latest(places[:0]).tolist() == []
+
+
+def test_scores_are_found_just_lag_epochs_later() -> None:
+    store = ScoreStore(5, 1, 2, lag=2, dtype=torch.float32, device=torch.device("cpu"))
+    of = {epoch: torch.randn(5, 2) for epoch in range(5)}
+    seen = {0: [0, 1, 2], 1: [1, 2, 3], 2: [2, 3, 4], 3: [0, 1], 4: []}
+    for epoch, samples in seen.items():
+        scores, known = store.read(torch.arange(5), epoch)
+        before = seen.get(epoch - 2, [])
+        assert known.nonzero().flatten().tolist() == before
+        assert torch.equal(scores[before], of[max(epoch - 2, 0)][before])
+        assert not store.read(torch.tensor([-1]), epoch)[1].any()
+        store.put_by(torch.tensor(samples, dtype=torch.long), of[epoch][samples])
+        store.close(epoch, lambda value: [value])
+
+
+def test_ranks_have_one_store_after_each_epoch() -> None:
+    """Two ranks with samples of their own, one of both, exchanged in several parts."""
+    stores = [ScoreStore(6, 1, 3, lag=1, dtype=torch.float32, device=torch.device("cpu")) for _ in range(2)]
+    scores = [torch.randn(4, 3), torch.randn(3, 3)]
+    places = [torch.tensor([0, 2, 4, 5]), torch.tensor([5, 1, 3])]
+    for store, at, values in zip(stores, places, scores, strict=True):
+        store.put_by(at, values)
+    told = [[4, 3], list(zip(places, scores, strict=True))]
+    for store in stores:
+        calls: Iterator[Any] = iter(told)
+        store.close(0, lambda value, calls=calls: next(calls))
+    found = [store.read(torch.arange(6), 1) for store in stores]
+    assert torch.equal(found[0][0], found[1][0]) and found[0][1].all() and found[1][1].all()
+    assert torch.equal(found[0][0][[0, 2, 4, 1, 3]], torch.cat([scores[0][:3], scores[1][1:]]))
+
+
+def test_bytes_are_those_of_the_tensors() -> None:
+    store = ScoreStore(50, 4, 10, lag=3, dtype=torch.bfloat16, device=torch.device("cpu"))
+    store.put_by(torch.arange(200), torch.randn(200, 10))
+    held = [store._scores, store._epochs, store._fresh[0][1]]
+    assert sum(t.nbytes for t in held) == store_bytes(50, 4, 10, 3, 2)
+
+
+# -- training by it
+
+
+class Turns(Sampler[int]):
+    """Another order in each epoch, the same in every run; of some epochs the last samples are left out."""
+
+    def __init__(self, size: int, short: int = 0) -> None:
+        self.size, self.short, self.epoch = size, short, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def order(self, epoch: int) -> list[int]:
+        order = torch.randperm(self.size, generator=torch.Generator().manual_seed(epoch)).tolist()
+        return order[: self.size - self.short * (epoch % 2)]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order(self.epoch))
+
+    def __len__(self) -> int:
+        return self.size
+
+
+class Plain(TinyClassifier):
+    """Without batch statistics and dropout; it keeps what it said of each sample in the last step."""
+
+    def __init__(self) -> None:
+        super().__init__(batch_norm=False)
+        self.head = nn.Linear(8, 3)
+        self.said: list[Tensor] = []
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.3)
+
+
+def twins(build: Any) -> tuple[Any, Any]:
+    torch.manual_seed(4)
+    net = build()
+    other = build()
+    other.load_state_dict(net.state_dict())
+    return net, other
+
+
+@pytest.mark.parametrize(("lag", "start"), [(1, 0.0), (2, 0.0), (2, 0.75)])
+def test_equals_the_loop_by_hand(lag: int, start: float) -> None:
+    net, reference = twins(Plain)
+    samples, sampler = Samples("classifier", 24), Turns(24)
+    technique = SAF(weight=3.0, temperature=2.0, lag=lag, start=start)
+    trainer(technique, max_epochs=5).fit(net, DataLoader(samples, 4, sampler=sampler))
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.3)
+    old: dict[tuple[int, int], Tensor] = {}
+    for epoch in range(5):
+        order = sampler.order(epoch)
+        for at in range(0, 24, 4):
+            index = order[at : at + 4]
+            x, y = (torch.stack(list(parts)) for parts in zip(*(samples[i] for i in index), strict=True))
+            z = reference(x)
+            kl = torch.zeros(())
+            loss = F.cross_entropy(z, y)
+            if epoch >= lag and (epoch + at / 24) / 5 >= start:
+                q = torch.stack([old[epoch - lag, i] for i in index])
+                kl = F.kl_div((z / 2).log_softmax(-1), (q / 2).softmax(-1), reduction="batchmean")
+                assert kl > 0
+                loss = loss + 3.0 * kl
+            old |= {(epoch, i): row for i, row in zip(index, z.detach(), strict=True)}
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    torch.testing.assert_close(flat(net), flat(reference), rtol=1e-5, atol=1e-6)
+    assert float(technique.report()["divergence"]) == pytest.approx(kl.item(), rel=1e-4)
+    assert technique.report()["known"] == 1.0
+    plain, _ = twins(Plain)
+    trainer(max_epochs=5).fit(plain, DataLoader(samples, 4, sampler=Turns(24)))
+    assert (flat(net) - flat(plain)).abs().max() > 1e-3
+
+
+def test_every_row_of_a_sequence_has_its_own_scores() -> None:
+    """Labels of rows that are ignored, and a loss summed by the module itself, as Hugging Face's is."""
+
+    class Summed(TinyGPT):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            y = F.pad(batch["labels"], (0, 1), value=-100)[..., 1:]
+            z = self(batch["input_ids"])
+            return F.cross_entropy(z.flatten(0, 1), y.flatten(), ignore_index=-100, reduction="sum") / (y != -100).sum()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    net, reference = twins(lambda: Summed(num_layers=1, dropout=0.0))
+    samples, sampler = Samples("tiny_gpt", 8), Turns(8)
+    trainer(SAF(weight=2.0, lag=1, start=0.0), max_epochs=2).fit(net, DataLoader(samples, 4, sampler=sampler))
+    optimizer, old = torch.optim.SGD(reference.parameters(), lr=0.5), {}
+    for epoch in range(2):
+        for index in torch.tensor(sampler.order(epoch)).split(4):
+            ids, labels = (samples.batch[key][index] for key in ("input_ids", "labels"))
+            z = reference(ids)[:, :-1]
+            loss = F.cross_entropy(z.flatten(0, 1), labels[:, 1:].flatten())
+            if epoch:
+                q = torch.stack([old[int(i)] for i in index])
+                kl = F.kl_div((z / 5).log_softmax(-1), (q / 5).softmax(-1), reduction="none").sum(-1)
+                loss = loss + 2.0 * kl.mean()
+            else:
+                old |= {int(i): row for i, row in zip(index, z.detach(), strict=True)}
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    torch.testing.assert_close(flat(net), flat(reference), rtol=1e-4, atol=1e-5)
+
+
+class Recording(Plain):
+    """Keeps what it said of each sample, told by the sample itself, in the first pass of the last step that had it."""
+
+    steps = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        z = self(batch[0])
+        key = self.trainer.fit_loop.epoch_loop.total_batch_idx
+        if torch.is_grad_enabled() and key != self.__dict__.get("_last_key"):
+            self.__dict__["_last_key"] = key
+            store = self.__dict__.setdefault("_rows", {})
+            store |= {float(x.sum()): row for x, row in zip(batch[0], z.detach().clone(), strict=True)}
+        return F.cross_entropy(z, batch[1])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: SharpnessAwareMinimization(rho=0.5),
+        lambda: SelectiveBackprop(keep=0.5, start=0.0, end=1.0),
+        lambda: KSAM(rho=0.5, keep=0.5),
+    ],
+    ids=["SAM", "SelectiveBackprop", "KSAM"],
+)
+def test_what_is_stored_is_of_the_sample_and_of_the_first_pass(other: Any) -> None:
+    """Beside what chooses among a batch's samples, or runs a second pass elsewhere."""
+    torch.manual_seed(4)
+    net, technique, samples = Recording(), SAF(lag=1, start=0.0), Samples("classifier", 24)
+    trainer(other(), technique, max_epochs=2).fit(net, DataLoader(samples, 8, shuffle=True))
+    (store,) = technique._stores.values()
+    places, scores = store._joined()
+    rows = net.__dict__["_rows"]
+    assert len(places) == (24 if isinstance(other(), SharpnessAwareMinimization) else 12)
+    for i, row in zip(places.tolist(), scores, strict=True):
+        torch.testing.assert_close(row, rows[float(samples[i][0].sum())], rtol=0, atol=0)
+
+
+def test_samples_that_an_epoch_left_out_count_nothing() -> None:
+    technique = SAF(lag=1, start=0.0)
+    shares: list[float] = []
+
+    class Reads(pl.Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            shares.append(float(technique.report()["known"]))
+
+    class Halves(Turns):
+        def __len__(self) -> int:
+            return self.size - self.short * (self.epoch % 2)
+
+    sampler = Halves(24, short=12)
+    data = DataLoader(Samples("classifier", 24), 4, sampler=sampler)
+    t = trainer(technique, Reads(), max_epochs=3, reload_dataloaders_every_n_epochs=1)
+    t.fit(Plain(), data)
+    had, now = set(sampler.order(1)), sampler.order(2)
+    expected = [len(had & set(now[4 * i : 4 * i + 4])) / 4 for i in range(len(shares) - 9)]
+    assert shares == [0.0] * 6 + [1.0] * 3 + expected
+    assert len(had) == 12 and 0 < sum(expected) < len(expected)
+
+
+class Checkpointed(TinyClassifier):
+    """Its loss is computed in a gradient checkpoint, and so twice in each step."""
+
+    rerun = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        def losses(h: Tensor) -> Tensor:
+            z = self.head(h)
+            return F.cross_entropy(z, batch[1]) + F.cross_entropy(-2 * z, batch[1])
+
+        h = self.norm(self.blocks(batch[0]))
+        return checkpoint(losses, h, use_reentrant=False) if self.rerun else losses(h)  # pyright: ignore[reportReturnType]
+
+
+def test_a_loss_that_is_checkpointed_is_the_same_loss() -> None:
+    ends = []
+    for rerun in (True, False):
+        torch.manual_seed(4)
+        net = Checkpointed()
+        net.rerun = rerun
+        technique = SAF(weight=3.0, lag=1, start=0.0)
+        trainer(technique, max_epochs=3).fit(net, loader("classifier", shuffle=False))
+        assert len(technique._stores) == 2
+        ends.append(flat(net))
+    torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=0)
+
+
+def test_two_heads_have_a_store_each() -> None:
+    class TwoHeads(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = nn.Linear(8, 7)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            h = self.norm(self.blocks(batch[0]))
+            entries = F.binary_cross_entropy_with_logits(self.head(h)[:, 0], batch[1].clamp(max=1).float())
+            return (
+                F.cross_entropy(self.head(h), batch[1]) + F.nll_loss(self.other(h).log_softmax(-1), batch[1]) + entries
+            )
+
+    technique = SAF(lag=1, start=0.0)
+    trainer(technique, max_epochs=2).fit(TwoHeads(), loader("classifier"))
+    assert sorted(store.num_classes for store in technique._stores.values()) == [3, 7]
+    assert float(technique.report()["divergence"]) > 0
+
+
+def test_the_store_may_stay_in_cpu_memory() -> None:
+    ends = [final_state(*fit("classifier", lambda o=o: [SAF(lag=1, start=0.0, offload=o)])) for o in (False, True)]
+    assert differences(*ends) == []
+
+
+# -- under DDP
+
+
+def test_under_ddp_the_scores_follow_the_sample() -> None:
+    """Each rank's samples change from epoch to epoch, and the weights are those of one process with both ranks' batches."""
+    found = launch("trajectory", "SAF", timeout=300)["SAF"]
+    net, samples = module("classifier", batch_norm=False), Samples("classifier", 32)
+    technique = SAF(weight=3.0, lag=1, start=0.0)
+    pl.seed_everything(3, verbose=False)
+    net = Plain()
+    trainer(technique, max_epochs=4).fit(net, DataLoader(samples, 8, sampler=Turns(32)))
+    assert found["known"] == [1.0, 1.0]
+    assert found["moved"] > 8, "of the 16 samples of rank 0 in the last epoch, rank 1 had had some"
+    for rank in found["weights"]:
+        torch.testing.assert_close(torch.tensor(rank), flat(net), rtol=1e-4, atol=1e-5)
+
+
+# -- refused
+
+
+def test_a_store_that_is_too_large_is_refused_with_its_bytes() -> None:
+    net = module("gpt2")
+    before = flat(net).clone()
+    message = (
+        r"SAF: 3 epochs' scores and the running one's, of 20 samples with 32 x 61 each, would take 163,840 bytes \(160 KiB\);"
+        r" expected at most max_bytes=100,000\. MESA .* Use it"
+    )
+    assert store_bytes(20, 32, 61, 3, 4) != 163_840
+    message = message.replace("163,840", f"{store_bytes(20, 32, 61, 3, 4):,}").replace("160 KiB", ".* KiB")
+    with pytest.raises(ValueError, match=message):
+        trainer(SAF(max_bytes=100_000), max_epochs=9).fit(net, loader("gpt2"))
+    assert torch.equal(flat(net), before)
+
+
+def test_real_language_models_are_beyond_any_memory() -> None:
+    # 10 million samples of 1,024 tokens, GPT-2's vocabulary, float32
+    assert store_bytes(10**7, 1024, 50257, 3, 4) > 8e15
+
+
+class Streams(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        samples = Samples("classifier", 20)
+        return (samples[i] for i in range(20))
+
+
+class Endless(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(20))
+
+
+def _pairs(items: list[Any]) -> tuple[Tensor, Tensor]:
+    x, y = (torch.stack(list(parts)) for parts in zip(*items, strict=True))
+    return torch.cat([x, x]), torch.cat([y, y])
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (lambda: DataLoader(Streams(), 4), "does not tell which samples a batch has.*IterableDataset|MESA"),
+        (lambda: DataLoader(Samples("classifier", 20), 4, sampler=Endless()), "both with a length.*MESA"),
+        (lambda: [loader("classifier"), loader("classifier")], "expected one DataLoader.*MESA"),
+        (
+            lambda: DataLoader(Samples("classifier", 20), 4, collate_fn=_pairs),
+            "gave 4 indices for a batch of 8 samples",
+        ),
+    ],
+    ids=["stream", "no length", "two loaders", "two of each"],
+)
+def test_a_loader_that_does_not_tell_samples_is_refused(data: Any, message: str) -> None:
+    class First(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch[0] if isinstance(batch[0], list | tuple) else batch, batch_idx)
+
+    net = First()
+    before = flat(net).clone()
+    with pytest.raises(ValueError, match=message):
+        trainer(SAF(lag=1, start=0.0), max_epochs=3).fit(net, data())
+    assert torch.equal(flat(net), before)
+
+
+def test_a_loss_on_no_classes_is_refused() -> None:
+    class Regression(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return F.mse_loss(self(batch[0]), F.one_hot(batch[1], 3).float())
+
+    with pytest.raises(
+        ValueError, match=r"SAF: the loss calls on the labels are none on classes; expected F.cross_entropy"
+    ):
+        trainer(SAF(start=0.0), max_epochs=5).fit(Regression(), loader("classifier"))
+
+
+def test_joined_batches_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"BatchSizeWarmup\(by='batch'\) and SAF cannot train together"):
+        trainer(SAF(lag=1), BatchSizeWarmup(full=2, by="batch"), max_epochs=5).fit(Plain(), loader("classifier"))
+
+
+def test_a_run_that_is_too_short_is_told_of() -> None:
+    with pytest.warns(
+        UserWarning, match=r"SAF\(lag=3\): the run ends after 2 epochs and nothing is compared before epoch 3"
+    ):
+        trainer(SAF(start=0.0), max_epochs=2).fit(Plain(), loader("classifier"))
+
+
+def test_checkpoints_of_another_lag_or_data_set_are_refused(tmp_path: Path) -> None:
+    t = trainer(SAF(lag=1, start=0.0), max_epochs=2)
+    t.fit(Plain(), loader("classifier"))
+    t.save_checkpoint(tmp_path / "a.ckpt")
+    with pytest.raises(ValueError, match=r"SAF\(lag=2\): the checkpoint holds scores of the last 1 epochs"):
+        trainer(SAF(lag=2, start=0.0), max_epochs=3).fit(Plain(), loader("classifier"), ckpt_path=tmp_path / "a.ckpt")
+    with pytest.raises(
+        ValueError, match=r"the checkpoint's store is of 20 samples and the data set has 24; expected the same"
+    ):
+        trainer(SAF(lag=1, start=0.0), max_epochs=3).fit(
+            Plain(), loader("classifier", 24), ckpt_path=tmp_path / "a.ckpt"
+        )
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"weight": -1.0}, r"SAF\(weight=-1.0\): expected a finite number >= 0"),
+        ({"temperature": 0.0}, r"SAF\(temperature=0.0\): expected a finite number > 0"),
+        ({"start": 1.5}, r"SAF\(start=1.5\): expected a fraction of the budget in \[0, 1\]"),
+        ({"lag": 0}, r"SAF\(lag=0\): expected an integer >= 1, a number of epochs"),
+        ({"max_bytes": 1e9}, r"SAF\(max_bytes=1000000000.0\): expected an integer >= 1, a number of bytes"),
+        ({"labels": "y"}, r"SAF\(labels='y'\): expected a list"),
+    ],
+)
+def test_bad_arguments(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SAF(**kwargs)
+
+
+def test_a_start_needs_an_end() -> None:
+    with pytest.raises(ValueError, match=r"SAF\(start=0.5\): the Trainer has no end"):
+        trainer(SAF(start=0.5), max_epochs=-1).fit(Plain(), loader("classifier"))
