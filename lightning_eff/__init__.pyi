@@ -45,6 +45,9 @@ from lightning_eff.optim.averaging.schedule_free import ScheduleFree as Schedule
 from lightning_eff.optim.averaging.stochastic_weight_averaging import (
     StochasticWeightAveraging as StochasticWeightAveraging,
 )
+from lightning_eff.optim.averaging.trainable_weight_averaging import (
+    TrainableWeightAveraging as TrainableWeightAveraging,
+)
 from lightning_eff.optim.optimizers.adan import Adan as Adan
 from lightning_eff.optim.optimizers.gradient_centralization import GradientCentralization as GradientCentralization
 from lightning_eff.optim.optimizers.lamb import LAMB as LAMB
