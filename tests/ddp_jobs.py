@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_eff.data.exact_resume import ExactResume
 from lightning_eff.optim.averaging.latest_weight_averaging import LatestWeightAveraging
+from lightning_eff.optim.sharpness.look_sam import LookSAM
 from lightning_eff.optim.sharpness.sharpness_aware_minimization import SharpnessAwareMinimization
 from tests.cases import ALL, case_of
 from tests.covering import Stack
@@ -181,24 +182,32 @@ def batch_norm(name: str, root: Path) -> dict[str, Any]:
     }
 
 
-def sharpness(accumulate: str, root: Path) -> dict[str, Any]:
-    """SAM over 8 batches, each rank with a random stream of its own: what both ranks end with."""
+def sharpness(what: str, root: Path) -> dict[str, Any]:
+    """SAM over 8 batches, each rank with a random stream of its own: what both ranks end with.
+
+    Args:
+        what: the micro-batches of a step; or "look", for LookSAM and SGD.
+        root: is not used.
+    """
 
     class SeedOnce(pl.Callback):
         def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
             if trainer.global_step == 0 and args[-1] == 0:
                 torch.manual_seed(100 + trainer.global_rank)
 
+    look = what == "look"
     pl.seed_everything(3, verbose=False)
     net = module("classifier")
+    if look:  # Adam would make much of a rounded gradient
+        net.configure_optimizers = lambda: torch.optim.SGD(net.parameters(), lr=0.5)
     data = Samples("classifier", 32)
     sampler = DistributedSampler(data, 2, int(os.environ["RANK"]), shuffle=False)  # Lightning's own would shuffle
     settings: dict[str, Any] = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
     t = trainer(
         SeedOnce(),
-        SharpnessAwareMinimization(rho=0.1),
+        LookSAM(rho=0.1, interval=2, alpha=0.7) if look else SharpnessAwareMinimization(rho=0.1),
         max_epochs=1,
-        accumulate_grad_batches=int(accumulate),
+        accumulate_grad_batches=1 if look else int(what),
         gradient_clip_val=0.05,
         **settings,
     )

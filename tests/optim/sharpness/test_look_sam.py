@@ -7,14 +7,16 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_eff._core.session import Session
 from lightning_eff.optim.sharpness.look_sam import LookSAM, add_direction, orthogonal_part
 from lightning_eff.optim.sharpness.sharpness_aware_minimization import SharpnessAwareMinimization
 from tests.cases import Case
+from tests.conftest import Once
 from tests.core.nop import Nop
-from tests.models import flat, loader, trainer
+from tests.ddp import launch
+from tests.models import Samples, TinyClassifier, flat, loader, trainer
 from tests.optim.sharpness.test_sharpness_aware_minimization import (
     MODES,
     Quadratic,
@@ -144,6 +146,44 @@ def test_equals_the_loop_by_hand_over_accumulation_windows(name: str) -> None:
     by_hand(reference, list(batches), accumulate=2, clip=0.05, interval=3, alpha=0.7)
     torch.testing.assert_close(flat(net), flat(reference), rtol=1e-4, atol=1e-6)
     assert (flat(net) - start).abs().max() > 1e-3
+
+
+def test_under_ddp_all_is_of_both_ranks_mean_gradients(once: Once) -> None:
+    """Each rank perturbs by its own gradient; the direction is of the means, as is the gradient that is turned."""
+    saved = once("sharpness", lambda: launch("sharpness", "1", "2", "look"))["look"]["ranks"]
+    pl.seed_everything(3, verbose=False)
+    net = TinyClassifier().train()
+    optimizer, params = torch.optim.SGD(net.parameters(), lr=0.5), list(net.parameters())
+    data = Samples("classifier", 32)
+    ranks = [list(DataLoader(data, 4, sampler=DistributedSampler(data, 2, r, shuffle=False))) for r in range(2)]
+    states = [torch.Generator().manual_seed(100 + r).get_state() for r in range(2)]
+    v = torch.zeros(0)
+    for step in range(4):
+        found: dict[float, list[Tensor]] = {0.0: [], 0.1: []}
+        for r in range(2):
+            before = {k: b.clone() for k, b in net.named_buffers()}
+            for rho in found:
+                torch.set_rng_state(states[r])
+                for k, b in net.named_buffers():
+                    b.copy_(before[k])
+                gradients, _ = sam_gradient(net, ranks[r][step], rho=rho, bf16=False)
+                found[rho].append(torch.cat([g.flatten() for g in gradients]))
+                after = torch.get_rng_state()
+            states[r] = after
+        g, g_s = (torch.stack(of).mean(0) for of in found.values())
+        if step % 2 == 0:
+            g_v = g_s - (g_s @ g) / (g @ g) * g
+            v, g = g_v / g_v.norm(), g_s
+        else:
+            g = g + 0.7 * g.norm() * v
+        for p, part in zip(params, g.split([p.numel() for p in params]), strict=True):
+            p.grad = part.view_as(p).clone()
+        torch.nn.utils.clip_grad_norm_(params, 0.05)
+        optimizer.step()
+    assert saved[0].keys() == saved[1].keys()
+    for key, value in net.named_parameters():
+        assert saved[0][key] == saved[1][key]
+        torch.testing.assert_close(torch.tensor(saved[0][key]), value.detach(), rtol=1e-4, atol=1e-6)
 
 
 def test_costs_a_second_pass_every_third_step_alone() -> None:

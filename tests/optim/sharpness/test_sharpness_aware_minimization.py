@@ -293,7 +293,7 @@ def test_interval_perturbs_only_each_fifth_step_and_counts_what_it_costs() -> No
 @pytest.fixture(scope="module")
 def under_ddp(once: Once) -> dict[str, Any]:
     """What two processes end with, by accumulation."""
-    return once("sharpness", lambda: launch("sharpness", "1", "2"))
+    return once("sharpness", lambda: launch("sharpness", "1", "2", "look"))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
