@@ -17,11 +17,11 @@ from tests.cases import Case
 from tests.models import TinyClassifier, flat, loader, module, trainer
 from tests.optim.averaging.test_regularized_nonlinear_acceleration import Bowl
 from tests.optim.watch import Watch, differing, state_of
-from tests.runs import MODES, checkpoints, fit
+from tests.runs import MODES, checkpoints, fit, resume_from_batches
 
 CASES = {
     "TrainableWeightAveraging": Case(
-        active=lambda: TrainableWeightAveraging(window=3, start=0.0, until=0.5, lr=0.1, bn_batches=2),
+        active=lambda: TrainableWeightAveraging(window=2, start=0.45, until=0.75, lr=0.1, bn_batches=2),  # after growth
         neutral=lambda: TrainableWeightAveraging(until=1.0),
         anywhere=True,
     )
@@ -277,3 +277,14 @@ def test_it_needs_an_end_and_no_other_average() -> None:
         fit("tiny_gpt", lambda: [TrainableWeightAveraging()], max_steps=-1, max_epochs=-1)
     with pytest.raises(ValueError, match=r"and EMAWeightAveraging cannot train together"):
         fit("tiny_gpt", lambda: [TrainableWeightAveraging()], callbacks=[EMAWeightAveraging()])
+
+
+def test_resumes_within_accumulation_windows_of_coefficients(tmp_path: Path) -> None:
+    """The Case trains coefficients at the run's end, when blocks have grown; here they train for half of the run."""
+    found = resume_from_batches(
+        "tiny_gpt",
+        lambda: [TrainableWeightAveraging(window=3, start=0.0, until=0.5, lr=0.1, bn_batches=2)],
+        tmp_path,
+        (2, 9, 11),
+    )
+    assert found == {}
