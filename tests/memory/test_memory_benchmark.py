@@ -107,6 +107,7 @@ def test_the_batch_lies_on_the_device_before_the_steps(monkeypatch: pytest.Monke
     assert seen and {device.type for device in seen} == {"meta"}, turn.error
 
 
+@pytest.mark.slow  # most of a minute
 def test_policies_on_one_anothers_budgets() -> None:
     given = ["--tiny", "--chains", "widening", "--no-compile", "--rounds", "1", "--steps", "1"]
     rows = {row["arm"]: row for row in policies.main(given)["rows"]}
