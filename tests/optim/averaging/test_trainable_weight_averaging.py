@@ -17,7 +17,7 @@ from tests.cases import Case
 from tests.models import TinyClassifier, flat, loader, module, trainer
 from tests.optim.averaging.test_regularized_nonlinear_acceleration import Bowl
 from tests.optim.watch import Watch, differing, state_of
-from tests.runs import MODES, checkpoints, fit, resume_from_batches
+from tests.runs import MODES, checkpoints, fit, fit_yaml, resume_from_batches
 
 CASES = {
     "TrainableWeightAveraging": Case(
@@ -288,3 +288,9 @@ def test_resumes_within_accumulation_windows_of_coefficients(tmp_path: Path) -> 
         (2, 9, 11),
     )
     assert found == {}
+
+
+def test_a_yaml_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {"window": 2, "start": 0.0, "until": 0.5, "lr": 0.1, "bn_batches": 1}
+    fit_yaml(tmp_path, "TrainableWeightAveraging", settings, max_steps=6)
+    assert "2 coefficients of 2 snapshots trained" in capsys.readouterr().out

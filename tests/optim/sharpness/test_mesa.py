@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,7 +17,7 @@ from lightning_eff.optim.sharpness.mesa import follow
 from tests.cases import Case, own_loss
 from tests.core.nop import Nop
 from tests.models import Samples, TinyClassifier, TinyGPT, flat, loader, module, trainer
-from tests.runs import differences, final_state, fit
+from tests.runs import differences, final_state, fit, fit_yaml
 
 CASES = {
     "MESA": Case(
@@ -235,3 +236,8 @@ def test_streams_are_as_good_as_data_sets() -> None:
 def test_bad_arguments(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MESA(**kwargs)
+
+
+def test_a_yaml_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit_yaml(tmp_path, "MESA", {"weight": 1.0, "start": 0.0}, max_steps=4)
+    assert "MESA, lambda 1: the last batch diverged by" in capsys.readouterr().out

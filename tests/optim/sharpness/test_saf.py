@@ -18,7 +18,7 @@ from lightning_eff.optim.sharpness._trajectory import divergence
 from tests.cases import Case, own_loss
 from tests.ddp import launch
 from tests.models import Samples, TinyClassifier, TinyGPT, flat, loader, module, trainer
-from tests.runs import differences, final_state, fit
+from tests.runs import differences, final_state, fit, fit_yaml
 
 CASES = {
     "SAF": Case(
@@ -459,3 +459,8 @@ def test_bad_arguments(kwargs: dict[str, Any], message: str) -> None:
 def test_a_start_needs_an_end() -> None:
     with pytest.raises(ValueError, match=r"SAF\(start=0.5\): the Trainer has no end"):
         trainer(SAF(start=0.5), max_epochs=-1).fit(Plain(), loader("classifier"))
+
+
+def test_a_yaml_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit_yaml(tmp_path, "SAF", {"weight": 1.0, "lag": 1, "start": 0.0}, max_epochs=3)
+    assert "SAF, lambda 1: the last batch diverged by" in capsys.readouterr().out
