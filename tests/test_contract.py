@@ -154,7 +154,9 @@ def test_resume_equals_uninterrupted_from_every_step(name: str, tmp_path: Path) 
 OTHER_MODES = sorted(set(MODES) - {"plain"})
 
 
-@pytest.mark.parametrize("mode", OTHER_MODES)
+@pytest.mark.parametrize(
+    "mode", [mode if mode == "accumulate_clip" else pytest.param(mode, marks=pytest.mark.slow) for mode in OTHER_MODES]
+)
 def test_groups_resume_from_every_step(group: Stack, mode: str, tmp_path: Path) -> None:
     directories = (tmp_path / str(i) for i in count())
 

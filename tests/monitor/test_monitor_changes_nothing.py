@@ -169,6 +169,7 @@ def test_what_would_fail_without_it_fails_with_it() -> None:
 # -- techniques and plugins
 
 
+@pytest.mark.slow  # in ordinary runs the pairs hold it, where a monitor stands beside each stack
 @pytest.mark.parametrize("name", sorted(ALL))
 def test_techniques_train_and_resume_bit_for_bit_the_same(name: str, tmp_path: Path) -> None:
     def build() -> list[Any]:
