@@ -1,12 +1,8 @@
 """Rematerialization in whole runs: the weights of plain training, the calls and bytes of its plan, and its errors."""
 
 import functools
-import os
 import re
-import socket
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,8 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_eff._core.technique import Technique
@@ -32,8 +26,9 @@ from lightning_eff.model.growth.progressive_layer_dropping import ProgressiveLay
 from lightning_eff.model.growth.progressive_stacking import ProgressiveStacking
 from lightning_eff.optim.sharpness.sharpness_aware_minimization import SharpnessAwareMinimization
 from tests.cases import Case, no_blocks
-from tests.memory.test_recomputation import PLANS, Chain, Live, Residual, counting, following
+from tests.memory.test_recomputation import Live, counting
 from tests.models import HuggingFace, TinyGPT, loader, module, trainer
+from tests.processes import launch
 from tests.runs import MODES, differences, final_state, fit, resume_from_every_step
 
 CASES = {
@@ -612,72 +607,8 @@ def test_evaluation_is_plain() -> None:
     assert len(seen) == 2
 
 
-def _process() -> None:
-    """One of two: plain and rematerialised runs end with the same weights on both ranks."""
-    settings: dict[str, Any] = {"strategy": "ddp", "devices": 2, "samples": 40, "max_steps": 2}
-    plain = final_state(*fit("tiny_gpt", list, **settings))
-    for policy, build in POLICIES.items():
-        technique = build()
-        found = final_state(*fit("tiny_gpt", lambda: [technique], **settings))  # noqa: B023
-        assert differences(plain, found) == [], policy
-        plans: list[Any] = [None, None]
-        torch.distributed.all_gather_object(plans, technique.plan)
-        assert plans[0] == plans[1], policy
-    _sharded()
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-
-
-def _sharded() -> None:
-    """Blocks whose parameters FSDP2 gathers for each run, out of turn too."""
-    mesh = init_device_mesh("cpu", (2,))
-    torch.manual_seed(0)
-    net = Chain([Residual(8) for _ in range(6)])
-    for block in net.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(net, mesh=mesh)
-    x = torch.randn(16, 8) + torch.distributed.get_rank()
-    net.training_step = lambda batch, _: F.dropout(net(batch), 0.2).square().mean()
-
-    def gradients() -> dict[str, Tensor]:
-        net.zero_grad()
-        torch.manual_seed(1)
-        net.training_step(x, 0).backward()
-        return {name: p.grad.full_tensor() for name, p in net.named_parameters()}
-
-    expected = gradients()
-    for name in ("full", "quadratic"):
-        with following(net, PLANS[name]) as engine:
-            assert differences(expected, gradients()) == [], name
-            assert engine.reruns > 0
-
-
 def test_two_processes() -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    code = "import warnings; warnings.filterwarnings('ignore')\n"
-    code += "from tests.memory import test_rematerialization; test_rematerialization._process()"
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    shared |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "tests", "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            cwd=Path(__file__).parents[2],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        printed = [process.communicate(timeout=280)[0] for process in processes]
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(text[-3000:] for text in printed)
+    launch("tests.memory.rematerialization_jobs", forked=True, timeout=280)
 
 
 # -- arguments and refusals
