@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_eff._core.batches import num_samples, num_tokens
-from lightning_eff._core.technique import Technique
+from lightning_eff._core.technique import techniques_of
 
 
 class TrainingReport(Callback):
@@ -71,7 +71,7 @@ class TrainingReport(Callback):
             if name.startswith("val") or "/val" in name
         ]
         rows.append(("peak memory", _peak_memory(pl_module.device)))
-        techniques = [c for c in trainer.callbacks if isinstance(c, Technique)]  # pyright: ignore[reportAttributeAccessIssue]
+        techniques = techniques_of(trainer)
         rows += [
             (type(t).__name__, "neutral settings, plain training" if t.neutral else t.summary()) for t in techniques
         ]

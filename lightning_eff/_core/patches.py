@@ -14,7 +14,7 @@ class Patches:
     """
 
     def __init__(self) -> None:
-        self._undo: list[tuple[dict[str, Any], str, Any]] = []
+        self._undo: list[tuple[dict[str, Any], str, Any, Any]] = []
 
     def set(self, obj: object, name: str, value: Any) -> None:
         """Set ``obj.name`` to ``value`` until :meth:`restore`.
@@ -28,13 +28,19 @@ class Patches:
                 " attribute does not replace a property. Patch what it reads."
             )
         namespace = obj.__dict__
-        self._undo.append((namespace, name, namespace.get(name, _MISSING)))
+        self._undo.append((namespace, name, value, namespace.get(name, _MISSING)))
         namespace[name] = value
 
-    def restore(self) -> None:
-        """Put every attribute back, newest first. Calling it twice does nothing more."""
+    def restore(self, *, ours_alone: bool = False) -> None:
+        """Put every attribute back, newest first. Calling it twice does nothing more.
+
+        Args:
+            ours_alone: leave what is no longer as :meth:`set` made it: others took theirs out, and ours with it, before.
+        """
         while self._undo:
-            namespace, name, old = self._undo.pop()
+            namespace, name, value, old = self._undo.pop()
+            if ours_alone and namespace.get(name) is not value:
+                continue
             if old is _MISSING:
                 namespace.pop(name, None)
             else:

@@ -12,14 +12,14 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_eff._core.batches import num_samples, num_tokens, tensors
+from lightning_eff._core.patches import Patches
 from lightning_eff._core.steps import Proceed, Stage, Step
-from lightning_eff._core.technique import Technique
+from lightning_eff._core.technique import techniques_of
 from lightning_eff.monitor import _counting as counting
 from lightning_eff.monitor._held import held_bytes
 from lightning_eff.monitor._phases import PHASES, PhaseClock, Seconds
 from lightning_eff.monitor._totals import Record, Totals
 
-_MISSING = object()
 _WITHIN = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
 
 
@@ -37,7 +37,7 @@ class Watch:
     def __init__(self, trainer: Trainer, module: LightningModule, *, max_counts: int, activations: bool) -> None:
         self.trainer, self.module = trainer, module
         self.max_counts, self.activations = max_counts, activations
-        techniques = [c for c in trainer.callbacks if isinstance(c, Technique)]  # pyright: ignore[reportAttributeAccessIssue]
+        techniques = techniques_of(trainer)
         self.session = techniques[0]._session if techniques else None
         self.device = trainer.strategy.root_device
         self.kinds: dict[Any, counting.Kind] = {}
@@ -50,7 +50,7 @@ class Watch:
         self.running = self.over = False
         self._record = Record()
         self._clock: PhaseClock[Record] | None = None
-        self._undo: list[tuple[dict[str, Any], str, Any, Any]] = []
+        self._patches = Patches()
         self._parameters = list(module.parameters())
         self._actions = self._known_actions()
         self._chained = False  # whether the pass at hand is the training chain's, and not a technique's own
@@ -69,32 +69,20 @@ class Watch:
         trainer, module = self.trainer, self.module
         profiler: Any = trainer.profiler  # pyright: ignore[reportAttributeAccessIssue]
         validation = trainer.fit_loop.epoch_loop.val_loop
-        self._set(profiler, "start", self._starting(profiler.start))
-        self._set(profiler, "stop", self._stopping(profiler.stop))
-        self._set(trainer.strategy, "backward", self._backward(trainer.strategy.backward))
-        self._set(validation, "run", self._validating(validation.run))
+        self._patches.set(profiler, "start", self._starting(profiler.start))
+        self._patches.set(profiler, "stop", self._stopping(profiler.stop))
+        self._patches.set(trainer.strategy, "backward", self._backward(trainer.strategy.backward))
+        self._patches.set(validation, "run", self._validating(validation.run))
         if self.session is None:
-            self._set(module, "training_step", self._training(module.training_step))
+            self._patches.set(module, "training_step", self._training(module.training_step))
         else:
-            self._set(self.session.chain, "original", self._training(self.session.chain.original))
+            self._patches.set(self.session.chain, "original", self._training(self.session.chain.original))
             self.session.chain.add(Stage.REWEIGHT, self._link)  # the innermost: it was added last
-
-    def _set(self, obj: object, name: str, value: Any) -> None:
-        namespace = obj.__dict__
-        self._undo.append((namespace, name, value, namespace.get(name, _MISSING)))
-        namespace[name] = value
 
     def remove(self) -> None:
         """Put back what is still ours to put back; others may have taken theirs out, and ours with it, before."""
         self.running = False
-        while self._undo:
-            namespace, name, ours, old = self._undo.pop()
-            if namespace.get(name) is not ours:
-                continue
-            if old is _MISSING:
-                del namespace[name]
-            else:
-                namespace[name] = old
+        self._patches.restore(ours_alone=True)
         if self.session is not None:
             self.session.chain.links = [item for item in self.session.chain.links if item[1] != self._link]
 

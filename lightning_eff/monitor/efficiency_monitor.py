@@ -2,6 +2,7 @@
 
 import math
 import time
+from copy import copy
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from lightning_eff.monitor import _counting as counting
 from lightning_eff.monitor._cost import Prices, run_cost, unseen
 from lightning_eff.monitor._phases import PHASES
 from lightning_eff.monitor._table import rows
-from lightning_eff.monitor._watch import Totals, Watch
+from lightning_eff.monitor._totals import Totals
+from lightning_eff.monitor._watch import Watch
 from lightning_eff.monitor.energy import EnergyMeter
 from lightning_eff.monitor.machine import peak_memory, reset_peak_memory
 from lightning_eff.monitor.peaks import Peak, measured_peak, peak_flops
@@ -123,7 +125,7 @@ class EfficiencyMonitor(Callback):
         self._peak: Peak | None = None
         self._memory: dict[str, int] = {}
         self._peak_reset = False
-        self._logged = (0, 0, 0.0, 0, 0, 0.0)
+        self._logged = Totals()  # when loggers were told last
         self._first_step = 0
         self._began = time.perf_counter()
 
@@ -174,7 +176,7 @@ class EfficiencyMonitor(Callback):
         if self._due(trainer):
             self._measure(trainer, pl_module)
             metrics = self._metrics()
-            self._logged = _so_far(watch.totals)
+            self._logged = copy(watch.totals)
             if trainer.logger is not None:
                 pl_module.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
 
@@ -247,9 +249,10 @@ class EfficiencyMonitor(Callback):
         return self._summary
 
     def _sum_up(self, watch: Watch, trainer: Trainer) -> dict[str, Any]:
-        totals, seconds, world = watch.totals, watch.seconds, trainer.world_size
-        flops = _rate(totals.model, totals.known_seconds)
-        hardware = _rate(totals.model + totals.more, totals.known_seconds)
+        every, rated, known = watch.totals.every, watch.totals.rated, watch.totals.known
+        seconds, world = watch.seconds, trainer.world_size
+        flops = _rate(known.model, known.seconds)
+        hardware = _rate(known.model + known.more, known.seconds)
         peak = self._peak.flops if self._peak is not None else None
         joules = self._energy.joules if self._energy is not None else None
         sources = self._energy.sources if self._energy is not None else []
@@ -261,15 +264,15 @@ class EfficiencyMonitor(Callback):
         used = peak_memory(watch.device)
         return {
             "steps": trainer.global_step - self._first_step,
-            "batches": totals.batches * world,
-            "samples": totals.samples * world,
-            "tokens": totals.tokens * world,
-            "samples_per_second": _rate(totals.rated_samples * world, totals.rated_seconds),
-            "tokens_per_second": _rate(totals.rated_tokens * world, totals.rated_seconds) if totals.tokens else None,
-            "rated_seconds": totals.rated_seconds,
-            "flops": totals.model,
-            "extra_flops": totals.more,
-            "flops_batches": totals.known_batches,
+            "batches": every.batches * world,
+            "samples": every.samples * world,
+            "tokens": every.tokens * world,
+            "samples_per_second": _rate(rated.samples * world, rated.seconds),
+            "tokens_per_second": _rate(rated.tokens * world, rated.seconds) if every.tokens else None,
+            "rated_seconds": rated.seconds,
+            "flops": known.model,
+            "extra_flops": known.more,
+            "flops_batches": known.batches,
             "flops_unknown": watch.reason or (_BUSY if watch.busy and not watch.kinds else None),
             "flops_left_out": sorted(watch.unknown),
             "flops_per_second": flops,
@@ -280,9 +283,9 @@ class EfficiencyMonitor(Callback):
             "peak_source": None if self._peak is None else self._peak.source,
             "phases": {phase: seconds[phase] for phase in PHASES},
             "validation_seconds": seconds["validation"],
-            "counted_batches": totals.counted,
+            "counted_batches": every.batches - rated.batches,
             "counting_seconds": seconds["counting"],
-            "training_seconds": totals.rated_seconds + seconds["counting"],
+            "training_seconds": rated.seconds + seconds["counting"],
             "memory": memory,
             "peak_bytes": used.bytes,
             "peak_kind": used.kind,
@@ -297,14 +300,14 @@ class EfficiencyMonitor(Callback):
         assert self.watch is not None
         now = self.summary()
         world = self.watch.trainer.world_size
-        at = _so_far(self.watch.totals)
-        samples, tokens, seconds, model, more, known = (a - b for a, b in zip(at, self._logged, strict=True))
-        flops = _rate(model, known)
+        rated = self.watch.totals.rated.plus(self._logged.rated, -1)
+        known = self.watch.totals.known.plus(self._logged.known, -1)
+        flops = _rate(known.model, known.seconds)
         found: dict[str, float | None] = {
-            "samples_per_second": _rate(samples * world, seconds),
-            "tokens_per_second": _rate(tokens * world, seconds) if now["tokens"] else None,
+            "samples_per_second": _rate(rated.samples * world, rated.seconds),
+            "tokens_per_second": _rate(rated.tokens * world, rated.seconds) if now["tokens"] else None,
             "flops_per_second": flops,
-            "hardware_flops_per_second": _rate(model + more, known),
+            "hardware_flops_per_second": _rate(known.model + known.more, known.seconds),
             "mfu": None if flops is None or self._peak is None else flops / self._peak.flops,
             **{f"{name}_bytes": value for name, value in now["memory"].items()},
             **{f"{phase}_seconds": value for phase, value in now["phases"].items()},
@@ -318,18 +321,6 @@ class EfficiencyMonitor(Callback):
         lines = rows(self.prices, self.summary())
         width = max(len(name) for name, _ in lines)
         return "\n".join(["", "What this run cost", *(f"  {name:<{width}}  {value}" for name, value in lines), ""])
-
-
-def _so_far(totals: Totals) -> tuple[int, int, float, int, int, float]:
-    """What rates are made of."""
-    return (
-        totals.rated_samples,
-        totals.rated_tokens,
-        totals.rated_seconds,
-        totals.model,
-        totals.more,
-        totals.known_seconds,
-    )
 
 
 def _rate(amount: float, seconds: float) -> float | None:

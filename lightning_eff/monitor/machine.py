@@ -14,6 +14,12 @@ from typing import Any, NamedTuple
 import torch
 
 PROC = Path("/proc")
+SAME_MACHINE = (
+    "cpu",
+    "cores",
+    "gpu",
+    "threads",
+)  #: of a fingerprint: what makes a machine another one, not the versions
 
 
 def fingerprint(threads: int) -> dict[str, Any]:

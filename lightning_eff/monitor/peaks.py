@@ -23,74 +23,31 @@ class Peak(NamedTuple):
 
 # Names as torch.cuda.get_device_name gives them, matched in full; TFLOP/s without sparsity and, where a sheet tells
 # them apart, with accumulation in float32. Where a sheet gives the figure with sparsity, half of it stands here.
-_SHEETS: tuple[tuple[str, str, dict[str, float]], ...] = (
-    (
-        r"Tesla V100S?-SXM\d.*",
-        "NVIDIA V100 Tensor Core GPU Datasheet (SXM2)",
-        {"float32": 15.7, "float16": 125},
-    ),
-    (r"Tesla V100-PCIE.*", "NVIDIA V100 Tensor Core GPU Datasheet (PCIe)", {"float32": 14, "float16": 112}),
-    (r"(Tesla|NVIDIA) T4", "NVIDIA T4 Tensor Core GPU Datasheet", {"float32": 8.1, "float16": 65}),
-    (
-        r"NVIDIA A10",
-        "NVIDIA A10 Tensor Core GPU Datasheet",
-        {"float32": 31.2, "tf32": 62.5, "float16": 125, "bfloat16": 125},
-    ),
+_FORMATS = ("float32", "tf32", "float16", "bfloat16")  # None where a device lacks one
+_SHEETS: tuple[tuple[str, str, tuple[float | None, ...]], ...] = (
+    (r"Tesla V100S?-SXM\d.*", "NVIDIA V100 Tensor Core GPU Datasheet (SXM2)", (15.7, None, 125, None)),
+    (r"Tesla V100-PCIE.*", "NVIDIA V100 Tensor Core GPU Datasheet (PCIe)", (14, None, 112, None)),
+    (r"(Tesla|NVIDIA) T4", "NVIDIA T4 Tensor Core GPU Datasheet", (8.1, None, 65, None)),
+    (r"NVIDIA A10", "NVIDIA A10 Tensor Core GPU Datasheet", (31.2, 62.5, 125, 125)),
     (
         r"(NVIDIA )?A100[- ](SXM4|PCIE|PG509|80GB PCIe).*",
         "NVIDIA A100 Tensor Core GPU Datasheet",
-        {"float32": 19.5, "tf32": 156, "float16": 312, "bfloat16": 312},
+        (19.5, 156, 312, 312),
     ),
-    (
-        r"NVIDIA L4",
-        "NVIDIA L4 Tensor Core GPU Datasheet",
-        {"float32": 30.3, "tf32": 60, "float16": 121, "bfloat16": 121},
-    ),
-    (
-        r"NVIDIA L40S",
-        "NVIDIA L40S GPU Datasheet",
-        {"float32": 91.6, "tf32": 183, "float16": 362.05, "bfloat16": 362.05},
-    ),
-    (
-        r"NVIDIA GeForce RTX 3090",
-        "NVIDIA Ampere GA102 GPU Architecture Whitepaper",
-        {"float32": 35.6, "tf32": 35.6, "float16": 71, "bfloat16": 71},
-    ),
-    (
-        r"NVIDIA GeForce RTX 4090",
-        "NVIDIA Ada GPU Architecture Whitepaper",
-        {"float32": 82.6, "tf32": 82.6, "float16": 165.2, "bfloat16": 165.2},
-    ),
-    (
-        r"NVIDIA H100 (80GB|SXM5).*",
-        "NVIDIA H100 Tensor Core GPU Datasheet (SXM)",
-        {"float32": 67, "tf32": 494.5, "float16": 989.5, "bfloat16": 989.5},
-    ),
-    (
-        r"NVIDIA H100 PCIe",
-        "NVIDIA H100 Tensor Core GPU Datasheet (PCIe)",
-        {"float32": 51, "tf32": 378, "float16": 756.5, "bfloat16": 756.5},
-    ),
-    (
-        r"NVIDIA H200",
-        "NVIDIA H200 Tensor Core GPU Datasheet (SXM)",
-        {"float32": 67, "tf32": 494.5, "float16": 989.5, "bfloat16": 989.5},
-    ),
-    (
-        r"NVIDIA B200",
-        "NVIDIA Blackwell Datasheet (HGX B200, per GPU)",
-        {"float32": 75, "tf32": 1100, "float16": 2250, "bfloat16": 2250},
-    ),
+    (r"NVIDIA L4", "NVIDIA L4 Tensor Core GPU Datasheet", (30.3, 60, 121, 121)),
+    (r"NVIDIA L40S", "NVIDIA L40S GPU Datasheet", (91.6, 183, 362.05, 362.05)),
+    (r"NVIDIA GeForce RTX 3090", "NVIDIA Ampere GA102 GPU Architecture Whitepaper", (35.6, 35.6, 71, 71)),
+    (r"NVIDIA GeForce RTX 4090", "NVIDIA Ada GPU Architecture Whitepaper", (82.6, 82.6, 165.2, 165.2)),
+    (r"NVIDIA H100 (80GB|SXM5).*", "NVIDIA H100 Tensor Core GPU Datasheet (SXM)", (67, 494.5, 989.5, 989.5)),
+    (r"NVIDIA H100 PCIe", "NVIDIA H100 Tensor Core GPU Datasheet (PCIe)", (51, 378, 756.5, 756.5)),
+    (r"NVIDIA H200", "NVIDIA H200 Tensor Core GPU Datasheet (SXM)", (67, 494.5, 989.5, 989.5)),
+    (r"NVIDIA B200", "NVIDIA Blackwell Datasheet (HGX B200, per GPU)", (75, 1100, 2250, 2250)),
     (
         r"AMD Instinct MI250X.*",
         "AMD Instinct MI250X Accelerator Data Sheet (half of it: torch sees each of the two dies as a device)",
-        {"float32": 47.85, "float16": 191.5, "bfloat16": 191.5},
+        (47.85, None, 191.5, 191.5),
     ),
-    (
-        r"AMD Instinct MI300X.*",
-        "AMD Instinct MI300X Accelerator Data Sheet",
-        {"float32": 163.4, "tf32": 653.7, "float16": 1307.4, "bfloat16": 1307.4},
-    ),
+    (r"AMD Instinct MI300X.*", "AMD Instinct MI300X Accelerator Data Sheet", (163.4, 653.7, 1307.4, 1307.4)),
 )
 
 
@@ -101,11 +58,12 @@ def sheet_peak(name: str, dtype: str) -> Peak | None:
         name: such as ``"NVIDIA H200"``; a slice of a device (MIG) is another device, of no known peak.
         dtype: ``"float32"``, ``"tf32"``, ``"float16"`` or ``"bfloat16"``.
     """
-    if " MIG " in name:
+    if " MIG " in name or dtype not in _FORMATS:
         return None
     for pattern, title, teraflops in _SHEETS:
-        if re.fullmatch(pattern, name) and dtype in teraflops:
-            return Peak(teraflops[dtype] * 1e12, dtype, title)
+        if re.fullmatch(pattern, name):
+            found = teraflops[_FORMATS.index(dtype)]
+            return None if found is None else Peak(found * 1e12, dtype, title)
     return None
 
 
