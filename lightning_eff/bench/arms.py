@@ -209,10 +209,10 @@ def lay_out(
     def settings(name: str) -> dict[str, Any]:
         return {what: values.get(name) for what, values in own.items()}
 
-    first = _arm(baseline[0], "baseline", baseline[1], "what the recipes are held against")
-    arms = [replace(first, **settings(baseline[0]))]
+    why = "what the recipes are held against"
+    arms = [_arm(baseline[0], "baseline", baseline[1], description=why, **settings(baseline[0]))]
     for name, source in recipes.items():
-        recipe = replace(_arm(name, "recipe", source, ""), **settings(name))
+        recipe = _arm(name, "recipe", source, **settings(name))
         with undisturbed():
             callbacks = _callbacks(recipe.build(0).trainer)
         techniques = [(i, c) for i, c in enumerate(callbacks) if isinstance(c, Technique)]
@@ -239,17 +239,12 @@ def lay_out(
     return arms
 
 
-def _arm(name: str, kind: str, source: Any, description: str) -> Arm:
+def _arm(name: str, kind: str, source: Any, **more: Any) -> Arm:
     if callable(source):
-        return Arm(name, kind, source, description=description)
-    paths = (source,) if isinstance(source, str | Path) else tuple(source)
-    return Arm(
-        name,
-        kind,
-        tuple(str(path) for path in paths),
-        description=description,
-        configs=tuple(f"# {short(path)}\n{Path(path).read_text()}" for path in paths),
-    )
+        return Arm(name, kind, source, **more)
+    paths = (source,) if isinstance(source, str | os.PathLike) else tuple(source)
+    configs = tuple(f"# {short(path)}\n{Path(path).read_text()}" for path in paths)
+    return Arm(name, kind, tuple(map(str, paths)), configs=configs, **more)
 
 
 def short(path: str | os.PathLike[str]) -> str:

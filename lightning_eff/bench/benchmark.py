@@ -16,8 +16,8 @@ from lightning_eff.bench.pace import SCHEDULES, Budget, Incomparable, Pace, mode
 from lightning_eff.bench.progress import PlanBar
 from lightning_eff.bench.references import References
 from lightning_eff.bench.rehearsing import Rehearsing
-from lightning_eff.bench.reports.export import log, write_csvs
-from lightning_eff.bench.reports.report import require_extra, write_html, write_pngs
+from lightning_eff.bench.reports.export import log
+from lightning_eff.bench.reports.report import require_extra, write
 from lightning_eff.bench.reports.statistics import summarize
 from lightning_eff.bench.results import SCHEMA, now, save, write_json
 from lightning_eff.bench.running.jobs import Job, crashed
@@ -194,13 +194,9 @@ class Benchmark:
             bar.close()
             workers.close()
         results = self._results(finished=True)
-        save(results, self.out)
-        write_csvs(results, self.out)
+        write(results, self.out, drawn=report)
         if self.logger is not None:
             log({"": results}, self.logger)
-        if report:
-            write_html(results, self.out / "report.html")
-            write_pngs(results, self.out / "figures")
         return results
 
     def _at(self, budget: Budget, out: Path, prices: Path | None) -> "Benchmark":

@@ -9,6 +9,22 @@ from typing import Any
 
 from lightning_eff._errors import Arguments, told
 
+#: Options that a Benchmark has by the same name, and takes as they are.
+_ALIKE = (
+    "target",
+    "budget",
+    "out",
+    "mode",
+    "threads",
+    "jobs",
+    "evaluations",
+    "schedule",
+    "rounds",
+    "reference",
+    "title",
+)
+_ALIKE += ("other_training_data",)
+
 _DESCRIPTION = """\
 Does a recipe pay, by how much, and how sure is that? Trains a baseline and recipes in turns over the same budget of
 training seconds, with the learning rate decayed wholly over it, on the same data order for each seed.
@@ -41,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--out",
         type=Path,
+        default=Path("lightning_logs/bench"),
         help="folder for the results; an interrupted bench goes on there (default: lightning_logs/bench)",
     )
     add("--controls", choices=("auto", "none"), default="auto", help="add the control that each technique names")
@@ -67,7 +84,12 @@ def parser() -> argparse.ArgumentParser:
         help="the baseline's prices of steps from this file, so that a reference second is the same in every bench of one"
         " machine; the first writes them there. Or take the prices from this bench (a folder), of another machine",
     )
-    add("--allow-other-training-data", action="store_true", help="for recipes that choose the training data")
+    add(
+        "--allow-other-training-data",
+        action="store_true",
+        dest="other_training_data",
+        help="for recipes that choose the training data",
+    )
     own = "of an arm that brings its own, in the place of its module's; repeat it for more arms"
     add("--rate", action="append", default=[], metavar="NAME=RATE", help=f"the learning rate's peak {own}")
     add(
@@ -129,32 +151,20 @@ def _run(argv: Sequence[str]) -> None:
             raise ValueError(f"Got two arms named {name!r}; expected a name for each: --recipe other={text}.")
         recipes[name] = paths
     seeds = _numbers("--seeds", options.seeds, int)
-    out = options.out or Path("lightning_logs/bench")
     benchmark = Benchmark(
         baseline,
         recipes,
-        target=options.target,
-        budget=options.budget,
+        baseline_name=baseline_name,
         seeds=seeds if "," in options.seeds else seeds[0],
-        out=out,
-        mode=options.mode,
         controls="auto" if options.controls == "auto" else None,
         ladder=_numbers("--ladder", options.ladder, float) if options.ladder else (),
-        threads=options.threads,
-        jobs=options.jobs,
-        evaluations=options.evaluations,
-        schedule=options.schedule,
-        rounds=options.rounds,
-        reference=options.reference,
-        other_training_data=options.allow_other_training_data,
-        rates={name: _number("--rate", value) for name, value in _pairs("--rate", options.rate).items()},
-        warm_ups=_pairs("--warm-up", options.warm_up),
+        rates=_pairs("--rate", options.rate, float),
+        warm_ups=_pairs("--warm-up", options.warm_up, str),
         tuned=_names(options.tuned),
-        logger=_logger(options.logger, out) if options.logger else None,
-        title=options.title,
-        baseline_name=baseline_name,
+        logger=_logger(options.logger, options.out) if options.logger else None,
+        **{name: getattr(options, name) for name in _ALIKE},
     )
-    _tell(benchmark.run(progress=not options.quiet), out)
+    _tell(benchmark.run(progress=not options.quiet), options.out)
 
 
 def _numbers(option: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
@@ -173,26 +183,24 @@ def _numbers(option: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
     return numbers
 
 
-def _pairs(option: str, texts: Sequence[str]) -> dict[str, str]:
+def _pairs(option: str, texts: Sequence[str], kind: Callable[[str], Any]) -> dict[str, Any]:
     """``NAME=VALUE``, several.
 
     Raises:
         ValueError: naming the option.
     """
-    pairs: dict[str, str] = {}
+    pairs: dict[str, Any] = {}
     for text in texts:
-        name, equals, value = text.rpartition("=")
-        if not equals or not name or not value or name in pairs:
-            raise ValueError(f"Got {option} {text!r}; expected NAME=VALUE, once for each arm.")
-        pairs[name] = value
+        name, _, value = text.rpartition("=")
+        try:
+            new = kind(value) if name and value and name not in pairs else None
+        except ValueError:
+            new = None
+        if new is None:
+            what = "NAME=NUMBER" if kind is float else "NAME=VALUE"
+            raise ValueError(f"Got {option} {text!r}; expected {what}, once for each arm.")
+        pairs[name] = new
     return pairs
-
-
-def _number(option: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"Got {option} {text!r}; expected a number.") from None
 
 
 def _names(text: str | None) -> list[str] | None:
@@ -239,49 +247,42 @@ def _logger(text: str, out: Path) -> Any:
 
 def _report(argv: Sequence[str]) -> None:
     from lightning_eff.bench import several
-    from lightning_eff.bench.reports.export import write_csvs
-    from lightning_eff.bench.reports.report import require_extra, write_html, write_pngs
+    from lightning_eff.bench.reports.report import require_extra, write
     from lightning_eff.bench.reports.statistics import summarize
-    from lightning_eff.bench.results import load, save
+    from lightning_eff.bench.results import load
 
     options = Arguments("lightning-eff bench report", description="Draw a bench's report again.")
     options.add_argument("folder", type=Path, metavar="DIR", help="the folder of a bench, or its results.json")
     folder = options.parse_args(argv).folder
     require_extra()
     every = several.found(folder)
-    for results in every.values() or [load(folder)]:
+    alone = None if every else load(folder)
+    place = folder if folder.is_dir() else folder.parent
+    for name, results in every.items() if alone is None else [("", alone)]:
         results["summary"] = summarize(results)
-        place = folder / several.name(_budget(results)) if every else folder if folder.is_dir() else folder.parent
-        save(results, place)
-        write_csvs(results, place)
-        write_html(results, place / "report.html")
-        write_pngs(results, place / "figures")
-        if not every:
-            _tell(results, place)
+        write(results, place / name)
     if every:
-        several.draw(every, folder)
-        _tell(every, folder)
+        several.draw(every, place)
+    _tell(alone or every, place)
 
 
-def _budget(results: dict[str, Any]) -> Any:
-    from lightning_eff.bench.pace import Budget
-
-    return Budget(results["plan"]["budget"]["seconds"], results["plan"]["budget"]["clock"])
+def _width() -> int:
+    return shutil.get_terminal_size((120, 24)).columns
 
 
 def _tell(results: dict[str, Any], folder: Path) -> None:
     """The table, and where the rest is; of one bench, or of one at each of several budgets."""
     from lightning_eff.bench.reports import overview
-    from lightning_eff.bench.reports.report import grid, table
+    from lightning_eff.bench.reports.report import fitting, grid, table
 
     if "plan" not in results:
         for budget, one in results.items():
             _tell(one, folder / budget)
             print()
-        print(grid(*overview.columns_and_rows(results), min(max(shutil.get_terminal_size((120, 24)).columns, 80), 160)))
+        print(grid(*overview.columns_and_rows(results), fitting(_width())))
         print(f"\nover all budgets: {folder / 'report.html'}")
         return
-    print(table(results, shutil.get_terminal_size((120, 24)).columns))
+    print(table(results, _width()))
     print(f"\nresults: {folder / 'results.json'}\nreport:  {folder / 'report.html'}\nfigures: {folder / 'figures'}")
 
 
@@ -293,4 +294,4 @@ def _compare(argv: Sequence[str]) -> None:
     options.add_argument("first", type=Path, metavar="A")
     options.add_argument("second", type=Path, metavar="B")
     chosen = options.parse_args(argv)
-    print(compare(load(chosen.first), load(chosen.second), shutil.get_terminal_size((120, 24)).columns))
+    print(compare(load(chosen.first), load(chosen.second), _width()))

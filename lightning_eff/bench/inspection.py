@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_eff._core import rng
 from lightning_eff._core.batches import tensors
-from lightning_eff._core.technique import Technique
+from lightning_eff._core.technique import techniques_of
 
 
 def facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
@@ -34,14 +34,9 @@ def facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     return found
 
 
-def techniques(trainer: Trainer) -> list[Technique]:
-    """Those of a trainer's callbacks."""
-    return [c for c in trainer.callbacks if isinstance(c, Technique)]  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def acting(trainer: Trainer) -> list[str]:
     """The techniques that act, with their settings, as words to compare."""
-    found = [one for one in techniques(trainer) if not one.neutral]
+    found = [one for one in techniques_of(trainer) if not one.neutral]
     return [f"{type(c).__name__}({ {k: v for k, v in vars(c).items() if not k.startswith('_')} })" for c in found]
 
 

@@ -8,7 +8,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lightning_eff.bench.inspection import techniques
+from lightning_eff._core.technique import techniques_of
 from lightning_eff.bench.pace import WARM_UP, Incomparable, Pace, decay
 
 
@@ -113,7 +113,7 @@ def rates_of(trainer: Trainer, pace: Pace) -> Rates:
             "Got a rate or a warm-up for a module with manual optimization, which steps its schedulers by itself; expected"
             " automatic optimization. Set the rate in the module, or use --schedule linear."
         )
-    if any(technique.sets_rates for technique in techniques(trainer)):
+    if any(technique.sets_rates for technique in techniques_of(trainer)):
         if pace.warm_up is not None:
             raise Incomparable(
                 "Got a warm-up of its own for an arm whose recipe sets the learning rate by a technique; expected the warm-up"

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -84,22 +85,25 @@ def decay(schedule: str, u: float, warm_up: float = WARM_UP) -> float:
     return 1 - v if schedule == "linear" else (1 + math.cos(math.pi * v)) / 2
 
 
+def _amount(text: object, units: str) -> tuple[float, str | None]:
+    """The number in ``text`` and which of ``units`` (joined by ``|``) follows it, if any; -1 where it is none."""
+    found = re.fullmatch(rf"\s*([0-9.]+(?:e-?[0-9]+)?)\s*({units})?\s*", str(text))
+    if found is not None:
+        with suppress(ValueError):  # such as 1.2.3
+            return float(found[1]), found[2]
+    return -1.0, None
+
+
 def warm_up_share(text: str | float, seconds: float) -> float:
     """A warm-up of ``"5s"`` (or rs, m, h) or ``"5%"`` or 0.05 of a budget, as a share of ``seconds``.
 
     Raises:
         ValueError: for anything else, or more than half of the budget.
     """
-    found = re.fullmatch(r"\s*([0-9.]+(?:e-?[0-9]+)?)\s*(rs|s|min|m|h|%)?\s*", str(text))
-    try:
-        value = float(found[1]) if found else -1.0
-    except ValueError:
-        value = -1.0
-    if found and value >= 0:
-        unit = found[2]
-        share = value if unit is None else value / 100 if unit == "%" else value * _UNITS[unit] / seconds
-        if share <= 0.5:
-            return share
+    value, unit = _amount(text, "rs|s|min|m|h|%")
+    share = value / 100 if unit == "%" else value if unit is None else value * _UNITS[unit] / seconds
+    if 0 <= share <= 0.5:
+        return share
     raise ValueError(
         f"Got warm-up {text!r}; expected seconds ('5s', '1m') or a share ('5%', 0.05) of the budget of {seconds:g} s, at"
         " most half of it."
@@ -122,14 +126,11 @@ class Budget:
         """
         if isinstance(text, Budget):
             return text
-        found = re.fullmatch(r"\s*([0-9.]+)\s*(rs|s|min|m|h)?\s*", str(text))
-        try:
-            seconds = float(found[1]) * _UNITS[found[2] or "s"] if found else 0.0
-        except ValueError:
-            seconds = 0.0
-        if not found or not seconds > 0:
+        value, unit = _amount(text, "rs|s|min|m|h")
+        seconds = value * _UNITS[unit or "s"]
+        if not 0 < seconds < math.inf:
             raise ValueError(
                 f"Got budget {text!r}; expected training seconds above 0: '120s' (or '2m', '1h') of wall-clock, or"
                 " '120rs' of reference-system time, in which each step costs the calibrated time of its kind."
             )
-        return cls(seconds, "reference" if found[2] == "rs" else "wall")
+        return cls(seconds, "reference" if unit == "rs" else "wall")

@@ -6,7 +6,7 @@ import inspect
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -15,9 +15,12 @@ from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_eff._core.batches import num_samples, num_tokens, tensors
+from lightning_eff._core.losses import loss_of
 from lightning_eff._core.patches import Patches
 from lightning_eff._core.progress import Clock
-from lightning_eff.bench.inspection import facts, raw, techniques, training_data
+from lightning_eff._core.steps import Cost
+from lightning_eff._core.technique import techniques_of
+from lightning_eff.bench.inspection import facts, raw, training_data
 from lightning_eff.bench.learning_rate import Rates, rates_of
 from lightning_eff.bench.pace import Diverged, Horizon, Incomparable, Pace, Rehearsed
 from lightning_eff.bench.running.quiet import Quiet
@@ -60,8 +63,8 @@ class Pacer(Clock):
         self._losses: list[tuple[float, float]] = []
         self._began = time.perf_counter()
         # what the run's record is made of
-        self.charged = self.wall = self.set_up = self.warm_up = self.caused = self.validation = self.extra = 0.0
-        self.uncalibrated = 0.0
+        self.seconds = self.wall_seconds = self.setup_seconds = self.warmup_seconds = self.caused_seconds = 0.0
+        self.validation_seconds = self.extra_seconds = self.uncalibrated = 0.0
         self.steps = self.samples = self.tokens = self.forward_passes = 0
         self.quiet = Quiet()
         self.kinds: list[str] = []  # of each batch, and
@@ -81,14 +84,14 @@ class Pacer(Clock):
     def share(self) -> float:
         if self.pace.sweep is not None:
             return min(self.steps / self.pace.sweep, 1.0)
-        return min(self.charged / self.pace.budget, 1.0)
+        return min(self.seconds / self.pace.budget, 1.0)
 
     def _charge(self, wall: float, kind: str) -> float:
         """What a batch of this kind that took ``wall`` seconds costs on the budget's clock."""
         price = self.pace.prices.get(kind)
         first = kind not in self._known
         self._known.add(kind)
-        speed = median(self._factors) if self._factors else 1.0  # the machine's present one, as the prices see it
+        speed = self._speed()
         if price is None:
             if not self.pace.reference:
                 return wall
@@ -103,14 +106,15 @@ class Pacer(Clock):
             self.quiet.step(wall, price)
         charge = price if self.pace.reference else wall - excess
         if self.steps == 0 or kind in self.pace.common:  # compilation, allocation, caches, which the baseline pays too
-            self.warm_up += excess
+            self.warmup_seconds += excess
             return charge
         cost = excess * speed if self.pace.reference else excess
-        self.caused += cost
+        self.caused_seconds += cost
         return charge + cost
 
-    def _factor(self) -> float:
-        return median(self._factors) if self.pace.reference and self._factors else 1.0
+    def _speed(self) -> float:
+        """The machine's present one, as the prices see it."""
+        return median(self._factors) if self._factors else 1.0
 
     # -- Lightning's hooks
 
@@ -138,7 +142,7 @@ class Pacer(Clock):
         def training_step(*args: Any, **kwargs: Any) -> Any:
             shapes = dict.fromkeys("x".join(map(str, t.shape)) for arg in args[:1] for _, t in tensors(arg))
             call = ",".join(shapes) + ("" if torch.is_grad_enabled() else " forward")
-            session = next((t._session for t in techniques(trainer) if t._session is not None), None)
+            session = _session(trainer)
             for path, shown, trained in session.signature() if session is not None else ():
                 call += f" {path}:{shown}/{trained}"
             self._calls.append(call)
@@ -166,14 +170,14 @@ class Pacer(Clock):
         def run() -> Any:
             _synchronize(trainer)
             cost = _cost(trainer)
-            before, start = cost.seconds if cost else 0.0, time.perf_counter()
+            before, start = cost.seconds, time.perf_counter()
             outputs = original()
             _synchronize(trainer)
             seconds = time.perf_counter() - start
-            extra = (cost.seconds if cost else 0.0) - before
+            extra = cost.seconds - before
             self._outside += seconds - extra  # the passes that a technique made are training
-            self.validation += seconds - extra
-            self.charged += extra * self._factor() if self.pace.reference else 0.0
+            self.validation_seconds += seconds - extra
+            self.seconds += extra * self._speed() if self.pace.reference else 0.0
             self._take(trainer, {name for output in outputs for name in output})
             if self.pace.sweep is not None:
                 raise Rehearsed
@@ -194,15 +198,15 @@ class Pacer(Clock):
             )
         self.points.append(
             {
-                "seconds": self.charged,
-                "wall_seconds": self.wall,
+                "seconds": self.seconds,
+                "wall_seconds": self.wall_seconds,
                 "step": self.steps,
                 "samples": self.samples,
                 "tokens": self.tokens,
                 "metric": self.metrics[target],
             }
         )
-        self.memory.append((self.charged, memory_in_use(trainer.strategy.root_device)))
+        self.memory.append((self.seconds, memory_in_use(trainer.strategy.root_device)))
         if not math.isfinite(self.metrics[target]):
             raise Diverged(f"{target} is {self.metrics[target]} at step {self.steps}.")
 
@@ -220,7 +224,7 @@ class Pacer(Clock):
         _synchronize(trainer)
         self.quiet.begin()
         self._mark = time.perf_counter()
-        self.set_up = self._mark - self._began
+        self.setup_seconds = self._mark - self._began
         self.memory.append((0.0, memory_in_use(trainer.strategy.root_device)))
 
     @override
@@ -240,10 +244,10 @@ class Pacer(Clock):
         seconds = now - self._mark - self._outside
         self._outside = 0.0
         kind = " + ".join(self._calls) + ("" if stepped else " (accumulates)")
-        before = self.warm_up
+        before = self.warmup_seconds
         charge = self._charge(seconds, kind)
-        self.charged += charge
-        self.wall += seconds - (self.warm_up - before)
+        self.seconds += charge
+        self.wall_seconds += seconds - (self.warmup_seconds - before)
         self.kinds.append(kind)
         self.times.append(seconds)
         self._watch(trainer, outputs)
@@ -259,11 +263,10 @@ class Pacer(Clock):
         self.steps += 1
         self.last_rate = self._rates.follow(self.share())
         cost = _cost(trainer)
-        if cost is not None:
-            self.extra, self.forward_passes = cost.seconds, cost.forward_passes
+        self.extra_seconds, self.forward_passes = cost.seconds, cost.forward_passes
         u = self.share()
         if self.pace.sweep is None:
-            left = self.pace.budget - self.charged
+            left = self.pace.budget - self.seconds
             over = left <= charge / 2  # the nearest step's end to that of the budget
             self._due = over or u * self.pace.evaluations + 1e-9 >= self._evaluated + 1
             self._evaluated = max(self._evaluated, math.floor(u * self.pace.evaluations + 1e-9))
@@ -279,13 +282,13 @@ class Pacer(Clock):
 
     def _watch(self, trainer: Trainer, outputs: Any) -> None:
         """Keep the loss; on an accelerator that runs ahead, only now and then."""
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        loss = loss_of(outputs)
         waits = trainer.strategy.root_device.type != "cpu" and self.pace.sweep is None
         if not isinstance(loss, torch.Tensor) or (waits and len(self.times) % 20):
             return
         value = float(loss.detach())
         self.losses.append(value)
-        self._losses.append((self.charged, value))
+        self._losses.append((self.seconds, value))
         if not math.isfinite(value):
             raise Diverged(f"the training loss is {value} at step {self.steps}.")
 
@@ -324,9 +327,14 @@ class Pacer(Clock):
         return {"validation": validation, "training": training_data(trainer)}
 
 
+def _session(trainer: Trainer) -> Any:
+    return next((t._session for t in techniques_of(trainer) if t._session is not None), None)
+
+
 def _cost(trainer: Trainer) -> Any:
-    session = next((t._session for t in techniques(trainer) if t._session is not None), None)
-    return session.chain.cost if session is not None else None
+    """What extra passes cost so far."""
+    session = _session(trainer)
+    return Cost() if session is None else session.chain.cost
 
 
 def _synchronize(trainer: Trainer) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 from lightning_eff.bench.arms import Arm
 from lightning_eff.bench.pace import Incomparable
 from lightning_eff.bench.results import load, now, write_json
+from lightning_eff.monitor.machine import SAME_MACHINE
 
 SCHEMA = "lightning_eff.bench.prices/1"
-MACHINE = ("cpu", "cores", "gpu", "threads")  # what makes a machine another one
 
 Price = dict[str, Any]
 
@@ -99,7 +99,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _key(arm: Arm, machine: Mapping[str, Any]) -> dict[str, Any]:
-    return {"task": task(arm), "machine": {name: machine[name] for name in MACHINE}}
+    return {"task": task(arm), "machine": {name: machine[name] for name in SAME_MACHINE}}
 
 
 def task(arm: Arm) -> str:

@@ -1,31 +1,16 @@
 """Rehearsals: a few steps of every arm that pass through the whole schedule, in turns, and what follows for its runs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 from lightning_eff.bench import calibration
 from lightning_eff.bench.arms import Arm
 from lightning_eff.bench.references import References, mean_cost
 
 Record = dict[str, Any]
-
-
-class Rehearse(Protocol):
-    """Lets arms rehearse, in turns, and gives their records in the same order."""
-
-    def __call__(self, arms: list[Arm], what: str, sweep: int, steps: Mapping[str, int], inspect: bool) -> list[Record]:
-        """One rehearsal of each arm.
-
-        Args:
-            arms: which.
-            what: a word for its file.
-            sweep: how many steps it makes.
-            steps: of the schedule that they pass through, by the arm's name.
-            inspect: look at the arm's model, data and rates as well.
-        """
-        ...
+Rehearse = Callable[[list[Arm], str, int, Mapping[str, int], bool], list[Record]]
 
 
 @dataclass(frozen=True)
@@ -33,7 +18,9 @@ class Rehearsing:
     """What the rehearsals of a bench are made by.
 
     Attributes:
-        rehearse: lets arms rehearse.
+        rehearse: lets arms rehearse, in turns, and gives their records in the same order. It is given the arms, a word
+            for their files, how many steps each makes, the steps of the schedule that these pass through, by the arm's
+            name, and whether to look at the arm's model, data and rates as well.
         budget: seconds of a run.
         rounds: in which all arms take turns.
         reference: the prices that the budget counts in; None for those of this machine, now.

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import tempfile
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -99,7 +98,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def save(results: dict[str, Any], path: str | os.PathLike[str]) -> Path:
-    """Check results and write them whole or not at all: to a temporary file beside, which then takes the name.
+    """Check results and write them whole or not at all.
 
     A number that is not finite, such as a diverged run's metric, is written as null, because JSON has no other word.
 
@@ -119,26 +118,23 @@ def save(results: dict[str, Any], path: str | os.PathLike[str]) -> Path:
     if file.suffix != ".json":
         file = file / FILE_NAME
     file.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump(plain, stream, ensure_ascii=False, allow_nan=False, indent=1)
-            stream.write("\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp's own is for the owner's eyes only
-        os.replace(temporary, file)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    write_json(file, plain)
     return file
 
 
 def write_json(file: Path, record: Any) -> None:
-    """Write a record whole or not at all."""
+    """Write a record whole or not at all: to a temporary file beside, which then takes the name."""
     temporary = file.with_suffix(f".{os.urandom(4).hex()}.tmp")
-    temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, file)
+    try:
+        with temporary.open("w", encoding="utf-8") as stream:
+            json.dump(record, stream, ensure_ascii=False, indent=1)
+            stream.write("\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, file)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def now() -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_eff.bench.pace import Budget
 from lightning_eff.bench.reports import overview
+from lightning_eff.bench.reports.drawing import png
 from lightning_eff.bench.results import FILE_NAME, load
 
 PRICES = "prices.json"  #: in the bench's folder, where no other reference is named
@@ -56,9 +57,10 @@ def run(
 
 def draw(every: Mapping[str, dict[str, Any]], out: Path) -> None:
     """Write ``report.html`` and the figure over all budgets."""
-    (out / "report.html").write_text(overview.page(every, {budget: budget for budget in every}), encoding="utf-8")
-    if (picture := overview.picture(every)) is not None:
-        (out / "budgets.png").write_bytes(picture)
+    drawing = overview.drawn(every)
+    (out / "report.html").write_text(overview.page(every, drawing), encoding="utf-8")
+    if drawing is not None:
+        (out / "budgets.png").write_bytes(png(drawing))
 
 
 def found(folder: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:

@@ -35,7 +35,7 @@ def reference(budget: float = 2.0, steps: int = 20, **more) -> Pace:
 
 def test_each_step_costs_the_price_of_its_kind() -> None:
     pacer, _ = run(reference(2.0))
-    assert pacer.steps == 20 and pacer.charged == pytest.approx(2.0) and set(pacer.kinds) == {KIND}
+    assert pacer.steps == 20 and pacer.seconds == pytest.approx(2.0) and set(pacer.kinds) == {KIND}
     assert pacer.samples == 160 and pacer.uncalibrated == 0
 
 
@@ -45,7 +45,7 @@ def test_a_slow_machine_changes_nothing_in_reference_time() -> None:
     drop = [{k: v for k, v in p.items() if k != "wall_seconds"} for p in plain.points]
     assert drop == [{k: v for k, v in p.items() if k != "wall_seconds"} for p in slow.points]
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), slowed.parameters(), strict=True))
-    assert slow.wall > plain.wall
+    assert slow.wall_seconds > plain.wall_seconds
 
 
 @pytest.mark.parametrize("steps", [20, 40, 7])
@@ -101,8 +101,8 @@ def test_wall_clock_leaves_out_validation_and_the_first_steps_excess(monkeypatch
 
     pacer, _ = run(Pace("val_loss", 2.0, prices={KIND: 0.1}, steps=20, evaluations=4), arm(callbacks=lambda: [Tick()]))
     assert pacer.steps == 20
-    assert pacer.charged == pytest.approx(2.0) and pacer.wall == pytest.approx(2.0)
-    assert pacer.validation == pytest.approx(28.0) and pacer.warm_up == pytest.approx(4.9)
+    assert pacer.seconds == pytest.approx(2.0) and pacer.wall_seconds == pytest.approx(2.0)
+    assert pacer.validation_seconds == pytest.approx(28.0) and pacer.warmup_seconds == pytest.approx(4.9)
 
 
 @pytest.mark.parametrize("clock", ["wall", "reference"])
@@ -129,12 +129,12 @@ def test_the_first_step_of_a_kind_that_the_baseline_does_not_make_is_the_arms_ow
     )
     pacer, _ = run(pace, arm(callbacks=lambda: [Tick()], train=lambda: dataset(60)))  # the 8th batch has 4 samples
     own = {"wall": 3.9, "reference": 1.95}[clock]
-    assert pacer.caused == pytest.approx(0.0 if common else own)
-    assert pacer.warm_up == pytest.approx(4.9 + (3.9 if common else 0.0))
+    assert pacer.caused_seconds == pytest.approx(0.0 if common else own)
+    assert pacer.warmup_seconds == pytest.approx(4.9 + (3.9 if common else 0.0))
     cost = 0.1 if clock == "reference" else 0.2
     begun = 0.1 if clock == "wall" else 0.0  # the first step's price is 0.1, whatever the clock
-    assert pacer.charged == pytest.approx(cost * pacer.steps - begun + pacer.caused, abs=1e-6)
-    assert pacer.charged == pytest.approx(8.0, abs=0.11)
+    assert pacer.seconds == pytest.approx(cost * pacer.steps - begun + pacer.caused_seconds, abs=1e-6)
+    assert pacer.seconds == pytest.approx(8.0, abs=0.11)
 
 
 def test_unknown_kinds_are_charged_at_the_machines_present_speed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def test_unknown_kinds_are_charged_at_the_machines_present_speed(monkeypatch: py
     data = lambda: dataset(60)  # noqa: E731 - the last batch of an epoch has 4 samples
     pace = Pace("val_loss", 1.0, reference=True, prices={KIND: 0.1}, steps=8)
     pacer, _ = run(pace, arm(callbacks=lambda: [Tick()], train=data))
-    assert pacer.kinds == [KIND] * 7 + ["4x8,4x1"] and pacer.charged == pytest.approx(1.0)
+    assert pacer.kinds == [KIND] * 7 + ["4x8,4x1"] and pacer.seconds == pytest.approx(1.0)
     assert pacer.uncalibrated == pytest.approx(0.3)
 
 

@@ -7,8 +7,7 @@ from lightning_eff.bench.reports.findings import flat
 from lightning_eff.bench.reports.report import fitting, grid, wrapped
 from lightning_eff.bench.reports.statistics import summarize
 from lightning_eff.bench.results import validate
-
-MACHINE = ("cpu", "cores", "gpu", "threads")  #: what makes a machine another one: not the versions
+from lightning_eff.monitor.machine import SAME_MACHINE
 
 
 def compare(a: dict[str, Any], b: dict[str, Any], width: int = 100) -> str:
@@ -48,7 +47,7 @@ def warnings(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """What keeps figures of the two from being held against each other, worst first."""
     one, two = a["plan"]["budget"], b["plan"]["budget"]
     first, second = a["plan"]["arms"][0], b["plan"]["arms"][0]
-    others = any(a["machine"][name] != b["machine"][name] for name in MACHINE)
+    others = any(a["machine"][name] != b["machine"][name] for name in SAME_MACHINE)
     priced = one["clock"] == two["clock"] == "reference"
     told = [
         (

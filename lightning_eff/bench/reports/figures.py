@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -195,19 +194,15 @@ def band(curves: Sequence[Curve]) -> tuple[list[float], list[float], list[float]
     Returns:
         The abscissas (every x of any curve, thinned to about 120), then mean, least and greatest y at each.
     """
+    import numpy as np
+
     start, end = max(curve[0][0] for curve in curves), min(curve[-1][0] for curve in curves)
     xs = sorted({x for curve in curves for x, _ in curve if start <= x <= end} | {min(start, end), end})
     stride = math.ceil(len(xs) / GRID_POINTS)
     xs = xs[(len(xs) - 1) % stride :: stride]
-    columns = [[_at(curve, x) for curve in curves] for x in xs]
+    lines = [np.interp(xs, [x for x, _ in curve], [y for _, y in curve]) for curve in curves]
+    columns = np.transpose(lines).tolist()
     return xs, [fmean(column) for column in columns], [min(c) for c in columns], [max(c) for c in columns]
-
-
-def _at(curve: Curve, x: float) -> float:
-    for (x0, y0), (x1, y1) in pairwise(curve):
-        if x0 <= x <= x1:
-            return y0 + (y1 - y0) * ((x - x0) / (x1 - x0) if x1 > x0 else 1.0)
-    return curve[0][1] if x < curve[0][0] else curve[-1][1]
 
 
 def _points(field: str) -> Callable[[dict[str, Any]], Curve]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from statistics import NormalDist
+from statistics import NormalDist, fmean, stdev
 from typing import Any
 
 from lightning_eff.bench.reports.intervals import t_quantile
@@ -112,9 +112,7 @@ def seeds_needed(differences: Sequence[float], fixed: float = 0.0) -> int | None
     Returns:
         The number; None if it is more than 200, or if no number would do.
     """
-    n = len(differences)
-    mean = math.fsum(differences) / n
-    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in differences) / (n - 1))
+    mean, deviation = fmean(differences), stdev(differences)
     z = NormalDist().inv_cdf(POWER)
     for seeds in range(2, MOST_SEEDS + 1):
         error = deviation / math.sqrt(seeds)

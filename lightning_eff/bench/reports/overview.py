@@ -5,9 +5,9 @@ from html import escape
 from typing import Any
 
 from lightning_eff.bench.reports import findings, words
-from lightning_eff.bench.reports.drawing import COLOURS, INK, PAPER, Drawing, label, one, png, style
+from lightning_eff.bench.reports.drawing import COLOURS, INK, PAPER, Drawing, label, one, style
 from lightning_eff.bench.reports.figures import MARKERS
-from lightning_eff.bench.reports.report_html import STYLE, figure_html, section_html, table_html
+from lightning_eff.bench.reports.report_html import document, figure_html, section_html, table_html
 
 
 def columns_and_rows(every: Mapping[str, dict[str, Any]]) -> tuple[list[words.Column], list[dict[str, str]]]:
@@ -74,33 +74,23 @@ def drawn(every: Mapping[str, dict[str, Any]]) -> Drawing | None:
     return Drawing("budgets", caption, f"Final metric by budget: {told}.", figure)
 
 
-def page(every: Mapping[str, dict[str, Any]], folders: Mapping[str, str]) -> str:
+def page(every: Mapping[str, dict[str, Any]], drawing: Drawing | None) -> str:
     """The page as HTML text.
 
     Args:
-        every: results with their summaries, by budget.
-        folders: of each budget's own report, beside the page.
+        every: results with their summaries, by budget, each of which has a folder of that name beside the page.
+        drawing: of :func:`drawn`.
     """
-    title = escape(next(iter(every.values()))["title"])
-    drawing = drawn(every)
+    title = next(iter(every.values()))["title"]
     items = []
     for budget, results in every.items():
         said = " ".join(findings.lines(results, results["summary"]))
-        link = f'<a href="{escape(folders[budget])}/report.html">{escape(budget)}</a>'
+        link = f'<a href="{escape(budget)}/report.html">{escape(budget)}</a>'
         items.append(f"<li>{link}: {escape(words.plan_line(results))}. {escape(said)}</li>")
-    parts = [
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{title}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n<h1>{title}</h1>",
+    return document(
+        title,
+        f"<h1>{escape(title)}</h1>",
         section_html("Arms at each budget", table_html(*columns_and_rows(every))),
         "" if drawing is None else figure_html(drawing, "lead"),
         section_html("Budgets", "<ul>\n" + "\n".join(items) + "\n</ul>"),
-        "</main>\n</body>\n</html>\n",
-    ]
-    return "\n".join(part for part in parts if part)
-
-
-def picture(every: Mapping[str, dict[str, Any]]) -> bytes | None:
-    """The figure as a PNG."""
-    drawing = drawn(every)
-    return None if drawing is None else png(drawing)
+    )

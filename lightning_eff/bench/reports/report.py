@@ -7,11 +7,13 @@ from typing import Any
 
 from lightning_eff.bench.reports import findings, words
 from lightning_eff.bench.reports.drawing import png, require_extra
+from lightning_eff.bench.reports.export import write_csvs
 from lightning_eff.bench.reports.figures import draw
 from lightning_eff.bench.reports.report_html import page
 from lightning_eff.bench.reports.statistics import summarize
+from lightning_eff.bench.results import save
 
-__all__ = ["require_extra", "table", "write_html", "write_pngs"]
+__all__ = ["require_extra", "table", "write", "write_html", "write_pngs"]
 
 NARROWEST, WIDEST = 80, 160
 
@@ -33,11 +35,7 @@ def table(results: dict[str, Any], width: int = 100) -> str:
     parts += [wrapped(own["sentence"], width, bullet="- ") for own in summary.values()]
     parts += ["", *(wrapped(line, width) for line in findings.lines(results, summary))]
     if rows := findings.unlike(results):
-        parts += [
-            "",
-            "What sets arms apart from the baseline, beside their techniques",
-            grid(words.UNLIKE, rows, width),
-        ]
+        parts += ["", words.APART, grid(words.UNLIKE, rows, width)]
     if failed := words.failures(summary):
         parts += ["", "Failed runs", *(wrapped(line, width, bullet="- ") for line in failed)]
     parts += ["", "Mean seconds of a run; set-up, compilation and validation lie outside the budget"]
@@ -73,6 +71,21 @@ def grid(columns: list[words.Column], rows: list[dict[str, str]], width: int) ->
             texts = [_cut(row[column.key], size).ljust(size) for column, size in block]
             lines.append("  ".join([name.ljust(first), *texts]).rstrip())
     return "\n".join(lines)
+
+
+def write(results: dict[str, Any], folder: Path, *, drawn: bool = True) -> None:
+    """Write all of a bench into its folder: ``results.json``, CSV files and, if ``drawn``, the page and the figures.
+
+    Args:
+        results: of the bench's schema, with their summary.
+        folder: where to; it is made.
+        drawn: needs matplotlib.
+    """
+    save(results, folder)
+    write_csvs(results, folder)
+    if drawn:
+        write_html(results, folder / "report.html")
+        write_pngs(results, folder / "figures")
 
 
 def write_html(results: dict[str, Any], path: str | os.PathLike[str]) -> Path:

@@ -2,6 +2,7 @@
 
 import json
 from base64 import b64encode
+from collections.abc import Iterable
 from html import escape
 from typing import Any
 
@@ -82,6 +83,10 @@ HOW = (
     "grows. What holds here holds for this model, this data, this budget and this machine.",
 )
 
+_NOTE = (
+    '<p class="dim">Means over seeds. Extra passes are part of the wall-clock; the three after them come on top.</p>'
+)
+
 
 def page(results: dict[str, Any]) -> str:
     """The whole report as HTML text, the same for the same results.
@@ -95,34 +100,36 @@ def page(results: dict[str, Any]) -> str:
     summary = summarize(results)
     drawings = {drawing.name: drawing for drawing in draw(results, summary)}
     lead = figure_html(drawings.pop("speedups"), "lead") if "speedups" in drawings else ""
+    curves = "\n".join(map(figure_html, drawings.values()))
     unlike = findings.unlike(results)
-    title = escape(results["title"])
     state = f"finished {escape(results['finished'])}" if results["finished"] else "not finished: what there is so far"
-    parts = [
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{title}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>",
-        f'<header>\n<h1>{title}</h1>\n<p class="dim">Begun {escape(results["created"])}, {state}.',
+    notes = [f"{run['arm']}, seed {run['seed']}: {note}" for run in results["runs"] for note in run["notes"]]
+    return document(
+        results["title"],
+        f'<header>\n<h1>{escape(results["title"])}</h1>\n<p class="dim">Begun {escape(results["created"])}, {state}.\n'
         f"{escape(words.plan_line(results))}.</p>\n</header>",
         _verdicts(results, summary),
         "\n".join(f"<p>{escape(line)}</p>" for line in findings.lines(results, summary)),
         lead,
         section_html("Figures of all arms", table_html(*words.cells(results, summary))),
-        section_html("Curves", '<div class="figures">\n' + "\n".join(map(figure_html, drawings.values())) + "\n</div>")
-        if drawings
-        else "",
-        section_html("Seconds of a run", _note() + table_html(*words.times(results, summary))),
-        section_html(
-            "What sets arms apart from the baseline, beside their techniques", table_html(words.UNLIKE, unlike)
-        )
-        if unlike
-        else "",
-        _failures(results, summary),
-        section_html("How to read it", "<ol>\n" + "\n".join(f"<li>{escape(line)}</li>" for line in HOW) + "\n</ol>"),
+        section_html("Curves", f'<div class="figures">\n{curves}\n</div>') if drawings else "",
+        section_html("Seconds of a run", _NOTE + table_html(*words.times(results, summary))),
+        section_html(words.APART, table_html(words.UNLIKE, unlike)) if unlike else "",
+        _listed("Failed runs", words.failures(summary)),
+        _listed("Notes", notes),
+        section_html("How to read it", list_html(HOW, "ol")),
         section_html("Plan and machine", _plan(results)),
-        "</main>\n</body>\n</html>\n",
-    ]
-    return "\n".join(part for part in parts if part)
+    )
+
+
+def document(title: str, *parts: str) -> str:
+    """A page of the report's style with these parts of HTML text; empty ones are left out."""
+    head = (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>"
+    )
+    return "\n".join([head, *filter(None, parts), "</main>\n</body>\n</html>\n"])
 
 
 def section_html(head: str, body: str) -> str:
@@ -130,8 +137,13 @@ def section_html(head: str, body: str) -> str:
     return f"<section>\n<h2>{escape(head)}</h2>\n{body}\n</section>"
 
 
-def _note() -> str:
-    return '<p class="dim">Means over seeds. Extra passes are part of the wall-clock; the three after them come on top.</p>'
+def list_html(lines: Iterable[str], tag: str = "ul") -> str:
+    """A list of lines of plain text."""
+    return "\n".join([f"<{tag}>", *(f"<li>{escape(line)}</li>" for line in lines), f"</{tag}>"])
+
+
+def _listed(head: str, lines: list[str]) -> str:
+    return section_html(head, list_html(lines)) if lines else ""
 
 
 def _verdicts(results: dict[str, Any], summary: dict[str, dict[str, Any]]) -> str:
@@ -174,19 +186,6 @@ def _cell(head: str, text: str) -> str:
     return f'<td{style} data-head="{escape(head)}">{kept}</td>'
 
 
-def _failures(results: dict[str, Any], summary: dict[str, dict[str, Any]]) -> str:
-    lines = words.failures(summary)
-    notes = [f"{run['arm']}, seed {run['seed']}: {note}" for run in results["runs"] for note in run["notes"]]
-    parts = []
-    if lines:
-        parts.append(
-            section_html("Failed runs", "<ul>\n" + "\n".join(f"<li>{escape(x)}</li>" for x in lines) + "\n</ul>")
-        )
-    if notes:
-        parts.append(section_html("Notes", "<ul>\n" + "\n".join(f"<li>{escape(x)}</li>" for x in notes) + "\n</ul>"))
-    return "\n".join(parts)
-
-
 def _plan(results: dict[str, Any]) -> str:
     """The machine in a line, the arms with their configs, and the rest as it is in the file."""
     parts = [f"<p>{escape(words.machine_line(results))}.</p>"]
@@ -210,10 +209,9 @@ def _calibration(calibration: dict[str, Any] | None) -> str:
     """The prices of an arm's kinds of steps."""
     if not calibration or not calibration["prices"]:
         return ""
-    items = [
-        f"<li>{escape(price['kind'])}: {words.number(1000 * price['seconds'], 3)} ms, "
-        f"{100 * price['share']:.0f} % of steps</li>"
+    prices = [
+        f"{price['kind']}: {words.number(1000 * price['seconds'], 3)} ms, {100 * price['share']:.0f} % of steps"
         for price in calibration["prices"]
     ]
     same = "bit for bit the baseline's training" if calibration["same_training"] else "a training of its own"
-    return f"<p>Laid out for {calibration['steps']} steps; {same}. Prices:</p>\n<ul>\n" + "\n".join(items) + "\n</ul>\n"
+    return f"<p>Laid out for {calibration['steps']} steps; {same}. Prices:</p>\n{list_html(prices)}\n"

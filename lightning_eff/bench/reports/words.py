@@ -164,7 +164,8 @@ class Column(NamedTuple):
     head: str
 
 
-UNLIKE = [Column("what", "what"), Column("baseline", "baseline"), Column("own", "its own")]  #: of findings.unlike
+APART = "What sets arms apart from the baseline, beside their techniques"  #: the head of findings.unlike
+UNLIKE = [Column("what", "what"), Column("baseline", "baseline"), Column("own", "its own")]  #: its columns
 
 
 def cells(results: dict[str, Any], summary: dict[str, dict[str, Any]]) -> tuple[list[Column], list[dict[str, str]]]:

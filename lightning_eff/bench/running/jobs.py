@@ -40,8 +40,7 @@ class Job:
 
     def record(self) -> dict[str, Any]:
         """As JSON; the arm must be one of configs."""
-        arm = {**asdict(self.arm), "source": list(self.arm.source), "configs": []}  # pyright: ignore[reportArgumentType]
-        return {"arm": arm, "seed": self.seed, "pace": asdict(self.pace), "name": self.name, "threads": self.threads}
+        return {**asdict(self), "arm": {**asdict(self.arm), "configs": []}}
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> "Job":
@@ -52,6 +51,9 @@ class Job:
         return cls(arm, record["seed"], Pace(**record["pace"]), record["name"], record["threads"])
 
 
+#: Of a run, as its pacer and its record have them.
+SUMS = ("seconds", "wall_seconds", "setup_seconds", "warmup_seconds", "caused_seconds", "validation_seconds")
+SUMS += ("extra_seconds", "forward_passes", "steps", "samples", "tokens")
 Progress = Callable[[Job, float], None]
 
 
@@ -118,15 +120,10 @@ def work(
 
 def _rehearsal(job: Job, pacer: Pacer, built: Built | None, total: float) -> dict[str, Any]:
     record: dict[str, Any] = {
-        "kinds": pacer.kinds,
-        "times": pacer.times,
-        "samples": pacer.samples,
-        "tokens": pacer.tokens,
-        "steps": pacer.steps,
-        "losses": pacer.losses,
+        **{name: getattr(pacer, name) for name in ("kinds", "times", "samples", "tokens", "steps", "losses")},
         "lr": pacer.rate(),
         "total_seconds": total,
-        "validation_seconds": pacer.validation,
+        "validation_seconds": pacer.validation_seconds,
     }
     if job.pace.inspect and built is not None and pacer.points:
         record["metrics"] = pacer.metrics
@@ -142,24 +139,14 @@ def _run(job: Job, pacer: Pacer, device: torch.device, energy: float | None) -> 
     share = pacer.last_rate / pacer.rate()["peak"] if pacer.rate()["peak"] > 0 else 0.0
     if share > 0.1:
         notes.append(f"the learning rate ended at {share:.0%} of its peak")
-    uncalibrated = pacer.uncalibrated / pacer.charged if pacer.charged else 0.0
+    uncalibrated = pacer.uncalibrated / pacer.seconds if pacer.seconds else 0.0
     if uncalibrated > 0.05:
         notes.append(f"{uncalibrated:.0%} of its seconds are of kinds of steps that the rehearsals did not meet")
     return {
         "points": pacer.points,
         "losses": [list(point) for point in pacer.loss_curve()],
         "memory": [list(point) for point in pacer.memory],
-        "seconds": pacer.charged,
-        "wall_seconds": pacer.wall,
-        "setup_seconds": pacer.set_up,
-        "warmup_seconds": pacer.warm_up,
-        "caused_seconds": pacer.caused,
-        "validation_seconds": pacer.validation,
-        "extra_seconds": pacer.extra,
-        "forward_passes": pacer.forward_passes,
-        "steps": pacer.steps,
-        "samples": pacer.samples,
-        "tokens": pacer.tokens,
+        **{name: getattr(pacer, name) for name in SUMS},
         "peak_memory_bytes": peak,
         "memory_kind": kind,
         "energy_joules": energy,

@@ -77,7 +77,3 @@ def _listen(orders: IO[str], lines: "queue.SimpleQueue[str | None]", busy: threa
             child.kill()
         os._exit(1)
     lines.put(None)
-
-
-if __name__ == "__main__":
-    main()

@@ -3,13 +3,12 @@
 import gc
 import json
 import os
-import queue
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lightning_eff.bench.running.jobs import Job, Progress, crashed, work, work_all
 from lightning_eff.bench.running.worker import MARK
@@ -17,30 +16,16 @@ from lightning_eff.bench.running.worker import MARK
 Done = Iterator[tuple[Job, dict[str, Any]]]
 
 
-class Place(Protocol):
-    """Where jobs are done."""
-
-    def together(self, jobs: Sequence[Job], progress: Progress) -> Done:
-        """Every job with its record; all in one process, in turns of a few steps."""
-        ...
-
-    def each(self, jobs: Sequence[Job], progress: Progress) -> Done:
-        """Every job with its record, as they end; each by itself."""
-        ...
-
-    def close(self) -> None:
-        """End what is still there."""
-        ...
-
-
 class InProcess:
     """Does jobs in this process."""
 
     def together(self, jobs: Sequence[Job], progress: Progress) -> Done:
+        """Every job with its record; all in turns of a few steps."""
         yield from zip(jobs, work_all(jobs, progress), strict=True)
         gc.collect()
 
     def each(self, jobs: Sequence[Job], progress: Progress) -> Done:
+        """Every job with its record, as they end; each by itself."""
         for job in jobs:
             yield job, work(job, lambda u, job=job: progress(job, u))
             gc.collect()
@@ -50,7 +35,7 @@ class InProcess:
 
 
 class Workers:
-    """Does jobs in processes: rehearsals in one that stays, runs in a fresh one each.
+    """Does jobs in processes: rehearsals, in turns of a few steps, in one that stays; runs in a fresh one each.
 
     Args:
         count: how many runs at once.
@@ -59,14 +44,16 @@ class Workers:
     """
 
     def __init__(self, count: int, threads: int, logs: Path) -> None:
-        self._count = count
+        self._pool = ThreadPoolExecutor(count)
         self._threads = threads
         self._logs = logs
         self._all: list[_Worker] = []
         self._rehearsing: _Worker | None = None
+        self._closed = False
         logs.mkdir(parents=True, exist_ok=True)
 
     def together(self, jobs: Sequence[Job], progress: Progress) -> Done:
+        """Every job with its record; all in one process, in turns of a few steps."""
         worker = self._standing()
         records = worker.do(jobs, progress)
         if not worker.alive and len(jobs) > 1:  # which of them was it?
@@ -74,33 +61,18 @@ class Workers:
         yield from zip(jobs, records, strict=True)
 
     def each(self, jobs: Sequence[Job], progress: Progress) -> Done:
-        waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        ended: queue.SimpleQueue[tuple[Job, dict[str, Any]] | BaseException] = queue.SimpleQueue()
-        for job in jobs:
-            waiting.put(job)
-
-        def drive() -> None:
-            try:
-                while True:
-                    job = waiting.get_nowait()
-                    worker = self._start()
-                    (record,) = worker.do([job], progress)
-                    worker.end()
-                    ended.put((job, record))
-            except queue.Empty:
-                return
-            except BaseException as exception:
-                ended.put(exception)
-
+        """Every job with its record, as they end; each in a process of its own."""
         if self._rehearsing is not None:
             self._rehearsing.end()
-        for _ in range(min(self._count, len(jobs))):
-            threading.Thread(target=drive, daemon=True).start()
-        for _ in jobs:
-            item = ended.get()
-            if isinstance(item, BaseException):
-                raise item
-            yield item
+        pending = {self._pool.submit(self._alone, job, progress): job for job in jobs}
+        for done in as_completed(pending):
+            yield pending[done], done.result()
+
+    def _alone(self, job: Job, progress: Progress) -> dict[str, Any]:
+        worker = self._start()
+        (record,) = worker.do([job], progress)
+        worker.end()
+        return record
 
     def _standing(self) -> "_Worker":
         if self._rehearsing is None or not self._rehearsing.alive:
@@ -110,25 +82,28 @@ class Workers:
     def _start(self) -> "_Worker":
         worker = _Worker(self._logs / f"worker-{os.getpid()}-{len(self._all) + 1}.log", self._threads)
         self._all.append(worker)
+        if self._closed:  # meanwhile
+            worker.kill()
         return worker
 
     def close(self) -> None:
+        """End what is still there, and begin nothing more."""
+        self._closed = True
+        self._pool.shutdown(wait=False, cancel_futures=True)
         for worker in self._all:
             worker.kill()
+
+
+Place = InProcess | Workers  #: where jobs are done
 
 
 class _Worker:
     def __init__(self, log: Path, threads: int) -> None:
         limits = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")} if threads else {}
         self.log = log
+        begin = "from lightning_eff.bench.running.worker import main; main()"
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                "from lightning_eff.bench.running.worker import main; main()",
-                str(log),
-                str(os.getpid()),
-            ],
+            [sys.executable, "-c", begin, str(log), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
