@@ -106,7 +106,8 @@ def test_what_backward_keeps(device: torch.device) -> None:
     x, weight, bias = inputs((6, 256), torch.bfloat16, device, torch.float32)
     given = {t.data_ptr() for t in (x, weight, bias)}
     for kind, own in (("layer", 8), ("rms", 4)):
-        saved = [t for t in norm(kind, x, weight, bias).grad_fn.saved_tensors if t is not None]
+        y = norm(kind, x, weight, bias)
+        saved = [t for t in y.grad_fn.saved_tensors if t is not None]
         assert x.data_ptr() in {t.data_ptr() for t in saved}
         others = [t for t in saved if t.data_ptr() not in given]
         assert sum(t.untyped_storage().nbytes() for t in others) == 6 * own
