@@ -97,3 +97,14 @@ def test_what_an_instance_attribute_cannot_replace_is_refused() -> None:
     assert guarded.__dict__ == {}
     patches.restore()
     assert guarded.value == 1
+
+
+def test_what_another_has_taken_out_is_left_alone() -> None:
+    """One that patched before, and restores before, takes what came after it along: it is not put back."""
+    thing, first, second = Thing(), Patches(), Patches()
+    first.set(thing, "method", lambda: "first")
+    second.set(thing, "method", lambda: "second")
+    second.set(thing, "inherited", 1)
+    first.restore()
+    second.restore(ours_alone=True)
+    assert vars(thing) == {"own": "instance"} and thing.method() == "method" and thing.inherited == "class"
