@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
-from lightning_eff.memory.optimizer_offload import HostUpdate, OptimizerOffload, check_optimizer
+from lightning_eff.memory._hosting.update import HostUpdate, check_optimizer
+from lightning_eff.memory.optimizer_offload import OptimizerOffload
 from lightning_eff.model.growth.progressive_stacking import ProgressiveStacking
 from tests.cases import Case
 from tests.models import TinyClassifier, TinyGPT, flat, loader, module, trainer
