@@ -16,7 +16,7 @@ from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Su
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
-from lightning_eff.memory._hosting.host import measure_bandwidth
+from lightning_eff.memory._hosting.bandwidth import measure_bandwidth
 from lightning_eff.memory._planning import chain as _chain
 from lightning_eff.memory._planning import plan as _plan
 from lightning_eff.memory._planning.chain import Item

@@ -11,8 +11,9 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_eff.memory._hosting.bandwidth import measure_bandwidth
 from lightning_eff.memory._hosting.copiers import CUDACopier
-from lightning_eff.memory._hosting.host import HostStore, Ticket, measure_bandwidth
+from lightning_eff.memory._hosting.host import HostStore, Ticket
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
