@@ -9,90 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_eff._core.blocks import hidden_of, uncompiled, untraced_hooks
 from lightning_eff.memory._planning.chain import Stage
+from lightning_eff.memory._recompute.ledger import Ledger, bytes_of, key_of, tensors_in
 from lightning_eff.memory._recompute.surroundings import random_state, set_random_state
 
 ROUNDS = 3  #: passes of the step in which each block is timed once
 MOST_ROUNDS = 6  #: so many if they differ much
 AGREE = 1.05  #: they do if the median round takes longer than so many times the fastest
-
-
-def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-def _nbytes(tensor: Tensor) -> int:
-    """Of the tensor's storage, as CUDA's allocator rounds it."""
-    nbytes = tensor.untyped_storage().nbytes()
-    return -(-nbytes // 512) * 512 if tensor.is_cuda else nbytes
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-class Ledger(TorchDispatchMode):
-    """Counts the storages that operations allocate and that are alive, and how many bytes they are at the most.
-
-    What an operation allocates and frees within itself is not seen.
-
-    Attributes:
-        peak: the most bytes that were alive at the end of an operation.
-        casts: bytes of copies of weights in another type, which autocast keeps; not in ``peak``.
-        operations: each that ran, with the shapes, strides and types of its tensors and its other arguments.
-
-    Args:
-        weights: keys of the storages of parameters.
-        known: keys of storages that are there already.
-    """
-
-    def __init__(self, weights: set[int], known: set[int]) -> None:
-        super().__init__()
-        self.peak = self.casts = 0
-        self.operations: list[Any] = []
-        self._weights, self._known = weights, set(known)
-        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._held: list[StorageWeakRef] = []  # while one is held, no other storage gets its key
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        self.operations.append((str(func), *map(_told, tree_leaves((args, kwargs)))))
-        given = {_key(t) for t in _tensors((args, kwargs)) if t.layout is torch.strided}
-        copies = func is torch.ops.aten._to_copy.default and bool(given & self._weights)
-        self._sweep()
-        for tensor in _tensors(output):
-            if tensor.layout is torch.strided:
-                self._see(tensor, given, copies)
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._live.values()))
-        return output
-
-    def _see(self, tensor: Tensor, given: set[int], copies: bool) -> None:
-        key = _key(tensor)
-        if key in self._live or key in self._known:
-            return
-        if key in given or copies:
-            self.pass_over(tensor)
-            self.casts += _nbytes(tensor) if copies and key not in given else 0
-        else:
-            self._live[key] = StorageWeakRef(tensor.untyped_storage()), _nbytes(tensor)
-
-    def _sweep(self) -> None:
-        for key in [key for key, (held, _) in self._live.items() if held.expired()]:
-            del self._live[key]
-
-    def pass_over(self, tensor: Tensor) -> None:
-        """Do not count the tensor's storage, from now on."""
-        self._live.pop(_key(tensor), None)
-        self._known.add(_key(tensor))
-        self._held.append(StorageWeakRef(tensor.untyped_storage()))
-
-    def counts(self, tensor: Tensor) -> bool:
-        """Whether the tensor's storage is one of those that may be counted."""
-        return _key(tensor) not in self._known
 
 
 class _Measured:
@@ -125,8 +51,8 @@ class Profiler:
 
     def __init__(self, module: nn.Module, blocks: Sequence[nn.Module]) -> None:
         self._blocks = blocks
-        self._weights = {_key(p) for p in module.parameters()}
-        self._known = self._weights | {_key(b) for b in module.buffers()}
+        self._weights = {key_of(p) for p in module.parameters()}
+        self._known = self._weights | {key_of(b) for b in module.buffers()}
         self._found: dict[int, _Measured] = {}
         self._order: list[int] = []
         self._rounds = -1  # before the pass that counts bytes
@@ -176,7 +102,7 @@ class Profiler:
 
         def backward(output: Any, inputs: list[Tensor | None]) -> Tensor | None:
             """The gradient of the hidden state."""
-            ends = [t for t in _tensors(output) if t.requires_grad and t.grad_fn is not None]
+            ends = [t for t in tensors_in(output) if t.requires_grad and t.grad_fn is not None]
             wanted = [*([] if (x := inputs[place]) is None else [x]), *parameters]
             if not ends or not wanted:
                 return None
@@ -185,7 +111,7 @@ class Profiler:
 
         if self._rounds < 0:
             found = self._found[index] = _Measured()
-            known = self._known | {_key(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+            known = self._known | {key_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
             with uncompiled():
                 return self._measure_bytes(found, forward, backward, known, parameters, hidden)
         output = self._time(self._found[index], forward, backward, device)
@@ -238,15 +164,15 @@ class Profiler:
         def save(tensor: Tensor) -> Tensor:
             found.num_saved += 1
             if ledger.counts(tensor):
-                saved[_key(tensor)] = _nbytes(tensor)
+                saved[key_of(tensor)] = bytes_of(tensor)
                 held.append(StorageWeakRef(tensor.untyped_storage()))
             return tensor.detach()
 
         with untraced_hooks(save, _itself):
             with _allocator(hidden.device) as taken, ledger:
                 output, inputs = forward()
-            outputs = {_key(t): _nbytes(t) for t in _tensors(output) if ledger.counts(t)}
-            found.input, found.output = _nbytes(hidden), sum(outputs.values())
+            outputs = {key_of(t): bytes_of(t) for t in tensors_in(output) if ledger.counts(t)}
+            found.input, found.output = bytes_of(hidden), sum(outputs.values())
             found.saved, found.casts = sum({**saved, **outputs}.values()), ledger.casts
             saving_peak = max(ledger.peak, taken() - ledger.casts)
             found.kind = ledger.operations
@@ -259,9 +185,9 @@ class Profiler:
                 scope.enter_context(ledger)
                 gradient = backward(output, inputs)
             found.kind = tuple(found.kind + ledger.operations)
-            of_parameters = sum(_nbytes(p) for p in parameters)
+            of_parameters = sum(bytes_of(p) for p in parameters)
             peak = max(ledger.peak, taken() - of_parameters)
-            found.backward_peak = max(0, peak - (0 if gradient is None else _nbytes(gradient)))
+            found.backward_peak = max(0, peak - (0 if gradient is None else bytes_of(gradient)))
         del output, inputs, gradient
         ledger = Ledger(self._weights, known)
         with untraced_hooks(_drop, _never), _allocator(hidden.device) as taken, ledger:
@@ -316,16 +242,6 @@ def _quartile(values: Sequence[float]) -> float:
     return quantiles(values, n=4, method="inclusive")[0]
 
 
-def _told(leaf: Any) -> Any:
-    """What of an operation's argument its cost may depend on."""
-    if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), leaf.stride() if leaf.layout is torch.strided else None, leaf.dtype
-    return leaf if isinstance(leaf, _PLAIN) else type(leaf)
-
-
-_PLAIN = (int, float, str, type(None), torch.dtype)
-
-
 def _mark(device: torch.device) -> Any:
     """A moment in the device's work: on CUDA an event, so that nothing waits, else the clock when all work is done.
 
@@ -372,10 +288,6 @@ def _never(_: object) -> Tensor:
         "Rematerialization(policy='optimal'): the training step asks for gradients itself; expected it to return a loss,"
         " because the blocks are measured in a pass that saves nothing. Use another policy."
     )
-
-
-def _detached(tensor: Tensor) -> Tensor:
-    return tensor.detach()
 
 
 def _itself(tensor: Tensor) -> Tensor:
