@@ -12,7 +12,8 @@ from typing_extensions import override
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_memory_bound
 from lightning_eff._core.wrapping import WrappingPrecision
 from lightning_eff.memory._compression.arguments import Method, check_arguments, check_not_compiled
-from lightning_eff.memory._compression.engine import Engine, Ledger
+from lightning_eff.memory._compression.engine import Engine
+from lightning_eff.memory._compression.ledger import Ledger
 from lightning_eff.memory._compression.ranges import RunningRanges, of_rank
 from lightning_eff.memory._compression.report import refuse_idle
 

@@ -21,24 +21,14 @@ from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step, silent, snapshot
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.memory._compression.arguments import LEVELS, Bits, Level, Method, check_arguments, check_not_compiled
-from lightning_eff.memory._compression.bits import (
-    CHOICES,
-    MEASURING_BITS,
-    PROBE_BITS,
-    Allocation,
-    Statistics,
-    divide,
-    is_direct,
-    kinds,
-    squared_distance,
-    step_error,
-)
+from lightning_eff.memory._compression.bits import CHOICES, Allocation
 from lightning_eff.memory._compression.engine import Engine
 from lightning_eff.memory._compression.held import EXACT_BITS
 from lightning_eff.memory._compression.ranges import RunningRanges, of_rank
 from lightning_eff.memory._compression.report import refuse_idle
 from lightning_eff.memory._compression.report import report as report_of
 from lightning_eff.memory._compression.saved import CONVOLUTIONS
+from lightning_eff.memory._compression.sensitivities import measure, over_ranks
 from lightning_eff.memory._hosting.host import HostStore
 
 DEFAULT_BUDGET = 3.0
@@ -293,41 +283,17 @@ class ActivationCompression(Technique):
         return first and (due or not self._measured)
 
     def _measure(self, step: Step, batch: Any, proceed: Proceed) -> None:
-        """Learn what rounding each tensor does to this batch's gradient, and solve for the bits anew."""
+        """Learn what rounding each tensor does to this batch's gradient, and solve for the bits anew.
+
+        What is not finite, as with an overflowing gradient, is not learnt.
+        """
         engine, allocation, session = self._engine, self._allocation, self.session
         assert engine is not None and allocation is not None, "on_model has made them"
-        began, seed, passes = time.perf_counter(), self._seed(step, 0), 1
-        statistics, wide_ones = Statistics(), set[str]()
-
-        def measuring(key: str, wide: bool) -> int:
-            if wide:
-                wide_ones.add(key)
-            return MEASURING_BITS
-
-        engine.bits = measuring
-        engine.on_groups, engine.on_output = statistics.on_groups, statistics.on_output
-        engine.on_shared = statistics.on_shared
-        try:
-            first = self._gradient(engine, seed, step, batch, proceed)
-            engine.on_groups = engine.on_shared = engine.on_output = None
-            guesses = statistics.guesses()
-            sensitivity = {key: guess for key, guess in guesses.items() if is_direct(key)}
-            found = kinds(statistics, engine.tensors.family)
-            everywhere = session.gather(sorted(found))
-            for kind in sorted({kind for there in everywhere for kind in there}):
-                keys = found.get(kind, [])
-                members = frozenset(keys)
-                engine.bits = lambda key, wide: PROBE_BITS if key in members else MEASURING_BITS  # noqa: B023
-                engine.reseeded = members.__contains__
-                difference = squared_distance(first, self._gradient(engine, seed, step, batch, proceed))
-                passes += 1
-                if keys:
-                    unit = step_error(PROBE_BITS) + step_error(statistics.bits[keys[0]])
-                    sensitivity |= divide(difference / unit, keys, guesses)
-        finally:
-            engine.bits, engine.reseeded = allocation, None
-            engine.on_groups = engine.on_shared = engine.on_output = None
-        self._learn(session.gather((sensitivity, statistics.numel, statistics.shared, sorted(wide_ones))))
+        began, seed = time.perf_counter(), self._seed(step, 0)
+        own, passes = measure(engine, lambda: self._gradient(engine, seed, step, batch, proceed), session.gather)
+        found = over_ranks(session.gather(own))
+        if found.values and sum(found.values.values()) < float("inf"):
+            allocation.learn(found.values, found.numel, found.shared, set(found.wide))
         self._measured += 1
         cost = session.chain.cost
         cost.forward_passes += passes
@@ -335,22 +301,6 @@ class ActivationCompression(Technique):
         with contextlib.suppress(ValueError):  # a batch without tensors has no number of samples, and need not
             cost.forward_samples += passes * num_samples(batch)
         cost.seconds += time.perf_counter() - began
-
-    def _learn(self, of_ranks: list[tuple[dict[str, float], dict[str, int], dict[str, int], list[str]]]) -> None:
-        """Take over the sum over all ranks, unless it is not finite, as with an overflowing gradient."""
-        assert self._allocation is not None, "on_model has made it"
-        sensitivity: dict[str, float] = {}
-        numel: dict[str, int] = {}
-        shared: dict[str, int] = {}
-        wide: set[str] = set()
-        for values, sizes, others, wide_ones in of_ranks:
-            wide.update(wide_ones)
-            for key, value in values.items():
-                sensitivity[key] = sensitivity.get(key, 0.0) + value
-                numel[key] = max(sizes[key], numel.get(key, 0))
-                shared[key] = max(others.get(key, 0), shared.get(key, 0))
-        if sensitivity and sum(sensitivity.values()) < float("inf"):
-            self._allocation.learn(sensitivity, numel, shared, wide)
 
     def _gradient(self, engine: Engine, seed: int, step: Step, batch: Any, proceed: Proceed) -> list[Tensor | None]:
         """The gradient of every parameter in a pass that leaves no trace; empty where the step has no loss."""

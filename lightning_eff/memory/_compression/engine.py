@@ -8,8 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
@@ -23,55 +22,17 @@ from lightning_eff.memory._compression.attention import OnResult
 from lightning_eff.memory._compression.codes import Codes, GroupCodes, Host
 from lightning_eff.memory._compression.held import EXACT_BITS, Held, Restore, dense, fits, mask, memory_order, sign
 from lightning_eff.memory._compression.identity import Identity, Storages, identity
+from lightning_eff.memory._compression.ledger import Entry, Ledger, ledger_of
 from lightning_eff.memory._compression.ranges import RunningRanges
-from lightning_eff.memory._compression.saved import COMPRESSED, KEPT, SavedTensors, Treatment
+from lightning_eff.memory._compression.saved import KEPT, SavedTensors, Treatment
 
 WIDE_BITS = 8
 _FLOOR = 4  # the bits that serve instead, of what others follow from, where a rule by sensitivity has weighed both
-CATEGORIES = (*COMPRESSED, *KEPT)
 _IN_FLIGHT = 4  # verdicts of a CUDA device that may be open before the oldest is waited for
 _ODD = 0x9E3779B97F4A7C15  # spreads the seeds of a pass's tensors
 _OTHER_ROUNDING = 1 << 32  # more than a pass saves tensors
 
 BitsOf = Callable[[str, bool], int]
-
-
-class Entry(NamedTuple):
-    """A line of the ledger: what is held for one saved tensor, and what plain autograd would hold."""
-
-    held: "ReferenceType[Held]"
-    category: str
-    storage: int
-    storage_bytes: int
-
-
-@dataclass
-class Ledger:
-    """Bytes that are held between a forward pass and its backward pass.
-
-    Attributes:
-        exact_bytes: what plain autograd would hold: the storages of all saved tensors, each once, without those of
-            parameters, buffers and the batch, which stay alive anyway.
-        exact_by_category: ``exact_bytes`` by category; a storage counts where it was saved first.
-        by_category: what is held instead, by category.
-        bits: the mean bits of an element of what is held in codes; a tensor that needs none of its own counts with 0.
-        unfit: tensors kept exact because they hold NaN or infinity, or would round too badly.
-        host_bytes: what is held in host memory beside that.
-        allocated_bytes: by how much the forward pass raised what CUDA's allocator has handed out; 0 elsewhere.
-    """
-
-    exact_bytes: int = 0
-    exact_by_category: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0))
-    by_category: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0))
-    bits: float = 0.0
-    unfit: int = 0
-    host_bytes: int = 0
-    allocated_bytes: int = 0
-
-    @property
-    def saved_bytes(self) -> int:
-        """All that is held."""
-        return sum(self.by_category.values())
 
 
 class Engine:
@@ -353,35 +314,7 @@ class Engine:
             return
         self._settle(0)
         first, self._counted = not self._counted, len(self._entries)
-        ledger = Ledger(unfit=self._unfit)
-        seen: set[int] = set()
-        whole: set[int] = set()
-        coded: set[int] = set()
-        elements = bits = 0
-        for entry in self._entries:
-            held = entry.held()
-            if held is None:
-                continue
-            exact = held.bits == EXACT_BITS
-            category = "unfit" if exact and entry.category in COMPRESSED else entry.category
-            codes = held.codes
-            if codes is not None:
-                elements += codes.numel
-                if id(codes) not in coded:  # else counted with the first tensor that it serves
-                    coded.add(id(codes))
-                    ledger.by_category[category] += codes.num_bytes
-                    ledger.host_bytes += codes.host_bytes
-                    bits += codes.bits * codes.numel
-            elif not exact:
-                ledger.by_category[category] += held.num_bytes
-            elif entry.storage not in whole:
-                whole.add(entry.storage)
-                ledger.by_category[category] += entry.storage_bytes
-            if entry.storage not in seen:
-                seen.add(entry.storage)
-                ledger.exact_bytes += entry.storage_bytes
-                ledger.exact_by_category[entry.category] += entry.storage_bytes
-        ledger.bits = bits / elements if elements else 0.0
+        ledger = ledger_of(self._entries, self._unfit)
         if first or ledger.exact_bytes >= self.ledger.exact_bytes:
             self.ledger = ledger
 

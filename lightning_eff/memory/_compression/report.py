@@ -2,7 +2,8 @@
 
 import torch
 
-from lightning_eff.memory._compression.engine import Engine, Ledger
+from lightning_eff.memory._compression.engine import Engine
+from lightning_eff.memory._compression.ledger import Ledger
 from lightning_eff.memory._compression.saved import COMPRESSED, SMALL
 
 
@@ -13,23 +14,21 @@ def report(engine: Engine | None, *, offload: bool) -> dict[str, float | int]:
         engine: None before there is one.
         offload: whether bytes in host memory are told too.
     """
-    ledger = None if engine is None else engine.ledger
-    of = {} if ledger is None else ledger.by_category
-    saved = 0 if ledger is None else ledger.saved_bytes
-    exact = 0 if ledger is None else ledger.exact_bytes
+    ledger = Ledger() if engine is None else engine.ledger
+    of, saved = ledger.by_category, ledger.saved_bytes
     found: dict[str, float | int] = {
         "saved_bytes": saved,
-        "exact_bytes": exact,
-        "ratio": exact / saved if saved else 1.0,
-        "bits": 0.0 if ledger is None else ledger.bits,
-        "unfit": 0 if ledger is None else ledger.unfit,
-        **{f"{category}_bytes": of.get(category, 0) for category in COMPRESSED},
+        "exact_bytes": ledger.exact_bytes,
+        "ratio": ledger.exact_bytes / saved if saved else 1.0,
+        "bits": ledger.bits,
+        "unfit": ledger.unfit,
+        **{f"{category}_bytes": of[category] for category in COMPRESSED},
         "kept_bytes": sum(count for category, count in of.items() if category not in COMPRESSED),
     }
     if offload:
-        found["host_bytes"] = 0 if ledger is None else ledger.host_bytes
+        found["host_bytes"] = ledger.host_bytes
     if torch.cuda.is_available():
-        found["allocated_bytes"] = 0 if ledger is None else ledger.allocated_bytes
+        found["allocated_bytes"] = ledger.allocated_bytes
     return found
 
 
