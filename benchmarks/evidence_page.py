@@ -1,0 +1,289 @@
+"""``docs/evidence.md`` and README's table of verdicts, as :mod:`benchmarks.evidence` writes them from committed results."""
+
+import json
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from benchmarks.joining import joined
+from lightning_eff.bench.reports import findings, words
+from lightning_eff.bench.reports.statistics import summarize
+from lightning_eff.bench.results import load
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+TASKS = {
+    "gpt": "GPT on source text",
+    "vit": "ViT on noisy digits",
+    "bert": "masked language model on source text",
+    "gpt2": "GPT-2 124M on source text, one GPU",
+}
+
+SHORT = {"gpt": "GPT", "vit": "ViT", "bert": "MLM", "gpt2": "GPT-2"}
+
+# Recipe, technique, and what its paper claimed: of their models and budgets, not of these.
+CLAIMS = {
+    "stacking": (
+        "ProgressiveStacking",
+        "about 25 % less time for BERT (Gong et al. 2019); 54.6 % fewer tokens to the same loss at 7B (Du et al. 2024)",
+    ),
+    "length_warmup": (
+        "SequenceLengthWarmup",
+        "1.65 times as fast (Press et al. 2020); GPT-2 3.3 times, at 8 times the batch (Li et al. 2021)",
+    ),
+    "averaging": (
+        "LatestWeightAveraging",
+        "68 GPU-hours of ResNet-50 and 30 of RoBERTa saved, before the rate is decayed (Kaddour 2022)",
+    ),
+    "sharpness": (
+        "SharpnessAwareMinimization",
+        "+0.4 to +1.9 points of ImageNet accuracy at twice the time of a step (Foret et al. 2020)",
+    ),
+    "importance_sampling": (
+        "ImportanceSampling",
+        "lower training loss at equal time, up to an order of magnitude (Katharopoulos & Fleuret 2018)",
+    ),
+    "selective_backprop": ("SelectiveBackprop", "up to 3.5 times as fast to a target (Jiang et al. 2019)"),
+    "layer_dropping": ("ProgressiveLayerDropping", "24 % less time at equal samples (Zhang & He 2020)"),
+}
+
+# The same of what moves the weights: their settings were searched on the search's own seed.
+WEIGHTS = {
+    "muon": (
+        "Muon",
+        "1.35 times fewer tokens than AdamW to a loss (Jordan et al. 2024); at most 1.4 times as fast as tuned AdamW at 0.1B,"
+        " 1.1 at 1.2B (Wen et al. 2025)",
+    ),
+    "soap": ("SOAP", "40 % fewer steps and 35 % less time than AdamW, at 360M and 660M (Vyas et al. 2024)"),
+    "schedule_free": (
+        "ScheduleFree",
+        "as good as a tuned schedule, without one (Defazio et al. 2024); first of AlgoPerf's self-tuning track, v0.5",
+    ),
+    "moving_average": ("ExponentialMovingAverage", "30 of 2750 steps by a blended tail (modded-nanogpt's records)"),
+    "batch_warmup": (
+        "BatchSizeWarmup",
+        "fewer updates at equal epochs (Smith et al. 2017); about 2 % of the time (modded-nanogpt's records)",
+    ),
+    "rate_schedule": (
+        "LearningRateSchedule",
+        "a decay over the true budget is what others must beat (Kaddour et al. 2023)",
+    ),
+}
+
+
+def cell(found: dict[str, Any] | None) -> str:
+    """A technique's speed-up and verdict on one task."""
+    if found is None:
+        return "–"
+    speed = found["speedup"]
+    if speed is None:
+        return found["verdict"]
+    return f"{speed['estimate']:.2f} [{speed['low']:.2f}, {speed['high']:.2f}] {found['verdict']}"
+
+
+def controls(results: dict[str, Any], name: str) -> list[tuple[str, dict[str, Any]]]:
+    """A recipe's control arms and what was found of them."""
+    arms = [arm["name"] for arm in results["plan"]["arms"] if arm["kind"] == "control" and arm["of"] == name]
+    return [(arm.removeprefix(f"{name}: "), results["summary"][arm]) for arm in arms]
+
+
+def page(
+    found: dict[str, dict[str, Any]],
+    stacks: dict[str, dict[str, dict[str, Any]]] | None = None,
+    planted: dict[str, Any] | None = None,
+    weights: dict[str, dict[str, Any]] | None = None,
+) -> str:
+    """The page.
+
+    Args:
+        found: each task's results of every technique but those of ``weights``.
+        stacks: each task's results of the search for a stack ("search") and of the one that was chosen ("stack").
+        planted: what :mod:`benchmarks.planted` wrote.
+        weights: each task's results of what moves the weights.
+    """
+    lines = (ROOT / "benchmarks" / "evidence_head.md").read_text().rstrip().splitlines()
+    tasks = [task for task in TASKS if task in found]
+    missing = [TASKS[task] for task in TASKS if task not in found]
+    lines += ["", f"Tasks that have no results yet: {', '.join(missing)}."] if missing else []
+    lines += ["", "## One line per technique", "", *overview(CLAIMS, found)]
+    if weights:
+        lines += ["", "## What moves the weights", "", *overview(WEIGHTS, weights)]
+    for task, parts in (stacks or {}).items():
+        lines += ["", f"## The best stack for {TASKS[task]}", "", *stack_section(task, parts)]
+    if planted is not None:
+        lines += ["", "## Does the bench tell the truth?", "", *planted_section(planted)]
+    for task in tasks:
+        lines += [
+            "",
+            f"## {TASKS[task][0].upper()}{TASKS[task][1:]}",
+            "",
+            *section(task, found[task], f"evidence_{task}.png"),
+        ]
+    for task, results in (weights or {}).items():
+        lines += ["", f"## What moves the weights: {TASKS[task]}", ""]
+        lines += section(task, results, f"evidence_weights_{task}.png")
+    return "\n".join(lines) + "\n"
+
+
+def overview(claims: dict[str, tuple[str, str]], found: dict[str, dict[str, Any]]) -> list[str]:
+    """A table with a line for each technique and each of its controls, a column for each task."""
+    tasks = [task for task in TASKS if task in found]
+    lines = ["| technique | " + " | ".join(TASKS[task] for task in tasks) + " | what the paper claims |"]
+    lines += ["|---|" + "---|" * len(tasks) + "---|"]
+    for recipe, (technique, claim) in claims.items():
+        cells = [cell(found[task]["summary"].get(recipe)) for task in tasks]
+        lines.append(f"| `{technique}` | " + " | ".join(cells) + f" | {claim} |")
+        for control in sorted({name for task in tasks for name, _ in controls(found[task], recipe)}):
+            cells = [cell(dict(controls(found[task], recipe)).get(control)) for task in tasks]
+            lines.append(f"| – its control: {control} | " + " | ".join(cells) + " | |")
+    return lines
+
+
+def readme(text: str, found: dict[str, dict[str, Any]], claims: dict[str, tuple[str, str]] = CLAIMS) -> str:
+    """README with the verdicts of ``found`` in its table: the third cell of each technique's row."""
+    lines = text.splitlines()
+    for recipe, (technique, _) in claims.items():
+        (row,) = (number for number, line in enumerate(lines) if line.startswith(f"| `{technique}` |"))
+        cells = lines[row].split(" | ")
+        told = [(SHORT[task], found[task]["summary"].get(recipe)) for task in TASKS if task in found]
+        cells[2] = "<br>".join(f"{task} {cell(one)}" for task, one in told if one is not None) or "–"
+        lines[row] = " | ".join(cells)
+    return "\n".join(lines) + "\n"
+
+
+def stack_section(task: str, parts: dict[str, dict[str, Any]]) -> list[str]:
+    """The search among stacks, and the chosen one against the baseline."""
+    lines: list[str] = []
+    if (results := parts.get("search")) is not None:
+        seeds = results["plan"]["seeds"]
+        lines += [
+            f"Searched on seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}, which no evaluation uses.",
+            "So few runs decide nothing but an order of final losses; the first in it was chosen.",
+            "",
+            *table(results),
+        ]
+    if (results := parts.get("stack")) is not None:
+        lines += [
+            "",
+            f"The chosen one, held against the baseline: {words.plan_line(results)}.",
+            "",
+            *said(task, results, searched=True),
+            "",
+            *table(results),
+            "",
+        ]
+        lines += [f"- {results['summary'][arm['name']]['sentence']}" for arm in results["plan"]["arms"]]
+    return lines
+
+
+def planted_section(planted: dict[str, Any]) -> list[str]:
+    """What was planted, how often the intervals held it, and what the verdicts were."""
+    machine, apart, told = planted["machine"], planted["apart"]["worse rate"]["difference"], planted["summary"]
+    spent = ", ".join(f"{name} {share:.3f}" for name, share in planted["spent"].items())
+    rates = planted["rates"]
+    text = (
+        f"`benchmarks/planted.py`, {planted['repetitions']} repetitions of two benches with {planted['rounds']} rehearsals of"
+        f" each arm, on {machine['cpu']}, which other processes kept busy. For speed, the steps of every arm take a set share"
+        f" longer than they would; what that came to, in times of a plain step's processor time: {spent}. For the metric, over"
+        f" {planted['seeds']} seeds: a twin that draws other random numbers (0 by symmetry), a twin whose loss is lowered by a"
+        f" fixed amount, and a rate of {rates[1]:g} in place of {rates[0]:g}, known to be worse: measured apart, on"
+        f" {planted['seeds_apart']} other seeds, its loss is {apart['mean']:+.3f} ± {apart['error']:.3f} (standard error) from"
+        " the baseline's. An interval of 95 % that is right holds what was planted 19 times in 20."
+    )
+    if planted["repetitions"] < 20:
+        text += f" {planted['repetitions']} repetitions are too few to tell how often these do: 20 are meant, and not yet run."
+    lines = [
+        *textwrap.wrap(text, 128),
+        "",
+        "| arm | figure | planted | mean found | held by | mean width | verdicts |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for arm, found in told.items():
+        verdicts = ", ".join(f"{count} {word}" for word, count in found["verdicts"].items())
+        for figure in [name for name in ("speedup", "difference") if name in found]:
+            one = found[figure]
+            lines.append(
+                f"| {arm} | {'speed-up' if figure == 'speedup' else 'difference in val_loss'} | {one['planted']:.3f} |"
+                f" {one['mean']:.3f} | {one['held']} of {one['of']} | {one['mean_width']:.3f} | {verdicts} |"
+            )
+    return [*lines, "", "`tests/bench/test_calibration.py` plants speeds in synthetic times, by the hundred."]
+
+
+def table(results: dict[str, Any]) -> list[str]:
+    """Figures of every arm."""
+
+    columns, rows = words.cells(results, results["summary"])
+    columns = [column for column in columns if column.key not in ("throughput", "memory")]
+    lines = ["| arm | " + " | ".join(column.head for column in columns) + " |", "|---|" + "---|" * len(columns)]
+    return lines + ["| " + " | ".join([row["arm"], *(row[column.key] for column in columns)]) + " |" for row in rows]
+
+
+def said(task: str, results: dict[str, Any], *, searched: bool = False) -> list[str]:
+    """What holds of a bench as a whole: tuning, chance, prices, and what sets its arms apart beside their techniques.
+
+    Args:
+        task: its name.
+        results: with their summary.
+        searched: the recipe was chosen among several, so that it is neither tuned nor untuned.
+    """
+
+    grid = RESULTS / f"tuning_{task}.json"
+    baseline = results["plan"]["arms"][0]["name"]
+    tuned = results["plan"].get("tuned") or ([baseline] if grid.is_file() else None)
+    plan = {**results["plan"], "tuned": None if searched else tuned}
+    lines = findings.lines({**results, "plan": plan}, results["summary"])
+    unlike = findings.unlike(results)
+    told = "; ".join(f"{row['arm']}: {row['what']} {row['own']}, the baseline's {row['baseline']}" for row in unlike)
+    apart = told or "model, data, batch and rate are the baseline's in every recipe, as the configs say"
+    if all(arm["kind"] != "ladder" for arm in results["plan"]["arms"]) and not searched:
+        lines.append(
+            "The baseline was not run at other budgets on this task, so no arm's worth in its seconds is known."
+        )
+    return [f"- {line}" for line in [*lines, f"Beside the techniques: {apart}."]]
+
+
+def section(task: str, results: dict[str, Any], picture: str) -> list[str]:
+    """One task: figures of every arm, and what there is to say of each."""
+
+    machine, plan = results["machine"], results["plan"]
+    gpu = f", {machine['gpu']}" if machine["gpu"] else ""
+    versions = f"torch {machine['torch']}, Lightning {machine['lightning']}, Python {machine['python']}"
+    lines = [f"{words.plan_line(results)}. {machine['cpu']}, {machine['cores']} cores{gpu}; {versions}.", ""]
+    lines += [*said(task, results), ""]
+    lines += [*table(results), "", f"![Speed-ups with their intervals]({picture})", ""]
+    lines += [f"- {results['summary'][arm['name']]['sentence']}" for arm in plan["arms"]]
+    runs = [run for run in results["runs"] if run["arm"] == "importance_sampling"]
+    if steps := sum(run["steps"] for run in runs):
+        share = sum(run["forward_passes"] for run in runs) / steps
+        lines.append(f"- importance_sampling was on in {share:.0%} of its steps.")
+    return lines
+
+
+def committed() -> tuple[dict[str, Any], dict[str, dict[str, Any]], dict[str, Any] | None, dict[str, Any]]:
+    """What :func:`page` takes, from the results that are kept."""
+
+    def kept(name: str) -> dict[str, Any] | None:
+        if not (file := RESULTS / f"{name}.json").is_file():
+            return None
+        results = load(file)
+        return {**results, "summary": summarize(results)}
+
+    def laddered(part: str, task: str) -> dict[str, Any] | None:
+        results, ladder = kept(f"{part}_{task}"), kept(f"ladder_{task}")
+        if results is None:
+            return None
+        results = joined(results, ladder)
+        return {**results, "summary": summarize(results)}
+
+    found = {task: results for task in TASKS if (results := laddered("bench", task)) is not None}
+    if not found:
+        sys.exit(f"no results in {RESULTS}; expected bench_<task>.json there. Make them with the command run.")
+    stacks = {
+        task: {part: results for part in ("search", "stack") if (results := kept(f"{part}_{task}")) is not None}
+        for task in TASKS
+    }
+    planted = RESULTS / "planted.json"
+    truth = json.loads(planted.read_text()) if planted.is_file() else None
+    weights = {task: results for task in TASKS if (results := laddered("weights", task)) is not None}
+    return found, {task: parts for task, parts in stacks.items() if parts}, truth, weights
