@@ -77,7 +77,7 @@ class Watch:
             self._patches.set(module, "training_step", self._training(module.training_step))
         else:
             self._patches.set(self.session.chain, "original", self._training(self.session.chain.original))
-            self.session.chain.add(Stage.REWEIGHT, self._link)  # the innermost: it was added last
+            self.session.chain.add(Stage.REWEIGHT, self._link)  # inside all that change the loss
 
     def remove(self) -> None:
         """Put back what is still ours to put back; others may have taken theirs out, and ours with it, before."""
