@@ -21,3 +21,4 @@ div_ = torch._foreach_div_
 sign_ = torch._foreach_sign_
 sqrt = torch._foreach_sqrt
 sub = torch._foreach_sub
+sub_ = torch._foreach_sub_

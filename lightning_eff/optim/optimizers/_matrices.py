@@ -53,9 +53,21 @@ class Layout:
             found += matrix.split(list(self.parts)) if self.parts else [matrix]
         return found
 
+    def blocks(self, tensor: Tensor) -> list[Tensor]:
+        """The same in tensors (j, out, in) of as many matrices of one shape as lie together."""
+        if self.form == "convolution":
+            return [tensor.flatten(1)[None]]
+        matrices = tensor if self.form == "stack" else tensor[None]
+        matrices = matrices.mT if self.transposed else matrices
+        if not self.parts:
+            return [matrices]
+        if len(set(self.parts)) == 1:
+            return [matrix.unflatten(0, (len(self.parts), -1)) for matrix in matrices.unbind(0)]
+        return [part[None] for matrix in matrices.unbind(0) for part in matrix.split(list(self.parts))]
+
     def targets(self, tensor: Tensor) -> list[Tensor]:
-        """The same as views always, so that they can be written to; a convolution as it is."""
-        return [tensor] if self.form == "convolution" else self.apart(tensor)
+        """The blocks as views always, so that they can be written to; a convolution as it is."""
+        return [tensor] if self.form == "convolution" else self.blocks(tensor)
 
 
 def layout_by_name(name: str | None, tensor: Tensor, split: Split) -> Layout | None:

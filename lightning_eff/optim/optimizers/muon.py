@@ -16,25 +16,9 @@ from lightning_eff.optim.optimizers import _lists as lists
 from lightning_eff.optim.optimizers._first_order import keep_dtypes
 from lightning_eff.optim.optimizers._matrices import Layout, Split, layout_by_name, layouts_of, named
 from lightning_eff.optim.optimizers._muon.division import Division, part_of, whole_of
-from lightning_eff.optim.optimizers._muon.orthogonalization import orthogonalize
-from lightning_eff.optim.optimizers._muon.settings import DTYPES, SCALES, Scheduled, check_settings, checked_adam
-
-
-def normalize_neurons(update: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
-    """NorMuon: divide each neuron of ``O`` by the root of its running mean square, and keep the norm of the whole.
-
-    Args:
-        update: ``O`` of shape (out, in).
-        second_moment: ``S`` of shape (out, 1) or (1, in), along the longer side; changed in place.
-        beta2: in [0, 1).
-    """
-    norm = torch.linalg.matrix_norm(update)
-    # S := b2 S + (1 - b2) mean(O^2)
-    dim = 1 if second_moment.shape[1] == 1 else 0
-    second_moment.lerp_(update.square().mean(dim=dim, keepdim=True, dtype=second_moment.dtype), 1 - beta2)
-    # O := O / sqrt(S), of O's norm before
-    scaled = update * second_moment.clamp(min=1e-10).rsqrt()
-    return (scaled * (norm / torch.linalg.matrix_norm(scaled).clamp(min=1e-10))).to(update.dtype)
+from lightning_eff.optim.optimizers._muon.orthogonalization import Stack, orthogonalize, polar_stacks, stacked
+from lightning_eff.optim.optimizers._muon.settings import DTYPES, Scheduled, check_settings, checked_adam
+from lightning_eff.optim.optimizers._muon.steps import Piece, normalize_stack, parts_of, take_step, take_steps
 
 
 class Muon(Optimizer):
@@ -292,24 +276,36 @@ class Muon(Optimizer):
         held = [(group, p) for group, p in held if p.grad is not None]
         if not held:  # such as where a step drops every block
             return
-        updates = self._momentum(held)
-        owners: list[tuple[dict[str, Any], Tensor, int]] = []  # group, parameter, which of its matrices
-        matrices: list[Tensor] = []
-        for (group, p), u in zip(held, updates, strict=True):
-            for index, matrix in enumerate(self._layouts[p].apart(whole_of(u))):
-                owners.append((group, p, index))
-                matrices.append(matrix)
-        keys = [(group["orthogonalization"], group["num_iterations"]) for group, _, _ in owners]
-        orthogonal: list[Tensor] = list(matrices)
-        for key in dict.fromkeys(keys):
-            chosen = [i for i, other in enumerate(keys) if other == key]
-            for i, one in zip(chosen, self._polar([matrices[i] for i in chosen], *key), strict=True):
-                orthogonal[i] = one
-        for i, (group, p, index) in enumerate(owners):
-            if group["normalization"] == "neuron":
-                moments = self._second_moments(p, [m for m, (_, q, _) in zip(matrices, owners, strict=True) if q is p])
-                orthogonal[i] = normalize_neurons(orthogonal[i], moments[index], group["beta2"])
-        self._apply(held, owners, orthogonal)
+        alike: dict[Any, list[Piece]] = {}  # what may be in one stack
+        for (group, p), u in zip(held, self._momentum(held), strict=True):
+            divided = hasattr(p, "full_tensor")
+            key = (group["orthogonalization"], group["num_iterations"], divided, p.dtype)
+            alike.setdefault(key, []).extend(self._pieces(group, p, whole_of(u), divided=divided))
+        parts: dict[Tensor, dict[int, Tensor]] = {}  # the steps of DTensors, by parameter and block
+        for (method, num_iterations, divided, _), pieces in alike.items():
+            for stack in self._polar([piece.block for piece in pieces], method, num_iterations):
+                chosen = [pieces[i] for i in stack.blocks]
+                normalize_stack(chosen, stack.x)
+                if not divided:
+                    take_steps(chosen, stack.x)
+                    continue
+                for piece, part in zip(chosen, parts_of(chosen, stack.x), strict=True):
+                    parts.setdefault(piece.p, {})[piece.index] = part
+        for group, p in held:
+            if p in parts:
+                step = part_of(self._joined(p, parts[p]), p)
+                local = p.detach().to_local()  # pyright: ignore[reportAttributeAccessIssue]
+                take_step(local, step, float(group["lr"]), float(group["weight_decay"]), cautious=group["cautious"])
+
+    def _pieces(self, group: dict[str, Any], p: Tensor, u: Tensor, *, divided: bool) -> list[Piece]:
+        """The matrices of a parameter, by their shapes."""
+        layout = self._layouts[p]
+        blocks = layout.blocks(u)
+        none = [None] * len(blocks)
+        targets = none if divided else layout.targets(p.detach())
+        moments = self._second_moments(p, blocks) if group["normalization"] == "neuron" else none
+        made = zip(range(len(blocks)), blocks, targets, moments, strict=True)
+        return [Piece(group, p, *one) for one in made]
 
     def _momentum(self, held: list[tuple[dict[str, Any], Tensor]]) -> list[Tensor]:
         """The ``u`` of each parameter; momenta are moved on."""
@@ -336,72 +332,26 @@ class Muon(Optimizer):
             updates += lists.lerp(grads, buffers, mu) if group["nesterov"] else buffers
         return updates
 
-    def _polar(self, matrices: list[Tensor], method: str, num_iterations: int) -> list[Tensor]:
-        def polar(chosen: list[Tensor]) -> list[Tensor]:
-            return orthogonalize(chosen, method=method, num_iterations=num_iterations, dtype=self._dtype)
+    def _polar(self, blocks: list[Tensor], method: str, num_iterations: int) -> list[Stack]:
+        settings: Any = {"method": method, "num_iterations": num_iterations, "dtype": self._dtype}
+        if self._division is None or self._division.idle:
+            return polar_stacks(blocks, **settings)
+        apart = [matrix for block in blocks for matrix in block.unbind(0)]
+        found = iter(self._division.run(apart, lambda chosen: orthogonalize(chosen, **settings)))
+        return stacked([torch.stack([next(found) for _ in block]) for block in blocks])
 
-        return polar(matrices) if self._division is None else self._division.run(matrices, polar)
-
-    def _second_moments(self, p: Tensor, matrices: list[Tensor]) -> list[Tensor]:
-        """``S`` of each matrix of ``p``, kept as one vector."""
-        shapes = [(m.shape[0], 1) if m.shape[0] >= m.shape[1] else (1, m.shape[1]) for m in matrices]
+    def _second_moments(self, p: Tensor, blocks: list[Tensor]) -> list[Tensor]:
+        """``S`` of the matrices of each block, kept as one vector."""
         state = self.state[p]
+        sizes = [len(block) * max(block.shape[1:]) for block in blocks]
         if "second_moment" not in state:
-            state["second_moment"] = torch.zeros(sum(map(max, shapes)), dtype=torch.float32, device=p.device)
-        parts = state["second_moment"].split([max(shape) for shape in shapes])
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+            state["second_moment"] = torch.zeros(sum(sizes), dtype=torch.float32, device=p.device)
+        parts = state["second_moment"].split(sizes)
+        return [part.view(len(block), -1) for part, block in zip(parts, blocks, strict=True)]
 
-    def _apply(
-        self,
-        held: list[tuple[dict[str, Any], Tensor]],
-        owners: list[tuple[dict[str, Any], Tensor, int]],
-        orthogonal: list[Tensor],
-    ) -> None:
-        """Take the step: on views of the parameters, or on this rank's part of a DTensor."""
-        scaled: dict[Tensor, list[Tensor]] = {p: [] for _, p in held}
-        scales = [SCALES[group["scale"]](*o.shape) for (group, _, _), o in zip(owners, orthogonal, strict=True)]
-        for (_, p, _), step in zip(owners, lists.mul(orthogonal, scales), strict=True):
-            scaled[p].append(step)
-        for group in self.param_groups:
-            params = [p for other, p in held if other is group]
-            targets: list[Tensor] = []
-            steps: list[Tensor] = []
-            for p in params:
-                if hasattr(p, "full_tensor"):
-                    targets.append(p.detach().to_local())  # pyright: ignore[reportAttributeAccessIssue]
-                    steps.append(part_of(self._joined(p, scaled[p]), p))
-                    continue
-                views = self._layouts[p].targets(p.detach())
-                targets += views
-                steps += [step.reshape(view.shape) for step, view in zip(scaled[p], views, strict=True)]
-            if params:
-                take_step(targets, steps, float(group["lr"]), float(group["weight_decay"]), cautious=group["cautious"])
-
-    def _joined(self, p: Tensor, steps: list[Tensor]) -> Tensor:
-        """The steps of a parameter's matrices in one tensor of its shape."""
+    def _joined(self, p: Tensor, steps: dict[int, Tensor]) -> Tensor:
+        """The steps of a parameter's blocks in one tensor of its shape."""
         whole = torch.empty(p.shape, dtype=p.dtype, device=p.device)
-        for view, step in zip(self._layouts[p].targets(whole), steps, strict=True):
-            view.copy_(step.reshape(view.shape))
+        for index, view in enumerate(self._layouts[p].targets(whole)):
+            view.copy_(steps[index].reshape(view.shape))
         return whole
-
-
-def take_step(targets: list[Tensor], steps: list[Tensor], lr: float, weight_decay: float, *, cautious: bool) -> None:
-    """``p := p - lr O - lr wd p`` in place; ``cautious`` decays only where ``O p >= 0``.
-
-    Args:
-        targets: the ``p``.
-        steps: the ``O``, of the same shapes, with their scale.
-        lr: >= 0.
-        weight_decay: ``wd`` >= 0.
-        cautious: see above.
-    """
-    steps = [step.to(target.dtype) for step, target in zip(steps, targets, strict=True)]
-    if weight_decay and cautious:
-        # O := O + wd p [O p >= 0]
-        kept = [(step * target).ge_(0) for step, target in zip(steps, targets, strict=True)]
-        lists.mul_(kept, targets)
-        lists.add_(steps, kept, alpha=weight_decay)
-    elif weight_decay:
-        lists.mul_(targets, 1 - lr * weight_decay)
-    # p := p - lr O
-    lists.add_(targets, steps, alpha=-lr)

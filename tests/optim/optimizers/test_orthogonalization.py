@@ -44,17 +44,27 @@ def test_each_step_is_the_papers_polynomial_of_the_singular_values() -> None:
         assert (found - (u * s) @ v).abs().max() < 1e-8
 
 
+@pytest.mark.parametrize("low", [0.3, 1e-2, 1e-4])
 @pytest.mark.parametrize("method", sorted(ITERATIONS))
-def test_gram_matrices_give_what_plain_iteration_gives(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    matrices = [torch.randn(16, 64), torch.randn(64, 16), torch.randn(16, 96)]
-    assert gram_is_cheaper(16, 64, 5) and not gram_is_cheaper(16, 16, 5)
+def test_gram_matrices_give_what_plain_iteration_gives(
+    method: str, low: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the condition: small singular values are not squared away, of lying and of standing matrices."""
+    steps = ITERATIONS[method].coefficients(5)
+    matrices = [with_singular_values(*shape, low=low) for shape in ((16, 64), (64, 16), (16, 96), (48, 192), (192, 48))]
+    assert gram_is_cheaper(16, 64, steps) and not gram_is_cheaper(16, 16, steps)
     calls = []
     iterate = polar._iterate_gram
-    monkeypatch.setattr(polar, "_iterate_gram", lambda x, steps: calls.append(x.shape) or iterate(x, steps))
-    gram = orthogonalize(matrices, method=method)
-    assert calls == [(2, 16, 64), (1, 16, 96)]
+    monkeypatch.setattr(
+        polar, "_iterate_gram", lambda xs, steps: calls.append([tuple(x.shape) for x in xs]) or iterate(xs, steps)
+    )
+    gram = orthogonalize([x.float() for x in matrices], method=method)
+    together = [[(1, 16, 64), (1, 64, 16), (1, 16, 96)], [(1, 48, 192), (1, 192, 48)]]
+    assert calls == together, "one sequence of products, whatever their longer sides"
+    exact = orthogonalize(matrices, method=method, dtype=torch.float64)
+    assert max((a - b).abs().max() for a, b in zip(gram, exact, strict=True)) < 2e-5
     monkeypatch.setattr(polar, "gram_is_cheaper", lambda *_: False)
-    plain = orthogonalize(matrices, method=method)
+    plain = orthogonalize([x.float() for x in matrices], method=method)
     assert max((a - b).abs().max() for a, b in zip(gram, plain, strict=True)) < 2e-5
     assert len(calls) == 2
 
@@ -66,11 +76,13 @@ def test_the_cheaper_form_has_fewer_multiplications() -> None:
     steps = ITERATIONS["polar_express"].steps
     for m, n in [(16, 16), (16, 24), (16, 32), (16, 48), (16, 64)]:
         flops = []
-        for iterate in (polar._iterate, polar._iterate_gram):
-            with FlopCounterMode(display=False) as counter:
-                iterate(torch.randn(2, m, n), steps)
-            flops.append(counter.get_total_flops())
-        assert (flops[1] < flops[0]) == gram_is_cheaper(m, n, 5), (m, n, flops)
+        for iterate in (polar._iterate, lambda x, steps: polar._iterate_gram([x], steps)):
+            for shape in ((2, m, n), (2, n, m)):
+                with FlopCounterMode(display=False) as counter:
+                    iterate(torch.randn(shape), steps)
+                flops.append(counter.get_total_flops())
+        assert flops[0] == flops[1] and flops[2] == flops[3], "lying and standing matrices"
+        assert (flops[2] < flops[0]) == gram_is_cheaper(m, n, steps), (m, n, flops)
 
 
 def test_what_a_matrix_becomes_does_not_depend_on_the_others() -> None:

@@ -24,6 +24,13 @@ class Division:
     def __getstate__(self) -> dict[str, bool | None]:
         return {"_divides": None}
 
+    @property
+    def idle(self) -> bool:
+        """Whether each rank does all by itself."""
+        return (
+            not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1 or self._divides is False
+        )
+
     def run(self, tensors: list[Tensor], work: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
         """``work(tensors)``, whose results have the shapes of ``tensors`` and depend on each tensor alone.
 
@@ -31,7 +38,7 @@ class Division:
             tensors: the same on all ranks, if the work shall be divided.
             work: what is done with a part of them.
         """
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1 or self._divides is False:
+        if self.idle:
             return work(tensors)
         if self._divides is None:
             said: list[object] = [None] * dist.get_world_size()
@@ -52,8 +59,7 @@ class Division:
         sent[0] = -1.0 if dtype is None else float(dtypes.index(dtype))
         sent[1 : 1 + len(norms)] = norms
         if done:
-            # tall matrices travel as they lie in memory, transposed: its order decides how later sums are rounded
-            flat = torch.cat([_lying(one).reshape(-1) for one in done])
+            flat = torch.cat([one.reshape(-1) for one in done])
             sent[1 + len(norms) : 1 + len(norms) + sizes[rank]] = flat
         got = torch.empty(world * len(sent), device=sent.device)
         dist.all_gather_into_tensor(got, sent)
@@ -68,15 +74,8 @@ class Division:
             theirs = [i for i, who in enumerate(owner) if who == r]
             parts = rows[r, 1 + len(norms) :].split([*(tensors[i].numel() for i in theirs), max(sizes) - sizes[r]])
             for i, part in zip(theirs, parts, strict=False):
-                tall = tensors[i].shape[0] > tensors[i].shape[1]
-                one = part.view(_lying(tensors[i]).shape).to(kind)
-                found[i] = one.T if tall else one
+                found[i] = part.view(tensors[i].shape).to(kind)
         return found
-
-
-def _lying(matrix: Tensor) -> Tensor:
-    """With its shorter side first."""
-    return matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
 
 
 def divided(costs: list[int], world: int) -> list[int]:

@@ -1,0 +1,130 @@
+"""What Muon does with the orthogonal matrices of a step: all of one shape at once, in few operations."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_eff.optim.optimizers import _lists as lists
+from lightning_eff.optim.optimizers._muon.settings import SCALES
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """Matrices of one shape that lie in one parameter.
+
+    Attributes:
+        group: the parameter's.
+        p: the parameter.
+        index: which of its blocks this is.
+        block: their momenta ``u``, shape (j, out, in).
+        target: the same part of the parameter, as a view; of a DTensor, of which no such view is here, None.
+        second_moment: NorMuon's ``S``, shape (j, longer side); None without.
+    """
+
+    group: dict[str, Any]
+    p: Tensor
+    index: int
+    block: Tensor
+    target: Tensor | None
+    second_moment: Tensor | None
+
+    @property
+    def scale(self) -> float:
+        """What ``O`` is multiplied by, beside the rate."""
+        return SCALES[self.group["scale"]](*self.block.shape[1:])
+
+    @property
+    def decay(self) -> float:
+        """``lr wd``."""
+        return float(self.group["lr"]) * float(self.group["weight_decay"])
+
+
+def normalize_neurons(update: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
+    """NorMuon: divide each neuron of ``O`` by the root of its running mean square, and keep the norm of the whole.
+
+    Args:
+        update: ``O`` of several matrices, shape (j, out, in).
+        second_moment: ``S`` of shape (j, out, 1) or (j, 1, in), along the longer side; changed in place.
+        beta2: in [0, 1).
+    """
+    norm = torch.linalg.matrix_norm(update, keepdim=True)
+    # S := b2 S + (1 - b2) mean(O^2)
+    dim = 2 if second_moment.shape[2] == 1 else 1
+    second_moment.lerp_(update.square().mean(dim=dim, keepdim=True, dtype=second_moment.dtype), 1 - beta2)
+    # O := O / sqrt(S), of O's norm before
+    scaled = update * second_moment.clamp(min=1e-10).rsqrt()
+    return (scaled * (norm / torch.linalg.matrix_norm(scaled, keepdim=True).clamp(min=1e-10))).to(update.dtype)
+
+
+def normalize_stack(pieces: Sequence[Piece], x: Tensor) -> None:
+    """NorMuon's normalization, in place, of those pieces that want it; ``x`` as for :func:`take_steps`."""
+    for piece, part in zip(pieces, x.split([len(piece.block) for piece in pieces]), strict=True):
+        if piece.second_moment is not None:
+            wide = part.shape[1] < part.shape[2]
+            second_moment = piece.second_moment.unsqueeze(1 if wide else 2)
+            part.copy_(normalize_neurons(part, second_moment, piece.group["beta2"]))
+
+
+def take_steps(pieces: Sequence[Piece], x: Tensor) -> None:
+    """``p := p - lr scale O - lr wd p`` in place; "cautious" decays only where ``O p >= 0``.
+
+    Args:
+        pieces: with targets, of one shape and dtype.
+        x: their ``O``, one after the other, shape (k, out, in); it is used up.
+    """
+    dtype = pieces[0].p.dtype
+    sizes = [len(piece.block) for piece in pieces]
+    lengths = [float(piece.group["lr"]) * piece.scale for piece in pieces]
+    x, length = x.to(torch.promote_types(x.dtype, dtype)), lengths[0]
+    if length == 0.0 or any(other != length for other in lengths):
+        # O := lr scale O
+        lists.mul_(list(x.split(sizes)), lengths)
+        length = 1.0
+    x = x.to(dtype)
+    targets = [piece.target for piece in pieces if piece.target is not None]
+    decays = [piece.decay if piece.group["cautious"] else 0.0 for piece in pieces]
+    if any(decays):
+        p = torch.cat([target.reshape(piece.block.shape) for piece, target in zip(pieces, targets, strict=True)])
+        # O := O + (wd / scale) p [O p >= 0]
+        kept = (x * p).ge_(0)
+        if any(other != decays[0] for other in decays):
+            lists.mul_(list(kept.split(sizes)), [decay / length for decay in decays])
+            x.addcmul_(kept, p)
+        else:
+            x.addcmul_(kept, p, value=decays[0] / length)
+    for piece, target in zip(pieces, targets, strict=True):
+        if piece.decay and not piece.group["cautious"]:
+            target.mul_(1 - piece.decay)
+    # p := p - lr scale O, a convolution's in the shape of its kernels
+    steps = [part.reshape(target.shape) for part, target in zip(x.split(sizes), targets, strict=True)]
+    lists.sub_(targets, steps, alpha=length)
+
+
+def parts_of(pieces: Sequence[Piece], x: Tensor) -> list[Tensor]:
+    """``scale O`` of each piece, of the shape of its block; ``x`` as for :func:`take_steps`."""
+    parts = list(x.split([len(piece.block) for piece in pieces]))
+    lists.mul_(parts, [piece.scale for piece in pieces])
+    return parts
+
+
+def take_step(target: Tensor, step: Tensor, lr: float, weight_decay: float, *, cautious: bool) -> None:
+    """The same for any part of a parameter, such as a DTensor's on this rank.
+
+    Args:
+        target: ``p``.
+        step: ``O``, of the same shape, with its scale.
+        lr: >= 0.
+        weight_decay: ``wd`` >= 0.
+        cautious: see above.
+    """
+    step = step.to(target.dtype)
+    if weight_decay and cautious:
+        # O := O + wd p [O p >= 0]
+        step = step + weight_decay * target * (step * target >= 0)
+    elif weight_decay:
+        target.mul_(1 - lr * weight_decay)
+    # p := p - lr O
+    target.sub_(step, alpha=lr)
