@@ -179,33 +179,34 @@ def stack_section(task: str, parts: dict[str, dict[str, Any]]) -> list[str]:
 
 def planted_section(planted: dict[str, Any]) -> list[str]:
     """What was planted, how often the intervals held it, and what the verdicts were."""
-    machine, apart, told = planted["machine"], planted["apart"]["worse rate"]["difference"], planted["summary"]
-    spent = ", ".join(f"{name} {share:.3f}" for name, share in planted["spent"].items())
-    rates = planted["rates"]
+    speed, metric = planted["speed"], planted["metric"]
+    apart, rates = metric["apart"]["worse rate"]["difference"], metric["rates"]
+    count = min(speed["repetitions"], metric["repetitions"])
     text = (
-        f"`benchmarks/planted.py`, {planted['repetitions']} repetitions of two benches with {planted['rounds']} rehearsals of"
-        f" each arm, on {machine['cpu']}, which other processes kept busy. For speed, the steps of every arm take a set share"
-        f" longer than they would; what that came to, in times of a plain step's processor time: {spent}. For the metric, over"
-        f" {planted['seeds']} seeds: a twin that draws other random numbers (0 by symmetry), a twin whose loss is lowered by a"
-        f" fixed amount, and a rate of {rates[1]:g} in place of {rates[0]:g}, known to be worse: measured apart, on"
-        f" {planted['seeds_apart']} other seeds, its loss is {apart['mean']:+.3f} ± {apart['error']:.3f} (standard error) from"
-        " the baseline's. An interval of 95 % that is right holds what was planted 19 times in 20."
+        f"`benchmarks/planted.py`: {speed['repetitions']} benches on speed and {metric['repetitions']} on the metric, with"
+        f" {speed['rounds']} rehearsals of each arm, on {speed['machine']['cpu']}. For speed, the steps of every arm take a set"
+        ' share longer than they would; "as it came to" is what their processor time says of each repetition. For the'
+        f" metric, over {metric['seeds']} seeds: a twin that draws other random numbers (0 by symmetry), a twin whose loss is"
+        f" lowered by a fixed amount, and a rate of {rates[1]:g} in place of {rates[0]:g}, known to be worse: measured apart,"
+        f" on {metric['seeds_apart']} other seeds, its loss is {apart['mean']:+.3f} ± {apart['error']:.3f} (standard error)"
+        " from the baseline's. An interval of 95 % that is right holds what was planted 19 times in 20."
     )
-    if planted["repetitions"] < 20:
-        text += f" {planted['repetitions']} repetitions are too few to tell how often these do: 20 are meant, and not yet run."
+    if count < 20:
+        text += f" {count} repetitions are too few to tell how often these do: 20 are meant."
     lines = [
         *textwrap.wrap(text, 128),
         "",
         "| arm | figure | planted | mean found | held by | mean width | verdicts |",
         "|---|---|---|---|---|---|---|",
     ]
-    for arm, found in told.items():
+    words = {"speedup": "speed-up", "realised": "speed-up, as it came to", "difference": "difference in val_loss"}
+    for arm, found in (speed["summary"] | metric["summary"]).items():
         verdicts = ", ".join(f"{count} {word}" for word, count in found["verdicts"].items())
-        for figure in [name for name in ("speedup", "difference") if name in found]:
+        for figure in [name for name in words if name in found]:
             one = found[figure]
             lines.append(
-                f"| {arm} | {'speed-up' if figure == 'speedup' else 'difference in val_loss'} | {one['planted']:.3f} |"
-                f" {one['mean']:.3f} | {one['held']} of {one['of']} | {one['mean_width']:.3f} | {verdicts} |"
+                f"| {arm} | {words[figure]} | {one['planted']:.3f} | {one['mean']:.3f} | {one['held']} of {one['of']} |"
+                f" {one['mean_width']:.3f} | {verdicts} |"
             )
     return [*lines, "", "`tests/bench/test_calibration.py` plants speeds in synthetic times, by the hundred."]
 

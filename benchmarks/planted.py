@@ -1,20 +1,21 @@
 """Does the bench find what was planted, where it was planted? Effects on speed, and effects on the metric.
 
-    python benchmarks/planted.py [--repetitions 20] [--steps 200] [--jobs 1] [--out benchmarks/results/planted.json]
+    python benchmarks/planted.py [--kinds speed metric] [--repetitions 20] [--steps 200] [--jobs 1] [--out ...]
 
 A small GPT is held against copies of itself to which something was done whose true effect is known:
 
 - **speed**: a copy that is a tenth faster and one that takes a fifth longer. After its optimizer step, every arm spends as
   much more processor time as is a set share of what this very step took, so that the factor is kept whatever the steps take
-  and whatever else the machine does; what share it came to is recorded. Trained bit for bit alike, these arms are judged
-  by their speed.
+  and whatever else the machine does. All arms do so, and for longer than the step itself: what a pause does to the caches,
+  it does to all. What the steps came to, in processor time, is recorded, and the intervals are held against that too.
+  Trained bit for bit alike, these arms are judged by their speed.
 - **metric**: a twin that draws other random numbers: as a member of the same family of runs it differs by 0 on average, by
   symmetry; a twin whose validation loss is lowered by a fixed amount all through the run: it differs by that amount on
   average; and a rate that is known to be worse: known means measured apart, on many seeds that no repetition uses, at the
   same number of steps; its standard error is recorded. These arms are judged by the metric, over seeds.
 
-Each repetition is two whole benches with their own rehearsals, on seeds of its own, all at the same reference prices. Counted
-is how often the interval holds what was planted, and the verdicts.
+Each repetition is a whole bench of each kind with its own rehearsals, on seeds of its own, all at the same reference prices.
+Counted is how often the interval holds what was planted, and the verdicts. A kind that is not run keeps its figures in the file.
 """
 
 import argparse
@@ -48,7 +49,7 @@ from lightning_eff.bench.reports.statistics import speed_up  # noqa: E402
 from lightning_eff.bench.running.jobs import Job, work  # noqa: E402
 from lightning_eff.monitor.machine import fingerprint  # noqa: E402
 
-BASE, FAST, SLOW = 1.1, 1.0, 1.1 * 1.2  #: times a plain step's time
+BASE, FAST, SLOW = 2.2, 2.0, 2.2 * 1.2
 SPEED = {"copy": 1.0, "fast": BASE / FAST, "slow": BASE / SLOW}  #: planted speed-ups
 SHIFT = -0.15  #: of the validation loss
 LR, WORSE = 1e-2, 1e-3
@@ -59,10 +60,11 @@ APART = 10_000  #: the seeds after it are those on which the metric's effects ar
 
 @dataclass
 class Spent:
-    """Processor seconds of an arm's steps, and what was spent on top."""
+    """Processor seconds of an arm's steps, and what was spent on top; how many steps."""
 
     steps: float = 0.0
     more: float = 0.0
+    count: int = 0
 
 
 @dataclass
@@ -116,6 +118,7 @@ class Planted(GPT):
             now = time.thread_time()
         self.spent.steps += own
         self.spent.more += now - (end - (self.factor - 1) * own)
+        self.spent.count += 1
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.began = time.thread_time()  # the bench's own callback comes before, and the other arms' turns are in it
@@ -156,32 +159,33 @@ def reference_price(file: Path) -> tuple[float, list[str]]:
     return sum(price["seconds"] * price["share"] for price in prices), [price["kind"] for price in prices]
 
 
-def repetition(number: int, steps: int, rounds: int, price: float, folder: str) -> dict[str, Any]:
-    """Two benches on seeds of this repetition's own: what they found of each arm, their steps, and what was spent."""
+def repetition(number: int, kind: str, steps: int, rounds: int, price: float, folder: str) -> dict[str, Any]:
+    """A bench on seeds of this repetition's own: what it found of each arm, its steps, and what was spent."""
     torch.set_num_threads(1)
     task = Task()
-    found: dict[str, Any] = {}
-    made: dict[str, int] = {}
-    for kind, (baseline, recipes) in (("speed", speed_arms(task)), ("metric", metric_arms(task))):
-        first = SEEDS * number + 1
-        results = Benchmark(
-            baseline,
-            recipes,
-            target="val_loss",
-            budget=Budget(price * steps / (4 if kind == "speed" else 1), "reference"),
-            seeds=[first, first + 1] if kind == "speed" else list(range(first, first + SEEDS)),
-            evaluations=2 if kind == "speed" else EVALUATIONS,
-            rounds=rounds,
-            out=Path(folder) / f"{kind}{number}",
-            reference=Path(folder) / "prices.json",
-            threads=1,
-        ).run(progress=False, report=False)
-        made[kind] = results["calibration"]["baseline"]["steps"]
-        for name in recipes:
-            one = results["summary"][name]
-            found[name] = {key: one[key] for key in ("speedup", "difference", "verdict", "speedup_from")}
-    spent = {name: [one.steps, one.more] for name, one in task.spent.items() if name in SPEED or name == "baseline"}
-    return {"found": found, "steps": made, "spent": spent}
+    baseline, recipes = (speed_arms if kind == "speed" else metric_arms)(task)
+    first = SEEDS * number + 1
+    results = Benchmark(
+        baseline,
+        recipes,
+        target="val_loss",
+        budget=Budget(price * (BASE * steps / 4 if kind == "speed" else steps), "reference"),
+        seeds=[first, first + 1] if kind == "speed" else list(range(first, first + SEEDS)),
+        evaluations=2 if kind == "speed" else EVALUATIONS,
+        rounds=rounds,
+        out=Path(folder) / f"{kind}{number}",
+        reference=Path(folder) / "prices.json",
+        threads=1,
+    ).run(progress=False, report=False)
+    found = {name: results["summary"][name] for name in recipes}
+    return {
+        "found": {
+            name: {key: one[key] for key in ("speedup", "difference", "verdict", "speedup_from")}
+            for name, one in found.items()
+        },
+        "steps": results["calibration"]["baseline"]["steps"],
+        "spent": {name: [one.steps, one.more, one.count] for name, one in task.spent.items()},
+    }
 
 
 def apart(seed: int, steps: int, price: float, kinds: list[str]) -> dict[str, tuple[float, float]]:
@@ -209,8 +213,15 @@ def mean(values: Sequence[float]) -> dict[str, float]:
     return {"mean": statistics.fmean(values), "error": deviation / math.sqrt(len(values)), "deviation": deviation}
 
 
-def planted(apart: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """The true effects of the metric's arms: by symmetry, by construction, or measured apart."""
+def truths(record: dict[str, Any]) -> dict[str, dict[str, float | list[float]]]:
+    """The true effects: of speed by construction and as they came to; of the metric by symmetry, construction, or measured.
+
+    Returns:
+        Of each arm and figure one number, or one for each repetition.
+    """
+    if record["kind"] == "speed":
+        return {name: {"speedup": value, "realised": realised(record["spent"], name)} for name, value in SPEED.items()}
+    apart = record["apart"]
     return {
         "twin": {"difference": 0.0, "speedup": 1.0},
         "lowered twin": {"difference": SHIFT, "speedup": math.exp(apart["lowered twin"]["log_speedup"]["mean"])},
@@ -221,12 +232,24 @@ def planted(apart: dict[str, Any]) -> dict[str, dict[str, float]]:
     }
 
 
-def counted(intervals: Sequence[dict[str, float] | None], truth: float) -> dict[str, Any]:
-    """How often the intervals hold the truth, and where they lie."""
-    known = [one for one in intervals if one is not None]
+def realised(spent: Sequence[dict[str, Sequence[float]]], name: str) -> list[float]:
+    """In each repetition, the baseline's processor time of a step by the arm's, what was spent on top included."""
+
+    def seconds(of: Sequence[float]) -> float:
+        steps, more, count = of
+        return (steps + more) / count
+
+    return [seconds(one["baseline"]) / seconds(one[name]) for one in spent]
+
+
+def counted(intervals: Sequence[dict[str, float] | None], truth: float | Sequence[float]) -> dict[str, Any]:
+    """How often the intervals hold the truth, or each its own, and where they lie."""
+    values = [truth] * len(intervals) if isinstance(truth, float) else truth
+    both = [(one, value) for one, value in zip(intervals, values, strict=True) if one is not None]
+    known = [one for one, _ in both]
     return {
-        "planted": truth,
-        "held": sum(one["low"] <= truth <= one["high"] for one in known),
+        "planted": statistics.fmean(values),
+        "held": sum(one["low"] <= value <= one["high"] for one, value in both),
         "of": len(intervals),
         "mean": statistics.fmean(one["estimate"] for one in known),
         "mean_width": statistics.fmean(one["high"] - one["low"] for one in known),
@@ -235,13 +258,13 @@ def counted(intervals: Sequence[dict[str, float] | None], truth: float) -> dict[
 
 def summary(record: dict[str, Any]) -> dict[str, Any]:
     """Of each arm: coverage of what was planted, and the verdicts."""
-    truths = {name: {"speedup": value} for name, value in SPEED.items()} | planted(record["apart"])
     told = {}
-    for name, figures in truths.items():
+    for name, figures in truths(record).items():
         found = record["found"][name]
         words = [one["verdict"] for one in found]
+        of = {figure: "speedup" if figure == "realised" else figure for figure in figures}
         told[name] = {
-            **{figure: counted([one[figure] for one in found], truth) for figure, truth in figures.items()},
+            **{figure: counted([one[of[figure]] for one in found], truth) for figure, truth in figures.items()},
             "verdicts": {word: words.count(word) for word in sorted(set(words))},
         }
     return told
@@ -249,6 +272,7 @@ def summary(record: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", nargs="+", choices=("speed", "metric"), default=["speed", "metric"])
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--steps", type=int, default=200, help="of a run on the metric; one on speed has a quarter")
     parser.add_argument("--rounds", type=int, default=8, help="rehearsals of each arm, as is the bench's default")
@@ -263,58 +287,53 @@ def main() -> None:
         tempfile.TemporaryDirectory() as folder,
         ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool,
     ):
-        price, kinds = reference_price(Path(folder) / "prices.json")
-        seeds = range(APART + 1, APART + options.seeds_apart + 1)
-        alone = [pool.submit(apart, seed, options.steps, price, kinds) for seed in seeds]
-        whole = [
-            pool.submit(repetition, number, options.steps, options.rounds, price, folder)
+        price, steps = reference_price(Path(folder) / "prices.json")
+        seeds = range(APART + 1, APART + options.seeds_apart + 1) if "metric" in options.kinds else ()
+        alone = [pool.submit(apart, seed, options.steps, price, steps) for seed in seeds]
+        whole = {
+            pool.submit(repetition, number, kind, options.steps, options.rounds, price, folder): kind
+            for kind in options.kinds
             for number in range(options.repetitions)
-        ]
+        }
         told = []
         for one in as_completed(alone):
             told.append(one.result())
             print(f"measured apart: {len(told)}/{len(alone)}", flush=True)
-        record = {
-            "machine": fingerprint(1),
-            "rounds": options.rounds,
-            "jobs": options.jobs,
-            "step_seconds": price,
-            "seeds": SEEDS,
-            "shift": SHIFT,
-            "rates": [LR, WORSE],
-            "seeds_apart": len(told),
-            "apart": {
-                name: {
-                    figure: mean([one[name][at] for one in told])
-                    for at, figure in enumerate(("difference", "log_speedup"))
-                }
-                for name in told[0]
-            },
-        }
-        done: list[dict[str, Any]] = []
+        common = {"machine": fingerprint(1), "rounds": options.rounds, "jobs": options.jobs, "step_seconds": price}
+        records = {kind: {"kind": kind, **common, "repetitions": 0} for kind in options.kinds}
+        if told:
+            records["metric"] |= {
+                "seeds": SEEDS,
+                "shift": SHIFT,
+                "rates": [LR, WORSE],
+                "seeds_apart": len(told),
+                "apart": {
+                    name: {
+                        figure: mean([one[name][at] for one in told])
+                        for at, figure in enumerate(("difference", "log_speedup"))
+                    }
+                    for name in told[0]
+                },
+            }
         for one in as_completed(whole):
-            done.append(one.result())
-            options.out.write_text(json.dumps(finished(record, done), indent=1) + "\n")
-            print(
-                f"{len(done)}/{options.repetitions}",
-                {n: o["verdict"] for n, o in done[-1]["found"].items()},
-                flush=True,
-            )
-    print(json.dumps(finished(record, done)["summary"], indent=1))
+            record = records[whole[one]]
+            add(record, one.result())
+            before = json.loads(options.out.read_text()) if options.out.is_file() else {}
+            options.out.write_text(json.dumps({**before, record["kind"]: record}, indent=1) + "\n")
+            verdicts = {name: found[-1]["verdict"] for name, found in record["found"].items()}
+            print(f"{record['kind']} {record['repetitions']}/{options.repetitions}", verdicts, flush=True)
+    print(json.dumps({kind: record["summary"] for kind, record in records.items()}, indent=1))
 
 
-def finished(record: dict[str, Any], done: list[dict[str, Any]]) -> dict[str, Any]:
-    """The record with the repetitions that are done."""
-    names = list(done[0]["found"])
-    spent = {name: [sum(one["spent"][name][at] for one in done) for at in (0, 1)] for name in done[0]["spent"]}
-    record = {
-        **record,
-        "repetitions": len(done),
-        "steps": {kind: [one["steps"][kind] for one in done] for kind in done[0]["steps"]},
-        "spent": {name: (steps + more) / steps for name, (steps, more) in spent.items()},
-        "found": {name: [one["found"][name] for one in done] for name in names},
-    }
-    return {**record, "summary": summary(record)}
+def add(record: dict[str, Any], one: dict[str, Any]) -> None:
+    """Put a repetition into the record of its kind."""
+    record["repetitions"] += 1
+    for name, found in one["found"].items():
+        record.setdefault("found", {}).setdefault(name, []).append(found)
+    record.setdefault("steps", []).append(one["steps"])
+    if record["kind"] == "speed":
+        record.setdefault("spent", []).append(one["spent"])
+    record["summary"] = summary(record)
 
 
 if __name__ == "__main__":
