@@ -32,6 +32,7 @@ from lightning_eff.memory.optimizer_offload import OptimizerOffload as Optimizer
 from lightning_eff.memory.rematerialization import Rematerialization as Rematerialization
 from lightning_eff.model.growth.progressive_layer_dropping import ProgressiveLayerDropping as ProgressiveLayerDropping
 from lightning_eff.model.growth.progressive_stacking import ProgressiveStacking as ProgressiveStacking
+from lightning_eff.model.layers.ngram_embedding import NgramEmbedding as NgramEmbedding
 from lightning_eff.monitor.efficiency_monitor import EfficiencyMonitor as EfficiencyMonitor
 from lightning_eff.optim.averaging.exponential_moving_average import (
     ExponentialMovingAverage as ExponentialMovingAverage,

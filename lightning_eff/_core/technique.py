@@ -59,6 +59,8 @@ class Technique(Callback):
         needs_optimizer: refuses modules whose ``configure_optimizers`` returns none, under automatic optimization.
         sets_rates: sets the optimizers' rates by itself, over the whole budget; others leave them alone.
         any_strategy: works under strategies that shard parameters too; others are refused there.
+        sparse_gradients: leaves gradients of sparse layout alone, or computes with them rightly; beside others, tables have
+            dense gradients.
     """
 
     kind: ClassVar[str] = "callback"
@@ -74,6 +76,7 @@ class Technique(Callback):
     needs_optimizer: ClassVar[bool] = False
     sets_rates: ClassVar[bool] = False
     any_strategy: ClassVar[bool] = False
+    sparse_gradients: ClassVar[bool] = False
 
     _session: Session | None = None
     _past: Session | None = None  # the closed one, for a checkpoint that is saved after the run

@@ -87,6 +87,7 @@ class LearningRateSchedule(Technique):
     )
     needs_optimizer: ClassVar[bool] = True
     sets_rates: ClassVar[bool] = True
+    sparse_gradients: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -142,6 +142,7 @@ class ActivationOffload(Technique):
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"min_bytes": Choice((2**18, 2**20, 2**22)), "prefetch": Choice((1, 2))}, _pointless
     )
+    sparse_gradients: ClassVar[bool] = True
     control: ClassVar[Control] = Control("the baseline for as many seconds: gradients are bit for bit the same")
     conflicts: ClassVar[Mapping[str, str]] = {
         "ACTPrecision": "each decides what becomes of a saved tensor, and autograd asks the inner one alone"

@@ -94,6 +94,7 @@ class Rematerialization(Technique):
         lambda profile: needs_blocks(profile) or needs_memory_bound(profile),
         _from_share,
     )
+    sparse_gradients: ClassVar[bool] = True
     control: ClassVar[Control] = Control(
         "the baseline for as many seconds: the gradients are the same, so what counts is time and memory, and what the"
         " memory is then used for"

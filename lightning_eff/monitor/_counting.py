@@ -246,8 +246,16 @@ def _without_notes() -> Iterator[None]:
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the elements of ``tensors``, those at the same place (tied weights) once."""
-    local = [getattr(t, "_local_tensor", t) for t in tensors]
+    local = [part for t in tensors for part in _stored(getattr(t, "_local_tensor", t))]
     return sum({(t.data_ptr() or id(t), t.numel()): t.numel() * t.element_size() for t in local}.values())
+
+
+def _stored(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that one of a sparse layout consists of, once its rows are added up; a dense one is itself."""
+    if tensor.layout != torch.sparse_coo:
+        return (tensor,)
+    rows = tensor.detach().coalesce()
+    return rows.indices(), rows.values()
 
 
 def optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:

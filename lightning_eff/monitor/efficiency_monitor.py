@@ -3,7 +3,7 @@
 import math
 import time
 from copy import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -75,6 +75,8 @@ class EfficiencyMonitor(Callback):
     Raises:
         ValueError: for other values.
     """
+
+    sparse_gradients: ClassVar[bool] = True  # it counts their bytes
 
     def __init__(
         self,

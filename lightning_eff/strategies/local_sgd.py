@@ -73,6 +73,7 @@ class LocalSGD(OtherWeights):
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"interval": Choice((2, 4, 8, 16, 32)), "warmup_steps": Choice((0, 100, 1000))}, needs_processes
     )
+    sparse_gradients: ClassVar[bool] = True
     control = Control("the baseline under DDP for as many seconds: local steps trade agreement between ranks for time")
     conflicts: ClassVar = {
         "LatestWeightAveraging": "its snapshots would be of each rank's own weights, and rank 0's alone would be saved",

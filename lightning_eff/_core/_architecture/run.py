@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_eff._core._architecture.record import swapped
 from lightning_eff._core._architecture.watch import BypassWatch
 from lightning_eff._core._run.checks import is_plain
+from lightning_eff._core._stack.compiled import compiled_around
 from lightning_eff._core.optimizers import is_per_parameter, rewrite_configured
 from lightning_eff._core.steps import Proceed, Stage, Step
 
@@ -95,6 +96,8 @@ class ArchitectureOfRun:
         if self._watched:
             return proceed(batch)
         self._watched = True
+        if compiled_around(step.module, [m for _, m, _ in swapped(step.module)]):
+            return proceed(batch)  # what a compiled graph calls, it calls for no module
         with BypassWatch(self._session.module):
             return proceed(batch)
 

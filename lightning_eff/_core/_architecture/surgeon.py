@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
+from torch.utils.hooks import RemovableHandle
 
 from lightning_eff._core import rng
 from lightning_eff._core._architecture.record import FROZEN, SWAP, Swap, tensors_of
@@ -41,6 +43,7 @@ class Surgeon:
         self._surgery = Surgery(same_tensors=False)
         self._required = [(p, p.requires_grad) for p in root.parameters()]
         self._marked: list[tuple[nn.Module, list[str] | None]] = []
+        self._handles: list[RemovableHandle] = []
 
     def swap(
         self,
@@ -129,6 +132,13 @@ class Surgeon:
         self.where += names
         return names
 
+    def before(self, module: nn.Module, hook: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]) -> None:
+        """Let ``hook`` look at each call of ``module``: its arguments by position and by name.
+
+        The hook stays with the module, in copies of it too, which must be able to copy it.
+        """
+        self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
     def leave(self, reasons: Mapping[str, str]) -> None:
         """Tell the user, once, what was left as it is, and why."""
         if reasons:
@@ -138,6 +148,9 @@ class Surgeon:
     def undo(self) -> None:
         """Put back everything."""
         self._surgery.restore()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
         for p, required in self._required:
             if p.requires_grad != required:
                 p.requires_grad_(required)

@@ -27,6 +27,8 @@ class BypassWatch(TorchFunctionMode):
     So do a ``forward`` that computes ``F.linear(x, self.fc.weight)``, ``nn.MultiheadAttention`` with its ``out_proj``, and one
     that holds the plain module in a list: what was put in would have no effect, and nothing would say so. It stands around
     one pass; compiled code is not looked into.
+    Parameters that a replacement names in ``as_before`` mean by themselves what they meant before, so that others may use
+    them: an embedding's weight, of which a head makes logits.
 
     Args:
         module: the module tree.
@@ -46,6 +48,8 @@ class BypassWatch(TorchFunctionMode):
         watched: dict[int, nn.Module] = {}
         for path, m, swap in swapped(module):
             for name, p in m.named_parameters():
+                if name in getattr(m, "as_before", ()):
+                    continue
                 self._of[id(p)] = path, swap, name
                 self._owners.setdefault(id(p), set()).add(id(m))
             watched[id(m)] = m

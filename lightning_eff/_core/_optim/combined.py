@@ -144,6 +144,31 @@ class CombinedOptimizer(Optimizer):
         self.param_groups += part.param_groups[count:]
         self._owners.clear()
 
+    def add_part(self, part: Optimizer, following: list[Following]) -> None:
+        """Let ``part`` step parameters that the other parts have now, as the first part; they give them up.
+
+        Args:
+            part: another optimizer.
+            following: for each of its groups, how it follows the module's.
+        """
+        moved = [p for group in part.param_groups for p in group["params"]]
+        how = {id(group): one for group, one in zip(self.param_groups, self.following, strict=False)}
+        for old in self.parts:
+            for group in old.param_groups:
+                group.update(group_without(group, moved))
+            take_groups(old, [group for group in old.param_groups if group["params"]])
+        left = [group for group in self.param_groups if group["params"]]
+        self.parts[:] = [part, *(old for old in self.parts if old.param_groups)]
+        # groups that somebody added later, which follow nothing, stay behind all others
+        self.param_groups[:] = [
+            *part.param_groups,
+            *(g for g in left if id(g) in how),
+            *(g for g in left if id(g) not in how),
+        ]
+        self.following[:] = [*following, *(how[id(g)] for g in left if id(g) in how)]
+        self.defaults = {k: v for k, v in self.defaults.items() if all(k in group for group in self.param_groups)}
+        self._owners.clear()
+
     def part_of(self, parameter: Any) -> Optimizer:
         """The part that has ``parameter``; the first one for what is none."""
         if not self._owners:
@@ -291,3 +316,13 @@ def take_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
     for p in [p for p in optimizer.state if isinstance(p, Tensor) and id(p) not in held]:
         del optimizer.state[p]
     optimizer.param_groups = groups
+
+
+def group_without(group: dict[str, Any], parameters: list[Any]) -> dict[str, Any]:
+    """A copy of ``group`` that has none of ``parameters``."""
+    gone = {id(p) for p in parameters}
+    kept = [i for i, p in enumerate(group["params"]) if id(p) not in gone]
+    found = {**group, "params": [group["params"][i] for i in kept]}
+    if "param_names" in group:
+        found["param_names"] = [group["param_names"][i] for i in kept]
+    return found

@@ -4,12 +4,12 @@ Dynamo is not imported for it, which costs seconds: where it is not there, nothi
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 
@@ -36,3 +36,13 @@ def uncompiled() -> AbstractContextManager[None]:
     if "torch._dynamo" in sys.modules:
         return torch.compiler.set_stance("force_eager")
     return nullcontext()
+
+
+def compiled_around(module: nn.Module, parts: Iterable[nn.Module]) -> bool:
+    """Whether any of ``parts`` lies in a submodule of ``module`` that is compiled as one, or is it."""
+    looked_for = {id(part) for part in parts}
+    for m in module.modules():
+        compiled = type(m).__name__ == "OptimizedModule" or getattr(m, "_compiled_call_impl", None) is not None
+        if compiled and any(id(part) in looked_for for part in m.modules()):
+            return True
+    return False

@@ -118,6 +118,7 @@ class SequenceLengthWarmup(Technique):
     control: ClassVar[Control] = Control("the short length throughout, validated at the full one", _short_throughout)
     needs_automatic_optimization: ClassVar[bool] = False
     needs_budget: ClassVar[bool] = True
+    sparse_gradients: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -99,6 +99,7 @@ class ProgressiveLayerDropping(Technique):
     )
     needs_automatic_optimization: ClassVar[bool] = False
     needs_budget: ClassVar[bool] = True
+    sparse_gradients: ClassVar[bool] = True
 
     def __init__(self, *, theta_min: float = 0.5, gamma: float = 100.0, layers: str | None = None) -> None:
         if not 0.0 < theta_min <= 1.0:

@@ -109,6 +109,7 @@ class ProgressiveStacking(Technique):
     )
     needs_automatic_optimization: ClassVar[bool] = False
     needs_budget: ClassVar[bool] = True
+    sparse_gradients: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -82,6 +82,7 @@ class LatestWeightAveraging(SnapshotWindow):
         ),
     )
     control = Control("the baseline for as many seconds with its learning rate decayed to zero, where the gain shrinks")
+    sparse_gradients = True
 
     def __init__(
         self,

@@ -162,6 +162,7 @@ class ReplaceOptimizer(Technique):
         "the module's own optimizer with the same rates by group, and the baseline with its rate tuned as long",
         _same_rates,
     )
+    sparse_gradients: ClassVar[bool] = True
     conflicts: ClassVar[Mapping[str, str]] = {
         "OptimizerOffload": "it moves one optimizer of torch.optim's own to the host, and here two step as one",
         "StochasticRoundingBF16": "it makes each step of one of torch.optim's own optimizers, and here two step as one",
@@ -269,9 +270,8 @@ class ReplaceOptimizer(Technique):
     def _quantities(self) -> dict[str, float | int]:
         if self._combined is None:
             return self._last
-        own = [not how.settings for how in self._combined.following]
-        groups = [group for group, other in zip(self._combined.param_groups, own, strict=False) if other]
-        groups = groups if self.optimizer is not None else self._combined.param_groups
+        owner = self._combined if self.optimizer is None else self._combined.parts[-1]
+        groups = owner.param_groups
         tensors = [p for group in groups for p in group["params"]]
         rates = [float(group["lr"]) for group in groups if group.get("lr") is not None]
         return {"tensors": len(tensors), "weights": sum(p.numel() for p in tensors), "rate": max(rates, default=0.0)}

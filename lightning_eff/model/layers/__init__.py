@@ -1,0 +1,1 @@
+"""Layers of another kind, or beside those that are there."""

@@ -1,0 +1,38 @@
+"""Whether the gradients of a table can have a sparse layout in a run, which all that reads them must know of."""
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_eff._core._stack.compiled import compiled_around
+from lightning_eff._core.session import Session
+from lightning_eff._core.technique import Technique
+from lightning_eff.model.layers._ngrams.table import Ngrams
+
+_READS_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
+
+
+def dense_for(session: Session) -> str:
+    """Why gradients of the table are dense in this run; empty where they are sparse."""
+    trainer, module = session.trainer, session.module
+    plugin = trainer.strategy.precision_plugin
+    if type(trainer.strategy) is not SingleDeviceStrategy:
+        return f"{type(trainer.strategy).__name__} exchanges whole ones"
+    if not module.automatic_optimization:
+        return "under manual optimization the module may read them"
+    if not type(plugin).__module__.startswith("lightning."):
+        return f"{type(plugin).__name__} may read them"
+    if compiled_around(module, [m for m in module.modules() if isinstance(m, Ngrams)]):
+        return "the embedding lies in what is compiled as a whole"
+    for technique in session.working:
+        if not (isinstance(technique, Technique) and technique.sparse_gradients):
+            return f"{type(technique).__name__} may read them"
+    for name in _READS_GRADIENTS:
+        if is_overridden(name, module):
+            return f"{type(module).__name__}.{name} may read them"
+    for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+        known = isinstance(callback, Technique) or type(callback).__module__.startswith("lightning.")
+        known = known or getattr(callback, "sparse_gradients", False)
+        if not known and any(is_overridden(name, callback, pl.Callback) for name in _READS_GRADIENTS[:2]):
+            return f"{type(callback).__name__} may read them"
+    return ""

@@ -1,0 +1,197 @@
+"""The token embedding with a table of n-grams beside it, and which row of the table each n-gram has.
+
+Rows are the n-grams' numbers to the base of the vocabulary where a table has one for each, else a hash: a linear function as
+Carter & Wegman 1979 (J. Comput. Syst. Sci. 18) have them, mixed, in integers that fit in 64 bits: the same on every device.
+"""
+
+import copy
+import functools
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from typing_extensions import override
+
+from lightning_eff._core._architecture.folding import CannotFold
+
+PRIME = 2**31 - 1
+#: A primitive root of it whose powers spread n-tuples evenly up to n = 6 (Fishman & Moore 1986, SIAM J. Sci. Stat. Comput. 7).
+MULTIPLIER = 950_706_376
+
+
+def mixed(x: Tensor) -> Tensor:
+    """A permutation of the numbers below 2^32 without the lattice that multiples of a constant lie on (Mueller's)."""
+    for _ in range(2):
+        x = (((x >> 16) ^ x) * 0x45D9F3B) & 0xFFFFFFFF
+    return (x >> 16) ^ x
+
+
+def ngram_rows(ids: Tensor, n: int, rows: int, *, vocabulary: int, padding: int | None = None, dim: int = 1) -> Tensor:
+    """The row of the n-gram that ends at each position; ``rows``, one past the last, where there is none.
+
+    With ``x[t-n+1 .. t]`` the n-gram, V the vocabulary, R the rows, p and a the constants of this file::
+
+        row = sum_k x[t-k] V^k                            if V^n <= R
+        row = mix(sum_k (a^(k+1) mod p) x[t-k] mod p) mod R   else
+
+    There is none at the first n - 1 positions, nor where one of the n ids is ``padding``.
+
+    Args:
+        ids: in [0, V), of any integer dtype.
+        n: ids in an n-gram, >= 1.
+        rows: R.
+        vocabulary: V.
+        padding: the id that stands for no token; None where there is none.
+        dim: along which tokens follow one another.
+
+    Returns:
+        int64, the shape of ``ids``.
+    """
+    x = ids.long()
+    length = x.shape[dim] - n + 1
+    if length < 1:
+        return torch.full_like(x, rows)
+    exact = vocabulary**n <= rows
+    row = torch.zeros_like(x.narrow(dim, 0, length))
+    absent = torch.zeros_like(row, dtype=torch.bool)
+    for k in range(n):
+        part = x.narrow(dim, n - 1 - k, length)  # x[t-k]
+        row = row + (part * vocabulary**k if exact else part * pow(MULTIPLIER, k + 1, PRIME) % PRIME)
+        if padding is not None:
+            absent = absent | (part == padding)
+    if not exact:
+        row = mixed(row % PRIME) % rows
+    if padding is not None:
+        row = row.masked_fill(absent, rows)
+    before = [0, 0] * (x.ndim - 1 - dim) + [n - 1, 0]
+    return F.pad(row, before, value=rows)
+
+
+class RowLookup(torch.autograd.Function):
+    """``weight[rows]`` whose gradient is sparse, each row in it once, and to the bit the dense one's sums.
+
+    So whether gradients are sparse changes nothing but what they cost: torch's own sparse ones have a row for each look-up,
+    which are added up in another order.
+    """
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, weight: Tensor, rows: Tensor, padding: int) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.shape, ctx.padding = weight.shape, padding
+        return F.embedding(rows, weight)
+
+    @staticmethod
+    @once_differentiable
+    @override
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (rows,) = ctx.saved_tensors
+        met, place = rows.unique(return_inverse=True)  # ascending
+        values = torch.ops.aten.embedding_dense_backward(gradient, place, met.numel(), -1, False)
+        kept = met != ctx.padding
+        values, met = values[kept], met[kept]
+        return (
+            torch.sparse_coo_tensor(met[None], values, ctx.shape, check_invariants=False, is_coalesced=True),
+            None,
+            None,
+        )
+
+
+class NgramTable(nn.Embedding):
+    """Rows for n-grams, and a last one for those that there are none for, which stays zero.
+
+    With ``sparse`` set gradients are those of :class:`RowLookup`.
+    """
+
+    def __init__(self, rows: int, dim: int) -> None:
+        super().__init__(rows + 1, dim, padding_idx=rows)
+
+    @override
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        if self.sparse and torch.is_grad_enabled():
+            return cast(Tensor, RowLookup.apply(self.weight, input, self.padding_idx))
+        return super().forward(input)
+
+
+class Ngrams(nn.Embedding):
+    """What a class of embeddings is made to have: the row of each n-gram, added to what the embedding gives."""
+
+    as_before = ("weight",)  # heads go on using it
+
+    ngrams: NgramTable
+    n: int
+    batch_first: bool
+
+    @override
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        plain = super().forward(input, *args, **kwargs)
+        if input.ndim != 2:
+            raise ValueError(
+                f"NgramEmbedding: the token embedding got ids of shape {tuple(input.shape)}; expected (B, T), since in others"
+                " it cannot be told which ids stand before which. Do not flatten them before the embedding."
+            )
+        rows = ngram_rows(
+            input,
+            self.n,
+            self.ngrams.num_embeddings - 1,
+            vocabulary=self.num_embeddings,
+            padding=self.padding_idx,
+            dim=1 if self.batch_first else 0,
+        )
+        return plain + self.ngrams(rows).to(plain.dtype)
+
+    @property
+    def exact(self) -> bool:
+        """Whether each n-gram has a row of its own."""
+        return self.num_embeddings**self.n <= self.ngrams.num_embeddings - 1
+
+    def fold(self) -> Mapping[str, Tensor]:
+        """The plain embedding's weight, where n is 1."""
+        if self.n > 1:
+            raise CannotFold(
+                f"what it gives goes by {self.n} tokens, which no embedding of one does. Keep the module as it is, and build"
+                " it by lightning_eff.apply(plain, NgramEmbedding(...)) where its checkpoints are used"
+            )
+        if self.max_norm is not None or type(self).__mro__[2].forward is not nn.Embedding.forward:
+            raise CannotFold(f"what {type(self).__mro__[2].__name__} makes of its weight is not the weight alone")
+        ids = torch.arange(self.num_embeddings, device=self.weight.device)[None]
+        rows = ngram_rows(
+            ids, 1, self.ngrams.num_embeddings - 1, vocabulary=self.num_embeddings, padding=self.padding_idx
+        )
+        added = self.ngrams.weight[rows[0]]
+        return {"weight": self.weight + added.to(self.weight.dtype) if bool(added.any()) else self.weight}
+
+    @override
+    def extra_repr(self) -> str:
+        kind = "exact" if self.exact else "hashed"
+        return f"{super().extra_repr()}, n={self.n}, {kind}"
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _blank, (type(self).__mro__[2],), self.__dict__
+
+
+@functools.cache
+def _with_ngrams(cls: type[nn.Embedding]) -> type[Ngrams]:
+    return cast("type[Ngrams]", type(f"Ngram{cls.__name__}", (Ngrams, cls), {"__module__": __name__}))
+
+
+def _blank(cls: type[nn.Embedding]) -> Ngrams:
+    made = _with_ngrams(cls)
+    return made.__new__(made)
+
+
+def beside(plain: nn.Embedding, table: NgramTable, n: int, *, batch_first: bool) -> Ngrams:
+    """An embedding with ``plain``'s own class, parameters and settings, and ``table`` added to what it gives."""
+    made = _blank(type(plain))
+    made.__dict__.update({k: copy.copy(v) if isinstance(v, dict | set) else v for k, v in plain.__dict__.items()})
+    made.n, made.batch_first = n, batch_first
+    made.ngrams = table
+    return made
