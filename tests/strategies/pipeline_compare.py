@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from lightning_eff._core.blocks import find_stack
 from lightning_eff.strategies._pipeline.batch import split
 from lightning_eff.strategies._pipeline.pipeline import Pipeline
+from lightning_eff.strategies._pipeline.stack import Stack
 from lightning_eff.strategies._pipeline.streams import Stream
-from lightning_eff.strategies._pipeline.view import Stack, uncut
+from lightning_eff.strategies._pipeline.view import uncut
 from tests import models
 from tests.runs import largest
 

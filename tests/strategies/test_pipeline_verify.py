@@ -11,7 +11,8 @@ from lightning_eff.strategies._pipeline import layout as layouts
 from lightning_eff.strategies._pipeline._checks.verify import Verification, reached
 from lightning_eff.strategies._pipeline.memory import Holdings, free
 from lightning_eff.strategies._pipeline.runner import left
-from lightning_eff.strategies._pipeline.view import Pass, Stack, StageExit
+from lightning_eff.strategies._pipeline.stack import Stack
+from lightning_eff.strategies._pipeline.view import Pass, StageExit
 from tests.strategies import pipeline_hazards as hazards
 from tests.strategies import pipeline_refused as refusals
 from tests.strategies.pipeline_compare import batch as batch_of

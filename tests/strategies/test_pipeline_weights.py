@@ -18,7 +18,7 @@ from lightning_eff.strategies._pipeline._losses.losses import UncutLosses
 from lightning_eff.strategies._pipeline._losses.weights import Weights, tell_of_statistics, weighted
 from lightning_eff.strategies._pipeline.batch import split
 from lightning_eff.strategies._pipeline.logging import Record
-from lightning_eff.strategies._pipeline.view import Stack
+from lightning_eff.strategies._pipeline.stack import Stack
 from tests.processes import free_port
 from tests.strategies.pipeline_hazards import CLASSES, DIM, Norms, Plain
 

@@ -10,7 +10,8 @@ from torch.distributed import ProcessGroup
 
 from lightning_eff.strategies._pipeline.layout import Layout
 from lightning_eff.strategies._pipeline.logging import Recorders
-from lightning_eff.strategies._pipeline.view import Like, Pass, Stack
+from lightning_eff.strategies._pipeline.stack import Like, Stack
+from lightning_eff.strategies._pipeline.view import Pass
 
 Step = Callable[[Any], Any]
 

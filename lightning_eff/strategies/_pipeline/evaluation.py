@@ -16,8 +16,9 @@ from typing_extensions import override
 from lightning_eff.strategies._pipeline.course import Step
 from lightning_eff.strategies._pipeline.layout import Layout
 from lightning_eff.strategies._pipeline.runner import left
+from lightning_eff.strategies._pipeline.stack import Like, Stack
 from lightning_eff.strategies._pipeline.streams import Stream
-from lightning_eff.strategies._pipeline.view import Like, Pass, Stack
+from lightning_eff.strategies._pipeline.view import Pass
 
 
 @dataclass

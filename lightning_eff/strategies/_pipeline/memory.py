@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_eff._core.blocks import InPlaceOf
 from lightning_eff.strategies._pipeline.layout import Layout
-from lightning_eff.strategies._pipeline.view import Stack
+from lightning_eff.strategies._pipeline.stack import Stack
 
 
 def emptied(tensor: Tensor) -> Tensor:

@@ -38,8 +38,9 @@ from lightning_eff.strategies._pipeline.memory import Holdings, free, holdings, 
 from lightning_eff.strategies._pipeline.order import SPLIT_BACKWARD, schedule_name
 from lightning_eff.strategies._pipeline.runner import StageRunner
 from lightning_eff.strategies._pipeline.schedules import Schedules
+from lightning_eff.strategies._pipeline.stack import Stack
 from lightning_eff.strategies._pipeline.streams import Stream
-from lightning_eff.strategies._pipeline.view import Stack, learn_origins
+from lightning_eff.strategies._pipeline.view import learn_origins
 
 _CHECKED_PASSES = 2
 

@@ -16,8 +16,9 @@ from lightning_eff.strategies._pipeline.course import Course, Ground, Step
 from lightning_eff.strategies._pipeline.evaluation import Through, through
 from lightning_eff.strategies._pipeline.order import ONE_STAGE, SCHEDULES
 from lightning_eff.strategies._pipeline.runner import Stage, StageRunner, left
+from lightning_eff.strategies._pipeline.stack import Like
 from lightning_eff.strategies._pipeline.streams import Stream
-from lightning_eff.strategies._pipeline.view import Like, Pass
+from lightning_eff.strategies._pipeline.view import Pass
 
 _KEPT_SHAPES = 4
 

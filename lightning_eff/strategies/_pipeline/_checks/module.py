@@ -4,7 +4,7 @@ import lightning.pytorch as pl
 from torch import nn
 
 from lightning_eff.strategies._pipeline.order import SPLIT_BACKWARD
-from lightning_eff.strategies._pipeline.view import Stack
+from lightning_eff.strategies._pipeline.stack import Stack
 
 
 def check_module(module: nn.Module, *, who: str) -> None:

@@ -25,8 +25,9 @@ from lightning_eff._core import rng
 from lightning_eff._core.steps import silent
 from lightning_eff.strategies._pipeline._losses.probing import perturbed
 from lightning_eff.strategies._pipeline.course import Step
+from lightning_eff.strategies._pipeline.stack import Stack
 from lightning_eff.strategies._pipeline.streams import Stream
-from lightning_eff.strategies._pipeline.view import Marks, Stack, uncut
+from lightning_eff.strategies._pipeline.view import Marks, uncut
 
 _DEEP = 4
 _OURS = ("lightning_eff.", "torchmetrics.")

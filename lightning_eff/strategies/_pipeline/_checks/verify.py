@@ -20,8 +20,9 @@ from lightning_eff.strategies._pipeline.logging import Record, Recorder
 from lightning_eff.strategies._pipeline.memory import Holdings, holdings, names_of, registered
 from lightning_eff.strategies._pipeline.order import SPLIT_BACKWARD
 from lightning_eff.strategies._pipeline.runner import left, loss_of
+from lightning_eff.strategies._pipeline.stack import ONE_OUTPUT, Stack
 from lightning_eff.strategies._pipeline.streams import Stream
-from lightning_eff.strategies._pipeline.view import ONE_OUTPUT, Pass, Stack, learn_origins, uncut
+from lightning_eff.strategies._pipeline.view import Pass, learn_origins, uncut
 
 _WAY_OUT = (
     "Let each block see what it needs in its own arguments, name another stack by layers=, or use"

@@ -21,8 +21,9 @@ from lightning_eff.strategies._pipeline.course import Step
 from lightning_eff.strategies._pipeline.evaluation import through
 from lightning_eff.strategies._pipeline.layout import Layout
 from lightning_eff.strategies._pipeline.runner import loss_of
+from lightning_eff.strategies._pipeline.stack import Stack
 from lightning_eff.strategies._pipeline.streams import Stream
-from lightning_eff.strategies._pipeline.view import Pass, Stack, uncut
+from lightning_eff.strategies._pipeline.view import Pass, uncut
 
 _HALVES = (torch.float16, torch.bfloat16)
 
