@@ -9,22 +9,6 @@ from typing import Any
 
 from lightning_eff._errors import Arguments, told
 
-#: Options that a Benchmark has by the same name, and takes as they are.
-_ALIKE = (
-    "target",
-    "budget",
-    "out",
-    "mode",
-    "threads",
-    "jobs",
-    "evaluations",
-    "schedule",
-    "rounds",
-    "reference",
-    "title",
-)
-_ALIKE += ("other_training_data",)
-
 _DESCRIPTION = """\
 Does a recipe pay, by how much, and how sure is that? Trains a baseline and recipes in turns over the same budget of
 training seconds, with the learning rate decayed wholly over it, on the same data order for each seed.
@@ -36,7 +20,7 @@ training seconds, with the learning rate decayed wholly over it, on the same dat
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options of a run."""
+    """The options of a run; but for ``baseline``, ``recipe`` and ``quiet`` they have the names of Benchmark's arguments."""
     options = Arguments(
         "lightning-eff bench", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -91,9 +75,12 @@ def parser() -> argparse.ArgumentParser:
         help="for recipes that choose the training data",
     )
     own = "of an arm that brings its own, in the place of its module's; repeat it for more arms"
-    add("--rate", action="append", default=[], metavar="NAME=RATE", help=f"the learning rate's peak {own}")
+    add(
+        "--rate", dest="rates", action="append", default=[], metavar="NAME=RATE", help=f"the learning rate's peak {own}"
+    )
     add(
         "--warm-up",
+        dest="warm_ups",
         action="append",
         default=[],
         metavar="NAME=TIME",
@@ -137,34 +124,30 @@ def main(argv: Sequence[str], *, debug: bool = False) -> None:
 
 
 def _run(argv: Sequence[str]) -> None:
-    options = parser().parse_args(argv)
+    options = vars(parser().parse_args(argv))
     from lightning_eff.bench.arms import named
     from lightning_eff.bench.benchmark import Benchmark
     from lightning_eff.bench.reports.report import require_extra
 
     require_extra()
-    baseline_name, baseline = named(options.baseline)
+    baseline_name, baseline = named(options.pop("baseline"))
     recipes: dict[str, Any] = {}
-    for text in options.recipe:
+    for text in options.pop("recipe"):
         name, paths = named(text)
         if name in recipes or name == baseline_name:
             raise ValueError(f"Got two arms named {name!r}; expected a name for each: --recipe other={text}.")
         recipes[name] = paths
-    seeds = _numbers("--seeds", options.seeds, int)
-    benchmark = Benchmark(
-        baseline,
-        recipes,
-        baseline_name=baseline_name,
-        seeds=seeds if "," in options.seeds else seeds[0],
-        controls="auto" if options.controls == "auto" else None,
-        ladder=_numbers("--ladder", options.ladder, float) if options.ladder else (),
-        rates=_pairs("--rate", options.rate, float),
-        warm_ups=_pairs("--warm-up", options.warm_up, str),
-        tuned=_names(options.tuned),
-        logger=_logger(options.logger, options.out) if options.logger else None,
-        **{name: getattr(options, name) for name in _ALIKE},
-    )
-    _tell(benchmark.run(progress=not options.quiet), options.out)
+    progress, out = not options.pop("quiet"), options["out"]
+    seeds = _numbers("--seeds", options["seeds"], int)
+    options["seeds"] = seeds if "," in options["seeds"] else seeds[0]
+    options["controls"] = "auto" if options["controls"] == "auto" else None
+    options["ladder"] = _numbers("--ladder", options["ladder"], float) if options["ladder"] else ()
+    options["rates"] = _pairs("--rate", options["rates"], float)
+    options["warm_ups"] = _pairs("--warm-up", options["warm_ups"], str)
+    options["tuned"] = _names(options["tuned"])
+    options["logger"] = _logger(options["logger"], out) if options["logger"] else None
+    benchmark = Benchmark(baseline, recipes, baseline_name=baseline_name, **options)
+    _tell(benchmark.run(progress=progress), out)
 
 
 def _numbers(option: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
