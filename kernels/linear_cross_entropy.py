@@ -6,6 +6,9 @@ arXiv:1512.00567):
     l = lse(z) - (1 - e) z_t - e mean(z)
     dl/dz_j = softmax(z)_j - (1 - e) [j = t] - e / V
 
+and where the logits are capped (Gemma Team 2024, arXiv:2408.00118), ``z = c tanh(x W^T + b)``, that times
+``dz/d(x W^T + b) = c (1 - tanh^2)``.
+
 "mean" and "sum" compute the gradients in forward, chunk by chunk, as Malek's efficient_cross_entropy and Liger do (Hsu et
 al. 2024, arXiv:2410.10989): the gradient of the logits is written over them, ``dx`` of the chunk follows, and ``dW`` and
 ``db`` are summed up in float32. That is the three matmuls that the plain layer takes as well, and what waits for backward
@@ -55,6 +58,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     reduction: str = "mean",
+    cap: float | None = None,
     chunk: int | None = None,
 ) -> Tensor:
     """``cross_entropy(linear(x, weight, bias), target)`` without the logits (see the module's docstring).
@@ -71,11 +75,13 @@ def linear_cross_entropy(
         label_smoothing: ``e`` in [0, 1].
         reduction: "mean" over the rows that are not ignored, NaN if there are none as in torch; "sum"; or "none", which
             computes the logits once more in backward.
+        cap: ``c``, by which logits are ``c tanh(x W^T + b)``; None leaves them as they are.
         chunk: rows at a time, at least 1: ``chunk V`` logits are held. None: 1024 on a GPU, 256 elsewhere.
 
     Returns:
         The loss: float64 where ``x`` is, else float32; a scalar, or of the shape of ``target`` for "none". It can be
-        differentiated once; backward through "mean" and "sum" can run once, as it uses the gradients up.
+        differentiated once. A second backward through "mean" or "sum" computes the gradients anew, as the first uses them
+        up.
 
     Raises:
         ValueError: an argument out of range, or a shape that does not match.
@@ -98,7 +104,7 @@ def linear_cross_entropy(
             )
     if chunk is None:
         chunk = CHUNK_ON_GPU if x.is_cuda else CHUNK
-    settings = (label_smoothing, chunk, dtype)
+    settings = (label_smoothing, chunk, dtype, cap)
     if reduction == "none":
         return _PerRow.apply(flat, weight, bias, classes, rows, settings).view(target.shape)
     total = _Total.apply(flat, weight, bias, classes, rows, settings, reduction == "mean", torch.is_grad_enabled())
@@ -113,10 +119,12 @@ def reference_linear_cross_entropy(
     *,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
+    cap: float | None = None,
 ) -> Tensor:
     """The loss of each row in float64, as in the module's docstring, with whole logits; differentiable."""
     z = x.double() @ weight.double().T
     z = z if bias is None else z + bias.double()
+    z = z if cap is None else cap * z.tanh()
     ignored = target == ignore_index
     at_target = z.gather(-1, target.masked_fill(ignored, 0)[..., None])[..., 0]
     loss = z.logsumexp(-1) - (1 - label_smoothing) * at_target
@@ -168,8 +176,8 @@ def _check(
     return dtype
 
 
-Settings = tuple[float, int, torch.dtype]
-"""Label smoothing, rows at a time, and the dtype of the matmuls."""
+Settings = tuple[float, int, torch.dtype, float | None]
+"""Label smoothing, rows at a time, the dtype of the matmuls, and the cap."""
 
 
 def _by_chunks(
@@ -189,7 +197,7 @@ def _by_chunks(
         rows: which rows of ``x`` the ``n`` classes belong to; None is all of them.
         row_grad: by what each row's loss is multiplied in the sum, (n,); None is 1.
     """
-    smoothing, chunk, dtype = settings
+    smoothing, chunk, dtype, cap = settings
     work = torch.float64 if dtype == torch.float64 else torch.float32
     triton = _launch.uses_triton(x)
     dx = (torch.empty_like(x) if rows is None else torch.zeros_like(x)) if wanted[0] else None
@@ -208,12 +216,15 @@ def _by_chunks(
             z = buffer[: len(t), : len(w)]
             torch.mm(inputs, w.T, out=z) if b is None else torch.addmm(b, inputs, w.T, out=z)
             scale = None if row_grad is None else row_grad[here]
+            slope = None if cap is None else _cap(z, cap, work)
             if triton:
                 kernels = _launch.triton_module("linear_cross_entropy")
                 loss[here] = kernels.loss_and_gradient(z, t, smoothing=smoothing, gradient=gradient, row_grad=scale)
             else:
                 z = z.to(work)
                 loss[here] = _loss_and_gradient(z, t, smoothing, scale)
+            if slope is not None:
+                z.mul_(slope)
             if dx is not None:
                 dx[part] = torch.mm(z.to(dtype), w).to(dx.dtype)
             if dw is not None:
@@ -239,6 +250,13 @@ def _loss_and_gradient(z: Tensor, target: Tensor, smoothing: float, row_grad: Te
     return loss
 
 
+def _cap(z: Tensor, cap: float, work: torch.dtype) -> Tensor:
+    """Make ``z`` into ``c tanh(z)`` in place; return what that is differentiated to, ``c (1 - tanh^2)``, in ``work``."""
+    capped = z.to(work, copy=True).tanh_()
+    z.copy_(cap * capped)
+    return capped.square_().neg_().add_(1).mul_(cap)
+
+
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """``total += a @ b``, rounded to the dtype of ``total`` alone."""
     if a.dtype == total.dtype == b.dtype:
@@ -257,6 +275,10 @@ def _refuse_second_order() -> None:
             "linear_cross_entropy: backward(create_graph=True), but its gradients cannot be differentiated. Use"
             " torch.nn.functional.cross_entropy where second derivatives are wanted."
         )
+
+
+def _versions(inputs: tuple[Tensor | None, ...]) -> list[int]:
+    return [t._version for t in inputs if t is not None]
 
 
 class _Total(torch.autograd.Function):
@@ -279,24 +301,29 @@ class _Total(torch.autograd.Function):
         loss, gradients = _by_chunks(*inputs, classes, rows, settings, (needed[0], needed[1], needed[2]))
         # Not in save_for_backward: whoever compresses what autograd saves must not round gradients
         ctx.gradients, ctx.count = gradients, len(classes) if mean else 1
-        ctx.dtypes = [None if t is None else t.dtype for t in inputs]
+        ctx.again, ctx.versions = (inputs, classes, rows, settings), _versions(inputs)
         return loss.sum() / len(classes) if mean else loss.sum()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_second_order()
         gradients, ctx.gradients = ctx.gradients, None
+        inputs, classes, rows, settings = ctx.again
         if gradients is None:
-            raise RuntimeError(
-                "linear_cross_entropy: a second backward through one loss, but the first used the gradients up. Call it"
-                ' once for each backward, or with reduction="none", which computes them anew.'
-            )
+            if ctx.versions != _versions(inputs):
+                raise RuntimeError(
+                    "linear_cross_entropy: a second backward through one loss, but x, weight or bias has been changed in"
+                    " place since the first; expected them as they were, as the gradients are computed anew. Call"
+                    " linear_cross_entropy again."
+                )
+            wanted = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2])
+            _, gradients = _by_chunks(inputs[0], inputs[1], inputs[2], classes, rows, settings, wanted)
         scale = grad_outputs[0] / max(ctx.count, 1)
         for gradient in gradients:
             # In float32, some rows at a time: the scale is no number to be rounded to bfloat16, or lost in float16
             for part in () if gradient is None else gradient.split(1024):
                 part.copy_(part * scale) if part.dtype == scale.dtype else part.copy_(part.to(scale.dtype) * scale)
-        done = [None if g is None else g.to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
+        done = [None if g is None else g.to(t.dtype) for g, t in zip(gradients, inputs, strict=True)]
         return (*done, None, None, None, None, None)
 
 

@@ -25,6 +25,7 @@ class Case:
         exact: whether it saves memory or time and leaves weights bit for bit those of plain training.
         figure: of an exact technique, whose effect weights do not show: the quantity of its report that is above zero once
             it has acted.
+        rounds: whether weights are those of plain training but for rounding, which coarser arithmetic beside it may hide.
         lossy: whether what it computes depends on which tensors autograd saves.
         saves_less: whether autograd saves other tensors with it.
         own_optimizer: whether its checkpoints hold the state of another optimizer than the module's, which a plain run
@@ -48,6 +49,7 @@ class Case:
     model: str = "tiny_gpt"
     exact: bool = False
     figure: str = ""
+    rounds: bool = False
     lossy: bool = False
     saves_less: bool = False
     own_optimizer: bool = False

@@ -260,22 +260,46 @@ def test_weights_tied_to_an_embedding() -> None:
     torch.testing.assert_close(table.weight.grad, wanted)
 
 
-def test_one_backward_and_not_twice_differentiable() -> None:
+def test_several_backwards_and_not_twice_differentiable() -> None:
     (x, w, _), target = inputs(5, 8, 11, torch.float32, torch.device("cpu"))
+    for reduction in ("mean", "sum", "none"):
+        loss = linear_cross_entropy(x, w, target, reduction=reduction).sum()
+        x.grad = w.grad = None
+        loss.backward(retain_graph=True)
+        once = x.grad.clone(), w.grad.clone()
+        loss.backward(torch.tensor(2.0), retain_graph=True)
+        torch.testing.assert_close(x.grad, 3 * once[0])
+        torch.testing.assert_close(w.grad, 3 * once[1])
     loss = linear_cross_entropy(x, w, target)
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match=r"second backward.*used the gradients up.*reduction=\"none\""):
+    with torch.no_grad():
+        w += 1
+    with pytest.raises(RuntimeError, match=r"second backward.*changed in place since the first"):
         loss.backward()
-    loss = linear_cross_entropy(x, w, target, reduction="none").sum()
-    x.grad = None
-    loss.backward(retain_graph=True)
-    once = x.grad.clone()
-    loss.backward()
-    torch.testing.assert_close(x.grad, 2 * once)
     for reduction in ("mean", "none"):
         loss = linear_cross_entropy(x, w, target, reduction=reduction).sum()
         with pytest.raises(RuntimeError, match=r"create_graph=True.*cannot be differentiated"):
             torch.autograd.grad(loss, x, create_graph=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_capped_logits(reduction: str, dtype: torch.dtype) -> None:
+    """Of ``c tanh(x W^T + b)``, the loss and gradients in float64; and what is not capped differs."""
+    (x, w, b), target = inputs(13, 24, 77, dtype, torch.device("cpu"))
+    twins = [t.detach().double().requires_grad_() for t in (x, w, b)]
+    losses = reference_linear_cross_entropy(twins[0], twins[1], target, twins[2], label_smoothing=0.1, cap=2.5)
+    wanted = losses if reduction == "none" else losses.sum() / (target >= 0).sum()
+    settings: dict[str, Any] = {"label_smoothing": 0.1, "reduction": reduction, "chunk": 5}
+    loss = linear_cross_entropy(x, w, target, b, cap=2.5, **settings)
+    wanted.sum().backward()
+    loss.sum().backward()
+    near = 2e-6 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+    assert float((loss.detach() - wanted.detach()).norm() / wanted.detach().norm()) < near
+    for got, twin in zip((x, w, b), twins, strict=True):
+        assert float((got.grad.double() - twin.grad).norm() / twin.grad.norm()) < near
+    plain = linear_cross_entropy(x, w, target, b, **settings)
+    assert float((plain - loss).detach().abs().sum()) > 0.1
 
 
 def test_what_waits_for_backward_is_not_compressed() -> None:

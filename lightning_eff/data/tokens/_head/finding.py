@@ -1,0 +1,204 @@
+"""Which linear maps of an unchanged step are called, and stand-ins put in the place of what some of them return.
+
+A map is an ``nn.Linear``, or a product with a parameter of the module, such as ``F.linear(x, self.embed.weight)`` or
+``x @ self.embed.weight.T``. In a first pass all of them return stand-ins, so that even there no logits are made whole; of
+those that reach a cross-entropy the maps are noted. In the steps after it only these return stand-ins: for an ``nn.Linear``
+its instance's ``forward`` is another one meanwhile, and a mode of torch is needed for products alone.
+"""
+
+import sys
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from lightning_eff._core.losses import LOSSES
+from lightning_eff.data.tokens._head.calls import Maker
+from lightning_eff.data.tokens._head.stand_in import Logits, stand_in
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """A linear map of the module.
+
+    Attributes:
+        name: its path, or that of the parameter that it is a product with.
+        module: the ``nn.Linear``; None for a product.
+        weight: the parameter; None where an ``nn.Linear`` computes its weight.
+        classes: V, how many numbers it returns.
+        inputs: D, of how many it makes them.
+    """
+
+    name: str
+    module: nn.Linear | None
+    weight: nn.Parameter | None
+    classes: int
+    inputs: int
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def key(self) -> int:
+        """What tells it from other maps."""
+        return id(self.weight if self.module is None else self.module)
+
+
+class Maps(TorchFunctionMode):
+    """Lets calls of linear maps return stand-ins, while it is entered.
+
+    Args:
+        root: the LightningModule.
+        maker: of the stand-ins.
+        products: only products with these parameters; None for all maps.
+
+    Attributes:
+        losses: where all maps are looked at, the loss calls of what none of them has made.
+    """
+
+    def __init__(self, root: nn.Module, maker: Maker, products: Collection[nn.Parameter] | None = None) -> None:
+        super().__init__()
+        self.maker = maker
+        self.all = products is None
+        self.losses: list[str] = []
+        self._paths = {id(m): path for path, m in root.named_modules()}
+        self._names = {id(p): name for name, p in root.named_parameters()}
+        self._sites: dict[int, Site] = {}
+        self._wanted = {id(p) for p in products or ()}
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        read = _READ.get(func)
+        if self.all and func in LOSSES and not any(isinstance(arg, Logits) for arg in (*args, *kwargs.values())):
+            self.losses.append(f"F.{func.__name__} at {reader()}")
+        if read is not None and (self.all or torch.is_grad_enabled()) and not torch.compiler.is_compiling():
+            product = read(*args, **kwargs)
+            site = None if product is None else self._site(func, product[1])
+            if product is not None and site is not None:
+                made = stand_in(self.maker, site, *product)
+                if made is not None:
+                    return made
+        return func(*args, **kwargs)
+
+    def _site(self, func: Any, weight: Tensor) -> Site | None:
+        root = weight if weight._base is None else weight._base
+        if not self.all and id(root) not in self._wanted:
+            return None
+        module = _linear(sys._getframe(2)) if func is F.linear and self.all else None
+        if module is not None and (id(module) not in self._paths or "forward" in vars(module)):
+            module = None
+        if module is None and id(root) not in self._names:
+            return None
+        key = id(root if module is None else module)
+        if key not in self._sites:
+            name = self._names[key] if module is None else self._paths[key]
+            self._sites[key] = Site(name, module, root if isinstance(root, nn.Parameter) else None, *weight.shape)
+        return self._sites[key]
+
+
+Product = tuple[Any, Tensor, Tensor | None]
+
+
+def _of_linear(input: Any, weight: Any, bias: Any = None) -> Product | None:
+    return (input, weight, bias) if isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor)) else None
+
+
+def _of_matmul(input: Any, other: Any, **kwargs: Any) -> Product | None:
+    if kwargs or not isinstance(input, Tensor) or not isinstance(other, Tensor) or other.ndim != 2 or input.ndim < 2:
+        return None
+    return (input, other.t(), None) if _of_parameter(other) else None
+
+
+def _of_addmm(input: Any, mat1: Any, mat2: Any, **kwargs: Any) -> Product | None:
+    """Hugging Face's Conv1D."""
+    if kwargs or not all(isinstance(t, Tensor) for t in (input, mat1, mat2)) or input.shape != mat2.shape[1:]:
+        return None
+    return (mat1, mat2.t(), input) if _of_parameter(mat2) else None
+
+
+def _of_parameter(weight: Tensor) -> bool:
+    return isinstance(weight if weight._base is None else weight._base, nn.Parameter)
+
+
+_READ: dict[Any, Callable[..., Product | None]] = {
+    F.linear: _of_linear,
+    torch.addmm: _of_addmm,
+    **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _of_matmul),
+}
+
+
+def _linear(frame: FrameType | None) -> nn.Linear | None:
+    """The ``nn.Linear`` whose ``forward`` has called torch, seen through the frames of this package."""
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("lightning_eff."):
+        frame = frame.f_back
+    if frame is None or frame.f_code is not nn.Linear.forward.__code__:
+        return None
+    found = frame.f_locals.get("self")
+    return found if isinstance(found, nn.Linear) else None
+
+
+def reader() -> str:
+    """Where in the user's code what runs was called: the file, line and function outside of torch and this package."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("lightning_eff", "torch"):
+        frame = frame.f_back
+    if frame is None:
+        return "torch"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+class Window:
+    """Lets some maps return stand-ins, from :meth:`open` to :meth:`close`.
+
+    Args:
+        root: the LightningModule.
+        maker: of the stand-ins.
+        sites: the maps.
+    """
+
+    def __init__(self, root: nn.Module, maker: Maker, sites: Collection[Site]) -> None:
+        self._maker = maker
+        self._modules = [(site, site.module) for site in sites if site.module is not None]
+        products = [site.weight for site in sites if site.module is None and site.weight is not None]
+        self._mode = Maps(root, maker, products) if products else None
+        self._open = False
+
+    def open(self) -> bool:
+        """Begin; whether it was not begun already."""
+        if self._open:
+            return False
+        self._open = True
+        for site, module in self._modules:
+            module.__dict__["forward"] = self._forward(site, module)
+        if self._mode is not None:
+            self._mode.__enter__()
+        return True
+
+    def close(self) -> None:
+        """Put everything back."""
+        if not self._open:
+            return
+        self._open = False
+        if self._mode is not None:
+            self._mode.__exit__(None, None, None)
+        for _, module in self._modules:
+            module.__dict__.pop("forward", None)
+
+    def _forward(self, site: Site, module: nn.Linear) -> Callable[[Any], Tensor]:
+        def forward(input: Any) -> Tensor:
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                made = stand_in(self._maker, site, input, module.weight, module.bias)
+                if made is not None:
+                    return made
+            return type(module).forward(module, input)
+
+        return forward

@@ -1,0 +1,84 @@
+"""The cross-entropy of what a stand-in stands for, by the kernel that holds no whole logits."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_eff.data.tokens._head.calls import Node
+from lightning_eff.kernels.linear_cross_entropy import CHUNK, CHUNK_ON_GPU, linear_cross_entropy
+
+
+def fused_loss(node: Node, arguments: dict[str, Any], rows: int | None) -> tuple[Tensor, int] | None:
+    """What ``F.cross_entropy`` would return, and of how many rows; None where it takes the logits.
+
+    Rows with the ignored label, and those of the head's output that never reach the call, are not computed. Class weights
+    ``w`` multiply the losses of rows: the mean is ``sum_i w_{y_i} l_i / sum_i w_{y_i}`` over rows i that count.
+
+    Args:
+        node: what the call's ``input`` stands for.
+        arguments: those of the call, by name.
+        rows: of logits at a time; None for as many as suit the device, and no more than a quarter of them.
+    """
+    target, weight, reduction = arguments["target"], arguments["weight"], arguments["reduction"]
+    smoothing, ignored = arguments["label_smoothing"], arguments["ignore_index"]
+    if type(target) is not Tensor or target.dtype != torch.int64 or target.device != node.call.x.device:
+        return None
+    if node.rows.at != (1 if len(node.rows.shape) > 1 else 0) or target.shape != node.rows.outer:
+        return None
+    if (weight is not None and (smoothing or weight.shape != (node.rows.classes,))) or reduction not in _REDUCTIONS:
+        return None
+    node.call.check()
+    x, classes = node.call.x.reshape(-1, node.call.x.shape[-1]), target.flatten()
+    back: Tensor | None = None
+    if not node.rows.straight:
+        index = node.rows.indices(x.device).flatten()
+        if node.rows.once:  # of the others, none is computed
+            classes = classes.new_full((len(x),), ignored).index_copy_(0, index, classes)
+            back = index
+        else:
+            x = x[index]
+    computed = int((classes != ignored).sum())
+    w, b = node.call.weight, node.call.bias
+    if node.scale is not None:
+        x, b = x * node.scale, None if b is None else b * node.scale
+    if node.shift is not None:
+        shift = node.shift.to(w.dtype)
+        b = shift if b is None else b + shift
+    with node.call.casting():
+        loss = linear_cross_entropy(
+            x.to(node.call.x.dtype),
+            w,
+            classes,
+            b,
+            ignore_index=ignored,
+            label_smoothing=smoothing,
+            reduction=reduction if weight is None else "none",
+            cap=node.cap,
+            chunk=rows or _rows(computed, x),
+        )
+    if weight is not None:
+        counted = weight.to(loss.dtype)[classes.masked_fill(classes == ignored, 0)] * (classes != ignored)
+        loss = loss * counted
+        loss = loss.sum() / counted.sum() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+    if reduction == "none":
+        loss = (loss if back is None else loss[back]).reshape(target.shape)
+    return loss.to(_dtype(node)), computed
+
+
+_REDUCTIONS = ("mean", "sum", "none")
+
+
+def _rows(computed: int, x: Tensor) -> int:
+    return max(1, min(CHUNK_ON_GPU if x.is_cuda else CHUNK, -(-computed // 4)))
+
+
+def _dtype(node: Node) -> torch.dtype:
+    """Of what the module's own call would return here: autocast computes losses in float32."""
+    device = node.call.x.device
+    with torch.no_grad():
+        one = F.cross_entropy(
+            torch.zeros(1, 2, dtype=node.dtype, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+        )
+    return one.dtype
