@@ -45,10 +45,11 @@ RECIPES = {
     "activation_offload": "ActivationOffload",
     "optimizer_offload": "OptimizerOffload",
     "fused_head": "FusedLinearCrossEntropy",
+    "random_ltd": "RandomLTD",
 }
 WEIGHTS = {"muon", "soap", "schedule_free", "moving_average", "batch_warmup", "rate_schedule"}
 MEMORY = {"rematerialization", "activation_compression", "activation_offload", "optimizer_offload"}
-TOKENS = {"fused_head"}  # no comparison of theirs is on the page yet
+TOKENS = {"fused_head", "random_ltd"}  # no comparison of theirs is on the page yet
 ONLY = {"length_warmup": SEQUENCES, "fused_head": SEQUENCES}
 PAIRS = [(task, recipe) for task in TASKS for recipe in RECIPES if task in ONLY.get(recipe, TASKS)]
 

@@ -175,6 +175,7 @@ class Step:
         indices: the data set indices of the samples of the batch that the links get, where they are known.
         around: where a link sets it, what stands around the user's own step in each pass of the training chain, inside
             all links: ``around(run, batch)`` returns what the step shall return, and ``run(batch)`` runs it.
+        given: the batch that the user's own step was called with last, behind all links.
     """
 
     chain: "StepChain"
@@ -184,6 +185,7 @@ class Step:
     global_step: int
     indices: list[Any] | None = None
     around: Around | None = None
+    given: Any = None
 
     def pick(self, batch: Any, index: Tensor, size: int) -> Any:
         """The samples ``index`` of ``batch``, which has ``size``: what the rest of the chain trains on, by its indices too."""
@@ -230,6 +232,7 @@ class StepChain:
         """The user's step on ``batch`` behind the links of ``stages``, inside what ``around()`` is by then."""
 
         def own(batch: Any) -> Any:
+            step.given = batch
             return self.original(batch, *step.rest)
 
         def proceed_from(position: int) -> Proceed:

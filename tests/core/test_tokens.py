@@ -796,6 +796,21 @@ def test_resume_equals_uninterrupted(name: str, tmp_path: Path) -> None:
     assert differences(whole, final_state(*fit(name, build, resume=next(tmp_path.glob("step=7*.ckpt"))))) == []
 
 
+def test_samples_are_those_that_the_step_gets() -> None:
+    """Behind a link that makes 32 samples of 4 tokens of 4 samples of 32: what has 4 entries there are tokens."""
+
+    class Whole(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step((batch["input_ids"], batch["labels"]), batch_idx)
+
+    technique = SomeTokens(2, per_sample=True)
+    pieces = eff.SequenceLengthWarmup(start=4, multiple_of=4, until=1.0)
+    net = Whole(Causal)
+    gradient(net, make_batch("tiny_gpt", size=4), technique, pieces)
+    assert net.lengths[-3:] == [4] * 3
+    assert [index.shape for _, index in technique.chosen] == [(32, 2)] * 3
+
+
 def test_with_techniques_that_change_blocks_or_run_the_step_twice() -> None:
     """SAM's passes see the same tokens; dropped and rerun blocks, and shorter sequences, go with it."""
     technique = SomeTokens(5)

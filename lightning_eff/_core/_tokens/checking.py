@@ -54,7 +54,7 @@ def find_plan(block: nn.Module, call: Call, size: int, *, per_sample: bool, gene
 
 def _find(block: nn.Module, call: Call, size: int, per_sample: bool, generator: Generator) -> Plan:
     hidden = hidden_of(*call)
-    dim = _token_dim(hidden, size)
+    dim = token_dim(hidden, size)
     tokens = hidden.shape[dim]
     if tokens < 4:
         raise CannotTake(f"it has {tokens} tokens; expected 4 or more to take some of")
@@ -85,7 +85,12 @@ def _find(block: nn.Module, call: Call, size: int, per_sample: bool, generator: 
     raise CannotTake(told_best[0])
 
 
-def _token_dim(hidden: Tensor, size: int) -> int:
+def token_dim(hidden: Tensor, size: int) -> int:
+    """The dimension along the tokens of a hidden state of ``size`` samples, 1 or 0.
+
+    Raises:
+        CannotTake: if it is neither (B, T, D) nor (T, B, D).
+    """
     if hidden.ndim == 3 and hidden.shape[0] == size:
         return 1
     if hidden.ndim == 3 and hidden.shape[1] == size:
@@ -212,7 +217,10 @@ def _moved(block: nn.Module, dtype: torch.dtype, generator: Generator) -> nn.Mod
     block = getattr(block, "_orig_mod", block)
     other = copy.deepcopy(block).to(dtype).eval()
     other._compiled_call_impl = None
-    for m in other.modules():  # those who watch the block, or record what its parts return, have no part in this
+    for (
+        m
+    ) in other.modules():  # those who handle the block's calls, watch it or record what its parts return have no part
+        m.__dict__.pop("_call_impl", None)
         for hooks in (m._forward_hooks, m._forward_pre_hooks):
             for key in [k for k, hook in hooks.items() if not type(hook).__module__.startswith("torch.nn.utils")]:
                 del hooks[key]

@@ -177,6 +177,19 @@ def take_along(value: Tensor, dims: tuple[int, ...], index: Tensor, size: int) -
     return taken.masked_fill(hides.all(dim=-1, keepdim=True) & saw & eye, True if taken.dtype == torch.bool else 0.0)
 
 
+def given_back(rest: tuple[Any, ...], less: Call, call: Call) -> tuple[Any, ...]:
+    """What a block returned beside the hidden state, with inputs that it handed on as they are in ``call``, of all tokens.
+
+    Args:
+        rest: what it returned.
+        less: what it was called with.
+        call: the same on all tokens.
+    """
+    handed = {id(value): path for path, value in leaves(less) if isinstance(value, Tensor)}
+    given = dict(leaves(call))
+    return tuple(given[handed[id(value)]] if id(value) in handed else value for value in rest)
+
+
 def _hides(mask: Tensor, dims: tuple[int, ...]) -> Tensor | None:
     """What a square mask hides; None for other inputs."""
     if len(dims) != 2 or dims[1] != mask.ndim - 1:
@@ -184,6 +197,25 @@ def _hides(mask: Tensor, dims: tuple[int, ...]) -> Tensor | None:
     if mask.dtype == torch.bool:
         return ~mask
     return mask <= BLIND if mask.is_floating_point() else None
+
+
+def means_of(hidden: Tensor, groups: Tensor, count: int, dim: int) -> Tensor:
+    """The mean of each group's tokens."""
+    at = (groups if dim == 1 else groups.t()).unsqueeze(-1)
+    shape = [count if d == dim else n for d, n in enumerate(hidden.shape)]
+    sums = hidden.new_zeros(shape).scatter_add(dim, at.expand_as(hidden), hidden)
+    sizes = hidden.new_zeros([*shape[:2], 1]).scatter_add(dim, at, torch.ones_like(hidden[..., :1]))
+    return sums / sizes
+
+
+def spread_out(hidden: Tensor, means: Tensor, new: Tensor, groups: Tensor, dim: int) -> Tensor:
+    """Each token with what the block added to its group's mean; a token alone in its group is what the block returned."""
+    at = groups if dim == 1 else groups.t()
+    sizes = torch.zeros(means.shape[:2], dtype=torch.long, device=at.device).scatter_add(dim, at, torch.ones_like(at))
+    by_sample = at if dim == 1 else at.t()
+    back = take_tokens(new, by_sample, dim)
+    alone = sizes.gather(dim, at).eq(1).unsqueeze(-1)
+    return torch.where(alone, back, hidden + take_tokens(new - means, by_sample, dim))
 
 
 BLIND = -1e4  #: what is added to scores at this or below hides

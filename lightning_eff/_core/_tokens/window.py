@@ -22,10 +22,12 @@ from lightning_eff._core._tokens.inputs import (
     Merged,
     Path,
     Plan,
+    given_back,
     is_cache,
     leaves,
+    means_of,
     put_tokens,
-    take_tokens,
+    spread_out,
 )
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.blocks import BlockStack, hidden_of, refuse_compiled_around, split_output
@@ -89,7 +91,11 @@ class Tokens:
         first: the first of the blocks, as in a slice: negative ones count from the end.
         stop: the block after the last; None for the end.
         per_sample: the samples' tokens will differ: ``Kept.index`` is (B, k), or the choice is ``Merged``.
+        also: what else is looked at with the first batch, once its blocks have been tried; a ``ValueError`` that it raises
+            on one rank is raised on all.
     """
+
+    _attribute = "forward"  # of a block, which is handed its calls
 
     def __init__(
         self,
@@ -100,12 +106,14 @@ class Tokens:
         first: int = 0,
         stop: int | None = None,
         per_sample: bool = False,
+        also: Callable[[Step, Any], None] | None = None,
     ) -> None:
         self.session = session
         self.who = who
         self.choose = choose
         self.first, self.stop = first, stop
         self.per_sample = per_sample
+        self.also = also
         self._stack: BlockStack | None = None
         self._plans: dict[
             tuple[int, _Key], tuple[int, Plan]
@@ -114,7 +122,6 @@ class Tokens:
         self._looking = False
         self._ran = False
         self._patches: Patches | None = None
-        self._size = 0
 
     @property
     def stack(self) -> BlockStack:
@@ -127,6 +134,11 @@ class Tokens:
         """The blocks that are given fewer tokens, by their index in the stack."""
         stack = self.stack
         return {i: stack.blocks[i] for i in range(len(stack.blocks))[self.first : self.stop]}
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a sample that a block has been tried with."""
+        return max((longest for longest, _ in self._plans.values()), default=0)
 
     def find(self, layers: str | None) -> BlockStack:
         """Find the stack at the dotted path ``layers``, or the longest; in ``on_model``.
@@ -153,7 +165,6 @@ class Tokens:
         Raises:
             ValueError: on all ranks, if a block cannot be given fewer tokens, with its inputs and the reason.
         """
-        self._size = num_samples(batch)
         if not self._checked:
             self._look(step, batch)
         if self._patches is not None:  # within a pass of another technique, whose backward pass is to come
@@ -192,12 +203,14 @@ class Tokens:
 
         self._looking = True
         try:
-            step.forward_only(batch, self._size, around, transform=False)
+            step.forward_only(batch, num_samples(batch), around, transform=False)
             if not self._plans and self._running():
                 raise ValueError(
                     f"{self.who}: training_step called none of the blocks {list(self.blocks)} of {self.stack}; expected"
                     " each step to call them. Name another stack by layers=."
                 )
+            if self.also is not None and self._plans:
+                self.also(step, batch)
         except ValueError as error:
             problem = error
         finally:
@@ -225,31 +238,48 @@ class Tokens:
         self._patches = Patches()
         for index, block in self._running().items():
             name = (
-                "forward" if block._compiled_call_impl is None else "_compiled_call_impl"
-            )  # outside of what is compiled
+                self._attribute if block._compiled_call_impl is None else "_compiled_call_impl"
+            )  # around the compiled
             plain = getattr(block, name)
-            if isinstance(plain, _Fewer):
+            if isinstance(plain, Fewer):
                 self._take_off()
                 raise ValueError(
                     f"{self.who} and {plain.tokens.who} both choose the tokens of block {index} of {self.stack}; expected"
                     " one technique for each block. Give them other blocks, or take one of them out."
                 )
-            self._patches.set(block, name, _Fewer(self, step, index, block, plain))
+            self._patches.set(block, name, Fewer(self, step, index, block, plain))
 
     def _take_off(self) -> None:
         if self._patches is not None:
             self._patches.restore()
             self._patches = None
 
-    def call(self, fewer: "_Fewer", call: Call) -> Any:
+    def call(self, fewer: "Fewer", call: Call) -> Any:
         """The block's output for ``call``, with the chosen tokens changed and the others as they were."""
-        index, step = fewer.index, fewer.step
         if self._looking:
             self._plan(fewer, call)
             return fewer.plain(*call[0], **call[1])
         hidden = hidden_of(*call)
         plan = self._plan(fewer, call)
+        choice, place = self._chosen(fewer, hidden, plan)
+        if choice is None:
+            return fewer.plain(*call[0], **call[1])
+        if isinstance(choice, Kept):
+            less = plan.fewer(call, place)
+            new, rest = split_output(fewer.plain(*less[0], **less[1]))
+            full = put_tokens(hidden, place, new, plan.dim)
+        else:
+            groups = choice.groups.to(hidden.device)
+            means = means_of(hidden, groups, place.shape[1], plan.dim)
+            less = plan.fewer(call, place, means)
+            new, rest = split_output(fewer.plain(*less[0], **less[1]))
+            full = spread_out(hidden, means, new, groups, plan.dim)
+        return full if rest is None else (full, *given_back(rest, less, call))
+
+    def _chosen(self, fewer: "Fewer", hidden: Tensor, plan: Plan) -> tuple[Choice | None, Tensor]:
+        """What is chosen for a block, and the places of the tokens that it gets, ascending, on its device."""
         in_order = hidden if plan.dim == 1 else hidden.transpose(0, 1)
+        index, step = fewer.index, fewer.step
 
         def seed() -> Generator:
             session = self.session
@@ -257,26 +287,12 @@ class Tokens:
 
         choice = self.choose(At(index, in_order, step, seed))
         if choice is None:
-            return fewer.plain(*call[0], **call[1])
+            return None, torch.empty(0)
         place = choice.index if isinstance(choice, Kept) else choice.heads
         self._check_choice(choice, place, in_order)
-        place = place.to(hidden.device)
         if isinstance(choice, Kept):
             place = place.sort(dim=-1).values
-            less = plan.fewer(call, place)
-            new, rest = split_output(fewer.plain(*less[0], **less[1]))
-            full = put_tokens(hidden, place, new, plan.dim)
-        else:
-            groups = choice.groups.to(hidden.device)
-            means = _means(hidden, groups, place.shape[1], plan.dim)
-            less = plan.fewer(call, place, means)
-            new, rest = split_output(fewer.plain(*less[0], **less[1]))
-            full = _spread_out(hidden, means, new, groups, plan.dim)
-        if rest is None:
-            return full
-        handed = {id(value): path for path, value in leaves(less)}
-        given = dict(leaves(call))
-        return (full, *(given[handed[id(value)]] if _was_handed(value, handed) else value for value in rest))
+        return choice, place.to(hidden.device, non_blocking=True)
 
     def _check_choice(self, choice: Choice, place: Tensor, hidden: Tensor) -> None:
         size, tokens = hidden.shape[:2]
@@ -292,7 +308,7 @@ class Tokens:
                 f"{'' if self.per_sample else ', since Tokens was made with per_sample=False'}."
             )
 
-    def _plan(self, fewer: "_Fewer", call: Call) -> Plan:
+    def _plan(self, fewer: "Fewer", call: Call) -> Plan:
         """How the block is given fewer tokens: as found before for inputs of these kinds, or tried now."""
         hidden = hidden_of(*call)
         tokens = max(hidden.shape[:2]) if hidden.ndim == 3 else 0
@@ -302,7 +318,8 @@ class Tokens:
             return plan
         generator = self.session.generator(self.who, "trial", fewer.index)
         try:
-            found = find_plan(fewer.block, call, self._size, per_sample=self.per_sample, generator=generator)
+            size = num_samples(fewer.step.given)  # other links may make several samples of one
+            found = find_plan(fewer.block, call, size, per_sample=self.per_sample, generator=generator)
         except CannotTake as error:
             raise ValueError(
                 f"{self.who}: block {fewer.index} of {self.stack} cannot be given fewer of its tokens: {error}. Take"
@@ -312,7 +329,7 @@ class Tokens:
         return found
 
 
-class _Fewer:
+class Fewer:
     """Stands in for a block's ``forward`` in a step; a copy of the block that is made meanwhile is of the plain one."""
 
     def __init__(self, tokens: Tokens, step: Step, index: int, block: nn.Module, plain: Callable[..., Any]) -> None:
@@ -342,26 +359,3 @@ def _kinds(call: Call, hidden: Tensor) -> _Key:
 
     found: list[tuple[Path, Any]] = [(path, kind(value)) for path, value in leaves(call)]
     return tuple(item for item in found if item[1] is not None)
-
-
-def _was_handed(value: Any, handed: dict[int, Path]) -> bool:
-    return isinstance(value, Tensor) and id(value) in handed
-
-
-def _means(hidden: Tensor, groups: Tensor, count: int, dim: int) -> Tensor:
-    """The mean of each group's tokens."""
-    at = (groups if dim == 1 else groups.t()).unsqueeze(-1)
-    shape = [count if d == dim else n for d, n in enumerate(hidden.shape)]
-    sums = hidden.new_zeros(shape).scatter_add(dim, at.expand_as(hidden), hidden)
-    sizes = hidden.new_zeros([*shape[:2], 1]).scatter_add(dim, at, torch.ones_like(hidden[..., :1]))
-    return sums / sizes
-
-
-def _spread_out(hidden: Tensor, means: Tensor, new: Tensor, groups: Tensor, dim: int) -> Tensor:
-    """Each token with what the block added to its group's mean; a token alone in its group is what the block returned."""
-    at = groups if dim == 1 else groups.t()
-    sizes = torch.zeros(means.shape[:2], dtype=torch.long, device=at.device).scatter_add(dim, at, torch.ones_like(at))
-    by_sample = at if dim == 1 else at.t()
-    back = take_tokens(new, by_sample, dim)
-    alone = sizes.gather(dim, at).eq(1).unsqueeze(-1)
-    return torch.where(alone, back, hidden + take_tokens(new - means, by_sample, dim))

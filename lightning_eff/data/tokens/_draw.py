@@ -1,0 +1,14 @@
+"""Places of tokens, drawn at random."""
+
+import torch
+from torch import Generator, Tensor
+
+
+def draw(full: int, count: int, generator: Generator, *, always: int = 0, rows: int = 1) -> Tensor:
+    """``count`` of the places 0 .. ``full`` - 1 in each of ``rows``, ascending, (rows, count): each set is as likely.
+
+    The first ``always`` places are among them.
+    """
+    numbers = torch.rand(rows, full - always, generator=generator)
+    drawn = numbers.topk(count - always, dim=1).indices.sort(dim=1).values + always
+    return torch.cat([torch.arange(always).expand(rows, -1), drawn], dim=1)
