@@ -33,7 +33,7 @@ from tests.runs import (
     resume_from_batches,
     resume_from_every_step,
 )
-from tests.stacks import MODEL, cut_down
+from tests.stacks import cut_down, model_of
 
 DDP: dict[str, Any] = {"strategy": "ddp", "devices": 2, "samples": 40}
 
@@ -85,15 +85,16 @@ def together(group: list[str], root: Path) -> str | None:
         def build() -> list[Any]:
             return [ALL[name].active() for name in names]
 
+        model = model_of(group, ALL)
         for mode, kwargs in MODES.items():
-            net, t = fit(MODEL, build, **{**DDP, **kwargs})
+            net, t = fit(model, build, **{**DDP, **kwargs})
             vector = flat(net)
             if not _same_on_all_ranks(vector):
                 return f"lets ranks end with different weights ({mode})"
             if not vector.isfinite().all() or t.global_step != NUM_STEPS:
                 return f"trains {t.global_step} of {NUM_STEPS} steps, or to weights that are not finite ({mode})"
-        found = resume_from_every_step(MODEL, build, directory / "steps", **DDP)
-        found |= resume_from_batches(MODEL, build, directory / "windows", (2, 9), **DDP)
+        found = resume_from_every_step(model, build, directory / "steps", **DDP)
+        found |= resume_from_batches(model, build, directory / "windows", (2, 9), **DDP)
         return next((f"ends otherwise where it resumes: {some}" for some in _agreed(found) if some), None)
 
     try:

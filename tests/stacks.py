@@ -3,7 +3,7 @@
 What is wrong with a stack is looked for in each of its parts by :func:`tests.covering.smallest`, and told of the smallest.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations
@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_eff import EfficiencyMonitor, ExactResume
 from lightning_eff._core.technique import Technique
 from tests.cases import Case
-from tests.covering import Pair, Stack, smallest
+from tests.covering import Pair, Stack, design, pairs, smallest, watched
 from tests.models import flat
 from tests.plugins import PluginCase
 from tests.runs import NUM_STEPS, SaveBatches, differences, final_state, fit
@@ -36,6 +36,54 @@ def declared(cases: Mapping[str, Case], plugins: Mapping[str, PluginCase]) -> di
         for enemy, why in case.active().conflicts.items():
             found |= {frozenset((name, other)): why for other, classes in bases.items() if enemy in classes}
     return found
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Names that are tried at once: on which module, and which of them are looked at, beside which others."""
+
+    model: str
+    names: Stack
+    seen: dict[str, Stack]
+
+
+def stacked(
+    cases: Mapping[str, Case],
+    plugins: Collection[str],
+    refused: Collection[Pair],
+    seen: Collection[str],
+    name: str | None = None,
+) -> list[Stacked]:
+    """Few stacks in which every pair that can train together stands: on the one module, and on those of cases apart.
+
+    Args:
+        cases: the techniques; one whose case has another module than :data:`MODEL` stands beside those that train that.
+        plugins: names of plugins.
+        refused: pairs that may stand together in none.
+        seen: names that can be looked at.
+        name: if given, only pairs with it.
+    """
+    models = sorted({case.model for case in cases.values()} - {MODEL})
+    found: list[Stacked] = []
+    for model in (MODEL, *models):
+        own = {other for other, case in cases.items() if case.model == model} | (
+            {*plugins} if model == MODEL else set()
+        )
+        names = own | {
+            *plugins,
+            *(other for other, case in cases.items() if case.model == MODEL and model not in case.refuses),
+        }
+        wanted = {pair for pair in pairs(names) if pair & own and (name is None or name in pair)}
+        every = None if model == MODEL and name is None else wanted
+        stacks = design(names, refused, every)
+        looked_at = watched(stacks, [one for one in seen if one in names], every)
+        found += [Stacked(model, stack, some) for stack, some in zip(stacks, looked_at, strict=True)]
+    return found
+
+
+def model_of(names: Collection[str], cases: Mapping[str, Case]) -> str:
+    """The module that these are tried on together."""
+    return next((cases[name].model for name in names if name in cases and cases[name].model != MODEL), MODEL)
 
 
 class _Trace(pl.Callback):
@@ -76,12 +124,14 @@ class Stacks:
         plugins: the precision plugins, by name.
         directory: for checkpoints.
         precision: of runs without a plugin: the one that the stack's plugin is around.
+        model: of which module.
     """
 
     cases: Mapping[str, Case]
     plugins: Mapping[str, PluginCase]
     directory: Path
     precision: str = "32-true"
+    model: str = MODEL
     _whole: dict[Stack, Whole] = field(default_factory=dict)
     _numbers: dict[Stack, int] = field(default_factory=dict)
 
@@ -95,7 +145,7 @@ class Stacks:
         settings: dict[str, Any] = {"precision": self.precision}
         for name in self.plugins.keys() & set(names):
             settings = {"plugins": [self.plugins[name].build(self.precision)]}
-        return fit(MODEL, lambda: built, callbacks=callbacks, resume=resume, **settings)
+        return fit(self.model, lambda: built, callbacks=callbacks, resume=resume, **settings)
 
     def whole(self, names: Stack) -> Whole:
         if names not in self._whole:

@@ -46,11 +46,17 @@ RECIPES = {
     "optimizer_offload": "OptimizerOffload",
     "fused_head": "FusedLinearCrossEntropy",
     "random_ltd": "RandomLTD",
+    "patch_dropout": "PatchDropout",
 }
 WEIGHTS = {"muon", "soap", "schedule_free", "moving_average", "batch_warmup", "rate_schedule"}
 MEMORY = {"rematerialization", "activation_compression", "activation_offload", "optimizer_offload"}
-TOKENS = {"fused_head", "random_ltd"}  # no comparison of theirs is on the page yet
-ONLY = {"length_warmup": SEQUENCES, "fused_head": SEQUENCES}
+TOKENS = {"fused_head", "random_ltd", "patch_dropout"}  # no comparison of theirs is on the page yet
+ONLY = {
+    "length_warmup": SEQUENCES,
+    "fused_head": SEQUENCES,
+    "random_ltd": ("vit", "bert", "gpt2"),
+    "patch_dropout": ("vit",),
+}
 PAIRS = [(task, recipe) for task in TASKS for recipe in RECIPES if task in ONLY.get(recipe, TASKS)]
 
 # Widths and texts as small as they go; depths and lengths stay those of the task, because recipes are fitted to them.
@@ -104,7 +110,7 @@ def test_every_task_has_every_recipe_that_applies() -> None:
 
 def _chosen(task: str, recipe: str | None) -> Any:
     """The recipes of one task are tried each time, one of each other task's, and all when asked for."""
-    slow = task != "gpt" and recipe not in (None, "stacking")
+    slow = task != "gpt" and recipe not in (None, "stacking", "patch_dropout")
     return pytest.param(task, recipe, marks=pytest.mark.slow) if slow else (task, recipe)
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from tests.cases import ALL, CASES
-from tests.covering import Stack, design, pairs, watched
+from tests.covering import watched
 from tests.plugins import PLUGINS
 from tests.runs import differences, final_state, fit
 from tests.selection import chosen
-from tests.stacks import Stacks, declared, verify
+from tests.stacks import MODEL, Stacked, Stacks, declared, model_of, stacked, verify
 
 NAMES = sorted([*CASES, *PLUGINS])
 REFUSED = declared(CASES, PLUGINS)
@@ -26,21 +26,37 @@ SEEN = [name for name in NAMES if name in PLUGINS or not (CASES[name].exact or C
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "stack" in metafunc.fixturenames:
         name = chosen(metafunc.config)
-        wanted = None if name is None else {pair for pair in pairs(NAMES) if name in pair}
-        stacks = design(NAMES, set(REFUSED), wanted)
-        looked_at = watched(stacks, SEEN, wanted)
-        ids = [f"{i:02}" for i in range(len(stacks))]
-        metafunc.parametrize(("stack", "seen"), list(zip(stacks, looked_at, strict=True)), ids=ids)
+        stacks = stacked(CASES, PLUGINS, set(REFUSED), SEEN, name)
+        marked = [
+            pytest.param(
+                stack, id=f"{'' if stack.model == MODEL else stack.model + '-'}{i:02}", marks=_slow(stacks, i, name)
+            )
+            for i, stack in enumerate(stacks)
+        ]
+        metafunc.parametrize("stack", marked)
 
 
-def test_stack_trains_and_resumes(stack: Stack, seen: dict[str, Stack], tmp_path: Path) -> None:
-    verify(Stacks(CASES, PLUGINS, tmp_path), stack, seen)
+def _slow(stacks: list[Stacked], i: int, name: str | None) -> Any:
+    """Of the stacks on a module apart, the first is tried each time, and all when asked for."""
+    again = i > 0 and stacks[i].model != MODEL and stacks[i - 1].model == stacks[i].model
+    return pytest.mark.slow if again and name is None else ()
+
+
+def test_stack_trains_and_resumes(stack: Stacked, tmp_path: Path) -> None:
+    verify(Stacks(CASES, PLUGINS, tmp_path, model=stack.model), stack.names, stack.seen)
+
+
+def _together(a: str, b: str) -> bool:
+    model = model_of((a, b), CASES)
+    return frozenset((a, b)) not in REFUSED and not any(
+        model in CASES[name].refuses for name in (a, b) if name in CASES
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("a", "b"), [two for two in combinations(NAMES, 2) if frozenset(two) not in REFUSED])
+@pytest.mark.parametrize(("a", "b"), [two for two in combinations(NAMES, 2) if _together(*two)])
 def test_pair_trains_and_resumes(a: str, b: str, tmp_path: Path) -> None:
-    verify(Stacks(CASES, PLUGINS, tmp_path), (a, b), watched([(a, b)], SEEN)[0])
+    verify(Stacks(CASES, PLUGINS, tmp_path, model=model_of((a, b), CASES)), (a, b), watched([(a, b)], SEEN)[0])
 
 
 WITH_STAND_INS = sorted(tuple(sorted(pair)) for pair in declared(ALL, PLUGINS) if not pair <= PLUGINS.keys())

@@ -251,7 +251,7 @@ def test_compiles_into_one_graph(scaling: Any) -> None:
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_with_each_technique(name: str, tmp_path: Path) -> None:
     def run(setting: str, **kwargs: Any) -> Any:
-        return fit("tiny_gpt", lambda: [CASES[name].active()], plugins=[plugin(setting)], max_steps=6, **kwargs)
+        return fit(CASES[name].model, lambda: [CASES[name].active()], plugins=[plugin(setting)], max_steps=6, **kwargs)
 
     setting = "delayed"
     net, t = run(setting, directory=tmp_path)
@@ -259,7 +259,7 @@ def test_with_each_technique(name: str, tmp_path: Path) -> None:
     assert t.global_step == 6 and flat(net).isfinite().all()
     path = checkpoints(tmp_path)[2]
     assert differences(whole, final_state(*run(setting, resume=path))) == []
-    alone, _ = fit("tiny_gpt", lambda: [CASES[name].active()], max_steps=6)
+    alone, _ = fit(CASES[name].model, lambda: [CASES[name].active()], max_steps=6)
     assert not torch.equal(flat(alone), flat(net)), "nothing ran in float8"
 
 
