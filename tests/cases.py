@@ -95,6 +95,26 @@ def own_loss() -> pl.LightningModule:
     return OwnLoss()
 
 
+def no_map() -> pl.LightningModule:
+    import torch
+    import torch.nn.functional as F
+
+    class Scaled(pl.LightningModule):
+        """No map: a scale for each feature."""
+
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(8))
+
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy((batch[0] * self.scale)[:, :3], batch[1])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    return Scaled()
+
+
 def classifier() -> pl.LightningModule:
     from tests.models import TinyClassifier
 

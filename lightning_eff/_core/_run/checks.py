@@ -1,11 +1,12 @@
 """What a run must be for techniques to train it, looked at before anything is touched."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar, Protocol
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
+from torch import nn
 from torch.optim import Optimizer
 
 
@@ -95,3 +96,17 @@ def _check_pair(first: Needing, second: Needing) -> None:
         reason = "the same technique twice would act twice on the same thing"
     if reason:
         raise ValueError(f"{a} and {b} cannot train together: {reason}. Take one of them out.")
+
+
+def is_checkpointed_reentrantly(modules: Iterable[nn.Module]) -> bool:
+    """Whether one of ``modules`` says that it is checkpointed with ``use_reentrant=True``.
+
+    transformers' models and torch's ``CheckpointWrapper`` say so; a call of ``checkpoint`` in a module's own code does not.
+    """
+    for m in modules:
+        keywords = getattr(getattr(m, "_gradient_checkpointing_func", None), "keywords", {})
+        if getattr(m, "gradient_checkpointing", False) and keywords.get("use_reentrant", False):
+            return True
+        if getattr(getattr(m, "checkpoint_impl", None), "name", None) == "REENTRANT":
+            return True
+    return False

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Generator, Tensor
 from typing_extensions import override
 
+from lightning_eff._core._run.checks import is_checkpointed_reentrantly
 from lightning_eff._core.blocks import BlockStack, refuse_compiled_around
 from lightning_eff._core.search_space import SearchSpace, Survey, Uniform, needs_blocks
 from lightning_eff._core.session import Session
@@ -227,13 +228,9 @@ class ProgressiveLayerDropping(Technique):
 
 def _refuse_reentrant(stack: BlockStack) -> None:
     """DDP's search for unused parameters counts those of a reentrant checkpoint twice."""
-    for block in stack.blocks:
-        for m in block.modules():
-            checkpoint = getattr(m, "_gradient_checkpointing_func", None)
-            reentrant = getattr(checkpoint, "keywords", {}).get("use_reentrant", False)
-            if getattr(m, "gradient_checkpointing", False) and reentrant:
-                raise ValueError(
-                    f"ProgressiveLayerDropping: {stack} is checkpointed with use_reentrant=True, under DDP; expected"
-                    " use_reentrant=False, because DDP must look for the parameters of dropped blocks. Enable"
-                    " checkpointing with gradient_checkpointing_kwargs={'use_reentrant': False}."
-                )
+    if is_checkpointed_reentrantly(m for block in stack.blocks for m in block.modules()):
+        raise ValueError(
+            f"ProgressiveLayerDropping: {stack} is checkpointed with use_reentrant=True, under DDP; expected"
+            " use_reentrant=False, because DDP must look for the parameters of dropped blocks. Enable"
+            " checkpointing with gradient_checkpointing_kwargs={'use_reentrant': False}."
+        )

@@ -11,6 +11,12 @@ from typing_extensions import override
 
 Take = Callable[[nn.Module, Tensor, Tensor], None]
 
+REENTRANT = (
+    "KFAC: a part of the network is checkpointed with use_reentrant=True, through which no gradients at maps can be asked for;"
+    " expected use_reentrant=False. In transformers that is gradient_checkpointing_kwargs={'use_reentrant': False}; or use"
+    " fisher='empirical', which needs no pass of its own."
+)
+
 
 class _Hold(torch.autograd.Function):
     """Saves a tensor as autograd saves others, so that checkpointing, offloading and compression see to it."""
@@ -130,9 +136,5 @@ def last_reached(roots: Iterable[Tensor], edges: Sequence[GradientEdge]) -> list
 
 def _following(node: Any) -> list[Any]:
     if node.name() == "CheckpointFunctionBackward":
-        raise ValueError(
-            "KFAC: a part of the network is checkpointed with use_reentrant=True, through which no gradients at maps can be"
-            " asked for; expected use_reentrant=False. In transformers that is gradient_checkpointing_kwargs="
-            "{'use_reentrant': False}; or use fisher='empirical', which needs no pass of its own."
-        )
+        raise ValueError(REENTRANT)
     return [following for following, _ in node.next_functions if following is not None]

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core._run.checks import is_checkpointed_reentrantly
 from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core._stack.compiled import uncompiled
 from lightning_eff._core.batches import num_samples
@@ -24,7 +25,7 @@ from lightning_eff.optim.preconditioning._gradients import Gradients, Preconditi
 from lightning_eff.optim.preconditioning._kronecker_factors import Moments, clipping_factor, moments, precondition
 from lightning_eff.optim.preconditioning._maps import Map, maps_of, rows_of
 from lightning_eff.optim.preconditioning._sampled_labels import sampled_gradients, weights_of
-from lightning_eff.optim.preconditioning._taps import Taps, last_reached
+from lightning_eff.optim.preconditioning._taps import REENTRANT, Taps, last_reached
 
 _NAMES = ", ".join(f"F.{fn.__name__}" for fn in LOSSES)
 
@@ -74,8 +75,9 @@ class KFAC(Preconditioner):
 
     Raises:
         ValueError: for other values; at setup, where no optimizer has a weight of such a map, or a parameter group has no
-            rate to clip by; in the first step with "model", if no loss call is seen (on all ranks), or a part of the network
-            is checkpointed with ``use_reentrant=True``.
+            rate to clip by; with "model", if a part of the network is checkpointed with ``use_reentrant=True``: at setup
+            where its modules say so, as transformers' do, in the first step where only a call in their code does; in the
+            first step with "model", also if no loss call is seen, on all ranks.
 
     Sources:
         Martens & Grosse 2015, arXiv:1503.05671; Grosse & Martens 2016, arXiv:1602.01407; Osawa et al. 2019,
@@ -159,6 +161,8 @@ class KFAC(Preconditioner):
     @override
     def on_optimizers(self, session: Session) -> None:
         super().on_optimizers(session)
+        if self.fisher == "model" and is_checkpointed_reentrantly(session.module.modules()):
+            raise ValueError(REENTRANT)
         groups = [group for optimizer in session.optimizers for group in optimizer.param_groups]
         held = {id(p) for group in groups for p in group["params"]}
         found, left = maps_of(session.module, held)

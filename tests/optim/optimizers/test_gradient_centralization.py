@@ -11,31 +11,16 @@ from torch import Tensor, nn
 
 from lightning_eff import GradientCentralization, OptimizerOffload
 from lightning_eff.optim.optimizers.gradient_centralization import centralize, output_dims
-from tests.cases import Case
+from tests.cases import Case, no_map
 from tests.models import TinyClassifier, flat, hugging_face, loader, module, trainer
 from tests.runs import fit, fit_yaml
-
-
-class Scaled(pl.LightningModule):
-    """No map: a scale for each feature."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(8))
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        return F.cross_entropy((batch[0] * self.scale)[:, :3], batch[1])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1)
-
 
 CASES = {
     "GradientCentralization": Case(
         active=lambda: GradientCentralization(),
         neutral=lambda: GradientCentralization(strength=0.0),
         outside_surveys=True,
-        lost=(Scaled, "classifier", "the optimizers of Scaled step no weight of a linear map or a convolution"),
+        lost=(no_map, "classifier", "the optimizers of Scaled step no weight of a linear map or a convolution"),
     )
 }
 

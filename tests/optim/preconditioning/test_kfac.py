@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 from transformers.pytorch_utils import Conv1D
@@ -20,30 +21,15 @@ from lightning_eff import KFAC, SharpnessAwareMinimization, cli
 from lightning_eff.optim.preconditioning import _sampled_labels
 from lightning_eff.optim.preconditioning._taps import Taps, last_reached
 from tests import processes
-from tests.cases import Case
+from tests.cases import Case, no_map
 from tests.conftest import Once
-from tests.models import flat, trainer
-
-
-class Scaled(pl.LightningModule):
-    """No map: a scale for each feature."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(8))
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        return F.cross_entropy((batch[0] * self.scale)[:, :3], batch[1])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1)
-
+from tests.models import flat, hugging_face, loader, trainer
 
 CASES = {
     "KFAC": Case(
         active=lambda: KFAC(every=2, inverse_every=4),
         neutral=lambda: KFAC(every=0),
-        lost=(Scaled, "classifier", "the optimizers of Scaled step no weight of a linear map or a convolution"),
+        lost=(no_map, "classifier", "the optimizers of Scaled step no weight of a linear map or a convolution"),
     )
 }
 
@@ -291,6 +277,23 @@ def test_checkpoints_of_the_old_kind_need_the_empirical_matrix() -> None:
         ValueError, match=r"KFAC: .*use_reentrant=True.* expected use_reentrant=False.*fisher='empirical'"
     ):
         run(Net(Checkpointed(True)), data(*classes()))
+
+
+def test_checkpoints_of_the_old_kind_that_modules_tell_of_are_refused_at_setup() -> None:
+    net = hugging_face("gpt2", num_layers=1)
+    checkpointing: Any = net.model
+    checkpointing.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": True})
+    steps: list[int] = []
+    net.training_step = lambda batch, batch_idx: steps.append(batch_idx)  # type: ignore[method-assign]
+    wrapped = Net(checkpoint_wrapper(mlp(5, 4, 3), CheckpointImpl.REENTRANT))
+    for one, batches in ((net, loader("gpt2")), (wrapped, data(*classes()))):
+        with pytest.raises(ValueError, match=r"KFAC: .*use_reentrant=True.*fisher='empirical'"):
+            trainer(KFAC(), max_steps=1).fit(one, batches)
+    assert steps == []
+    net = hugging_face("gpt2", num_layers=1)
+    checkpointing = net.model
+    checkpointing.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    trainer(KFAC(every=1), max_steps=1).fit(net, loader("gpt2"))
 
 
 @pytest.mark.parametrize("fisher", ["model", "empirical"])
