@@ -60,10 +60,9 @@ class ScoreStore:
         return self._scores[slot, at], known
 
     def put_by(self, places: Tensor, scores: Tensor) -> None:
-        """Keep scores (M, C) of the running epoch; those at places of -1 are let go."""
-        known = places >= 0
+        """Keep scores (M, C) of the running epoch; those at places of -1 are let go as it is over."""
         device, dtype = self._scores.device, self._scores.dtype
-        self._fresh.append((places[known].to(device), scores[known].to(device, dtype)))
+        self._fresh.append((places.to(device), scores.to(device, dtype)))
 
     def close(self, epoch: int, gather: Callable[[Any], list[Any]]) -> None:
         """Take up what all ranks have put by in ``epoch``, which is over.
@@ -83,11 +82,11 @@ class ScoreStore:
                 self._epochs[epoch % self.lag, at.to(self._scores.device)] = epoch
 
     def _joined(self) -> tuple[Tensor, Tensor]:
-        """What is put by, on the CPU."""
+        """What is put by and has a place, on the CPU."""
         if not self._fresh:
             return torch.empty(0, dtype=torch.long), torch.empty(0, self.num_classes, dtype=self._scores.dtype)
-        places, scores = zip(*self._fresh, strict=True)
-        return torch.cat(places).cpu(), torch.cat(scores).cpu()
+        places, scores = (torch.cat(parts).cpu() for parts in zip(*self._fresh, strict=True))
+        return places[places >= 0], scores[places >= 0]
 
     def to(self, device: torch.device) -> None:
         """Keep everything there."""

@@ -45,7 +45,9 @@ class SAF(Trajectory):
     samples are followed; of two passes on one batch the first is stored.
 
     The store takes ``(lag + 1) N C`` entries of the scores' dtype, ``N R C`` where a sample has R labels, and is in every
-    checkpoint: its bytes are told at the first step. For a language model they are more than there is.
+    checkpoint. Its bytes are told at the first step, since only the step itself tells how many labels a sample has, and of
+    how many classes. For a language model they are more than there is. Labels that a later batch has beyond those of the first
+    one's samples are not compared, nor are loss calls that it has beside the first one's; either is told of once.
 
     Logged: ``divergence``, the mean of the last batch; ``known``, for which share of it there were earlier scores.
 
@@ -117,6 +119,7 @@ class SAF(Trajectory):
         self._known: float | Tensor = 0.0
         self._seen: list[Tensor] = []
         self._learnt: Step | None = None
+        self._told: set[str] = set()
         self._dtype = torch.float32
 
     # -- the run
@@ -143,6 +146,12 @@ class SAF(Trajectory):
                 "SAF: the training loader does not tell which samples a batch has; expected one DataLoader over a map-style"
                 " data set, both with a length, because a sample's scores must be found again epochs later. Give the data"
                 f" set's samples by index, or use MESA: {_OR_MESA}."
+            )
+        epochs = _epochs(trainer)
+        if epochs <= self.lag:
+            rank_zero_warn(
+                f"SAF(lag={self.lag}): the run ends after {epochs:g} epochs and nothing is compared before epoch {self.lag}"
+                " (counted from 0), so this is plain training. Give a smaller lag, or train for longer."
             )
         for store in self._stores.values():
             if store.num_samples != samples:
@@ -194,12 +203,6 @@ class SAF(Trajectory):
             name: ScoreStore(samples, rows, classes, lag=self.lag, dtype=dtype, device=device)
             for name, (rows, classes) in sorted(shapes.items())
         }
-        epochs = _epochs(session.trainer)
-        if epochs <= self.lag:
-            rank_zero_warn(
-                f"SAF(lag={self.lag}): the run ends after {epochs:g} epochs and nothing is compared before epoch {self.lag}"
-                " (counted from 0), so this is plain training. Give a smaller lag, or train for longer."
-            )
 
     # -- every step
 
@@ -232,10 +235,27 @@ class SAF(Trajectory):
         indices = torch.as_tensor(step.indices)
         for name, call in calls:
             store = self._stores.get(name)
+            self._tell_what_is_left_out(store, call)
             if store is not None:
                 scores = call.scores.detach().flatten(0, -2) if call.scores.ndim > 1 else call.scores.detach()[None]
                 store.put_by(_places(store, call, indices), scores)
         self._known = torch.stack(self._seen).mean() if self._seen else 0.0
+
+    def _tell_what_is_left_out(self, store: ScoreStore | None, call: TargetCall) -> None:
+        rows = math.prod(call.shape[1:])
+        if store is not None and rows <= store.num_rows:
+            return
+        what = (
+            f"an F.{call.fn.__name__} on {call.scores.shape[-1]:,} classes that the first batch had not"
+            if store is None
+            else f"{rows:,} labels of a sample, and the first batch had {store.num_rows:,}, for which there is room"
+        )
+        if what not in self._told:
+            self._told.add(what)
+            rank_zero_warn(
+                f"SAF: a batch has {what}; what is more is not compared. Let the collate_fn pad all batches to one length, and"
+                " the step compute the same losses of each, or use MESA."
+            )
 
     def _indices(self, step: Step, batch: Any) -> Tensor:
         """The data set indices of the batch's samples, shape (B,).

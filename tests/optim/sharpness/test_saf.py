@@ -272,6 +272,33 @@ def test_samples_that_an_epoch_left_out_count_nothing() -> None:
     assert len(had) == 12 and 0 < sum(expected) < len(expected)
 
 
+def test_what_a_later_batch_has_beyond_the_first_is_told_of() -> None:
+    """More labels of a sample than there is room for, and a loss that the first step had not."""
+
+    class Longer(TinyGPT):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            z, y = self(batch["input_ids"]), batch["labels"]
+            loss = F.cross_entropy(z.flatten(0, 1), y.flatten())
+            return loss + F.nll_loss(z[:, 0, :].log_softmax(-1)[:, :60], y[:, 0]) if batch_idx == 2 else loss
+
+    def collate(items: list[Any]) -> dict[str, Tensor]:
+        collated.append(len(items))
+        length = 16 if len(collated) == 1 else 32
+        return {key: torch.stack([item[key][:length] for item in items]) for key in items[0]}
+
+    collated: list[int] = []
+    samples = Samples("tiny_gpt", 20)
+    samples.batch["labels"].clamp_(max=59)
+    technique, data = SAF(lag=1, start=0.0), DataLoader(samples, 4, collate_fn=collate)
+    with pytest.warns(UserWarning) as told:
+        trainer(technique, max_epochs=3).fit(Longer(num_layers=1), data)
+    told_of = [str(one.message) for one in told if str(one.message).startswith("SAF: a batch has")]
+    assert len(told_of) == 2 and "32 labels of a sample, and the first batch had 16" in told_of[0]
+    assert "F.nll_loss on 60 classes that the first batch had not" in told_of[1]
+    (store,) = technique._stores.values()
+    assert store.num_rows == 16 and technique.report()["known"] == 0.5
+
+
 class Checkpointed(TinyClassifier):
     """Its loss is computed in a gradient checkpoint, and so twice in each step."""
 
