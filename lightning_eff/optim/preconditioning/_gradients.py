@@ -204,6 +204,22 @@ class Preconditioner(Technique):
         self._last = dict(state_dict["last"])
 
 
+class Sums:
+    """A sum of tensors of one shape that lie on several devices: one transfer from each, however many there are."""
+
+    def __init__(self) -> None:
+        self._parts: dict[torch.device, Tensor] = {}
+
+    def add(self, x: Tensor) -> None:
+        """One more; it is summed in double precision, or single on MPS, which has no other."""
+        x = x.to(torch.float32 if x.device.type == "mps" else torch.float64)
+        self._parts[x.device] = self._parts[x.device] + x if x.device in self._parts else x
+
+    def total(self) -> Tensor:
+        """The sum, in float64 on the CPU."""
+        return torch.stack([part.cpu().double() for part in self._parts.values()]).sum(0)
+
+
 def _fine(gradient: Tensor) -> Tensor:
     """In float32 or finer."""
     return gradient.to(torch.promote_types(gradient.dtype, torch.float32))

@@ -16,6 +16,7 @@ from lightning_eff.optim.preconditioning._gradients import (
     Gradients,
     Norm,
     Preconditioner,
+    Sums,
     check_norm,
     check_room,
     dtype_of_rows,
@@ -149,22 +150,24 @@ class MFAC(Preconditioner):
         self._seen += 1
         k = min(self._seen, m)
         # G g of the newest gradient g, which is row `slot` of G
-        products = torch.zeros(k, dtype=torch.float64)
+        sums = Sums()
         for name in self._rows.keys() - gradients.keys():
             self._rows[name][slot] = 0.0
         for name, g in gradients.items():
             if name not in self._rows:  # one that is stepped since
                 self._rows[name] = _room(g, m)
             self._rows[name][slot] = g.flatten()
-            products += torch.mv(self._rows[name][:k], g.flatten()).double().cpu()
+            sums.add(torch.mv(self._rows[name][:k], g.flatten()))
+        products = sums.total()
         self._gram[slot, :k] = self._gram[:k, slot] = products
         # what the products cannot tell from zero, by their rounding errors, is damped too
         eps = max(torch.finfo(g.dtype).eps for g in gradients.values())
         damping = max(self.damping, eps * float(self._gram[:k, :k].diagonal().max()))
         # F⁻¹ g = Σ w_j g_j
         w = inverse_weights(self._gram[:k, :k], slot, damping=damping, num_gradients=m)
+        at = {kind: w.to(*kind) for kind in {(g.device, g.dtype) for g in gradients.values()}}
         directions = {
-            name: torch.mv(self._rows[name][:k].T, w.to(g.device, g.dtype)).view_as(g) for name, g in gradients.items()
+            name: torch.mv(self._rows[name][:k].T, at[g.device, g.dtype]).view_as(g) for name, g in gradients.items()
         }
         self._last["damping"] = damping
         return self._finished(gradients, directions, float(w @ products), self.norm)

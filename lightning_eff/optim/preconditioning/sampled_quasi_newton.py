@@ -22,6 +22,7 @@ from lightning_eff.optim.preconditioning._gradients import (
     Gradients,
     Norm,
     Preconditioner,
+    Sums,
     check_norm,
     check_room,
     dtype_of_rows,
@@ -300,7 +301,10 @@ class SampledQuasiNewton(Preconditioner):
         if self._begun:
             self._begun = False
             self._y = _mean_over_ranks(session, self._y)
-            good = torch.stack([y.isfinite().all(1).cpu() for y in self._y.values()]).all(0)
+            bad = Sums()
+            for y in self._y.values():
+                bad.add((~y.isfinite()).any(1))
+            good = bad.total() == 0
             for y in self._y.values():  # one that is not finite says nothing
                 y[~good.to(y.device)] = 0.0
             self._products = None
@@ -310,12 +314,14 @@ class SampledQuasiNewton(Preconditioner):
         if not downhill > 0:
             return None
         m, directions = self.num_directions, Gradients()
+        at = {kind: w.to(*kind) for kind in {(g.device, g.dtype) for g in gradients.values()}}
         for name, g in gradients.items():
             # H g = w_0 g + Σ w_i s_i + Σ w_{m+i} y_i
-            direction = g.flatten() * float(w[0])
-            for rows, part in ((self._s, w[1 : 1 + m]), (self._y, w[1 + m :])):
-                if name in rows:
-                    direction += torch.mv(rows[name].T, part.to(g.device, g.dtype))
+            coordinates = at[g.device, g.dtype]
+            direction = g.flatten() * coordinates[0]
+            if name in self._s:
+                direction += torch.mv(self._s[name].T, coordinates[1 : 1 + m])
+                direction += torch.mv(self._y[name].T, coordinates[1 + m :])
             directions[name] = direction.view_as(g)
         return self._finished(gradients, directions, downhill, self.norm)
 
@@ -323,18 +329,23 @@ class SampledQuasiNewton(Preconditioner):
         """The products of ``[g, S, Y]``, shape (1 + 2m, 1 + 2m), in float64 on the CPU."""
         m = self.num_directions
         if self._products is None:
-            self._products = torch.zeros(2 * m, 2 * m, dtype=torch.float64)
+            sums = Sums()
             for name, s in self._s.items():
                 both = torch.cat([s, self._y[name]])
-                self._products += (both @ both.T).double().cpu()
+                sums.add(both @ both.T)
+            self._products = sums.total()
         gram = torch.zeros(1 + 2 * m, 1 + 2 * m, dtype=torch.float64)
         gram[1:, 1:] = self._products
+        sums = Sums()
         for name, g in gradients.items():
-            gram[0, 0] += float(g.flatten() @ g.flatten())
-            for rows, at in ((self._s, 1), (self._y, 1 + m)):
-                if name in rows:
-                    gram[0, at : at + m] += torch.mv(rows[name], g.flatten()).double().cpu()
-        gram[1:, 0] = gram[0, 1:]
+            x = g.flatten()
+            known = (
+                torch.cat([torch.mv(rows[name], x) for rows in (self._s, self._y)])
+                if name in self._s
+                else x.new_zeros(2 * m)
+            )
+            sums.add(torch.cat([torch.dot(x, x)[None], known]))
+        gram[0] = gram[:, 0] = sums.total()
         return gram
 
     @override

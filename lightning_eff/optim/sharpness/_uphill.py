@@ -68,6 +68,21 @@ def check_rho(who: str, rho: float) -> None:
         )
 
 
+def check_share(who: str, name: str, value: float, of: str) -> None:
+    """Raise ``ValueError`` unless ``value`` is a share in (0, 1]."""
+    if not 0.0 < value <= 1.0:
+        raise ValueError(f"{who}({name}={value}): expected a number in (0, 1], the share of {of}. 1 takes all, as SAM.")
+
+
+def check_sample_loss(who: str, sample_loss: object) -> None:
+    """Raise ``ValueError`` unless it is a function, or None."""
+    if sample_loss is not None and not callable(sample_loss):
+        raise ValueError(
+            f"{who}({sample_loss=}): expected a function of (module, batch) that returns the losses of the batch's samples, or"
+            " None."
+        )
+
+
 def rivals(*names: str) -> dict[str, str]:
     """``conflicts`` with others that take the gradient elsewhere, by their names."""
     return dict.fromkeys(names, "both take the gradient at other weights than the trained ones")

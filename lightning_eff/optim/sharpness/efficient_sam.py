@@ -13,7 +13,7 @@ from lightning_eff._core.batches import num_samples
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control
-from lightning_eff.optim.sharpness._uphill import CHOOSERS, Uphill, check_rho, rivals
+from lightning_eff.optim.sharpness._uphill import CHOOSERS, Uphill, check_rho, check_sample_loss, check_share, rivals
 
 
 def sharpest(rise: Tensor, *, gamma: float) -> Tensor:
@@ -92,16 +92,9 @@ class EfficientSAM(Uphill):
         sample_loss: Callable[[LightningModule, Any], Tensor] | None = None,
     ) -> None:
         check_rho("EfficientSAM", rho)
-        for name, value, what in (("beta", beta, "parameter tensors"), ("gamma", gamma, "samples")):
-            if not 0.0 < value <= 1.0:
-                raise ValueError(
-                    f"EfficientSAM({name}={value}): expected a number in (0, 1], the share of {what}. 1 takes all, as SAM."
-                )
-        if sample_loss is not None and not callable(sample_loss):
-            raise ValueError(
-                f"EfficientSAM(sample_loss={sample_loss!r}): expected a function of (module, batch) that returns the losses"
-                " of the batch's samples, or None."
-            )
+        check_share("EfficientSAM", "beta", beta, "parameter tensors that go up")
+        check_share("EfficientSAM", "gamma", gamma, "the samples that is stepped along")
+        check_sample_loss("EfficientSAM", sample_loss)
         self.rho = rho
         self.beta = beta
         self.gamma = gamma

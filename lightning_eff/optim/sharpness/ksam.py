@@ -13,7 +13,7 @@ from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Unifor
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control
-from lightning_eff.optim.sharpness._uphill import CHOOSERS, Uphill, check_rho, rivals
+from lightning_eff.optim.sharpness._uphill import CHOOSERS, Uphill, check_rho, check_sample_loss, check_share, rivals
 
 
 def largest(losses: Tensor, *, k: int) -> Tensor:
@@ -82,15 +82,8 @@ class KSAM(Uphill):
         sample_loss: Callable[[LightningModule, Any], Tensor] | None = None,
     ) -> None:
         check_rho("KSAM", rho)
-        if not 0.0 < keep <= 1.0:
-            raise ValueError(
-                f"KSAM(keep={keep}): expected a number in (0, 1], the share of each batch that is trained on. 1 is SAM."
-            )
-        if sample_loss is not None and not callable(sample_loss):
-            raise ValueError(
-                f"KSAM(sample_loss={sample_loss!r}): expected a function of (module, batch) that returns the losses of the"
-                " batch's samples, or None."
-            )
+        check_share("KSAM", "keep", keep, "each batch that is trained on")
+        check_sample_loss("KSAM", sample_loss)
         self.rho = rho
         self.keep = keep
         self.adaptive = adaptive

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_eff import MFAC, cli
+from lightning_eff import MFAC
 from lightning_eff._core.session import Session
 from lightning_eff.optim.preconditioning import _gradients
 from lightning_eff.optim.preconditioning.mfac import inverse_weights
@@ -16,7 +16,7 @@ from tests.cases import Case
 from tests.core.nop import Nop
 from tests.models import TinyClassifier, flat, hugging_face, loader, module, trainer
 from tests.optim.preconditioning.test_gradients import built, still
-from tests.runs import fit
+from tests.runs import fit, fit_yaml
 
 CASES = {
     "MFAC": Case(
@@ -259,23 +259,7 @@ def test_a_checkpoint_holds_the_gradients_that_there_are(tmp_path: Path) -> None
 
 
 def test_a_yaml_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(
-        f"""
-trainer:
-  max_steps: 3
-  accelerator: cpu
-  logger: false
-  enable_progress_bar: false
-  default_root_dir: {tmp_path}
-  callbacks:
-    - class_path: MFAC
-      init_args: {{num_gradients: 2, damping: 0.01, norm: inverse}}
-model: {{class_path: tests.models.TinyClassifier}}
-data: {{class_path: tests.cli_data.Classes}}
-"""
-    )
-    cli.main(["fit", "--config", str(path)])
+    fit_yaml(tmp_path, "MFAC", {"num_gradients": 2, "damping": 0.01, "norm": "inverse"}, max_steps=3)
     assert "M-FAC: 3 steps along gradients times the inverse Fisher matrix of the last 2" in capsys.readouterr().out
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_eff import SampledQuasiNewton, cli
+from lightning_eff import SampledQuasiNewton
 from lightning_eff._core import rng
 from lightning_eff._core.session import Session
 from lightning_eff.optim.preconditioning import _gradients
@@ -19,7 +19,7 @@ from tests.core.nop import Nop
 from tests.models import TinyClassifier, flat, loader, module, trainer
 from tests.optim.preconditioning.test_gradients import still
 from tests.optim.sharpness.test_sharpness_aware_minimization import SeedOnce
-from tests.runs import fit, resume_from_batches
+from tests.runs import fit, fit_yaml, resume_from_batches
 
 CASES = {
     "SampledQuasiNewton": Case(
@@ -323,23 +323,7 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_yaml_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(
-        f"""
-trainer:
-  max_steps: 3
-  accelerator: cpu
-  logger: false
-  enable_progress_bar: false
-  default_root_dir: {tmp_path}
-  callbacks:
-    - class_path: SampledQuasiNewton
-      init_args: {{method: lbfgs, num_directions: 2, interval: 2}}
-model: {{class_path: tests.models.TinyClassifier}}
-data: {{class_path: tests.cli_data.Classes}}
-"""
-    )
-    cli.main(["fit", "--config", str(path)])
+    fit_yaml(tmp_path, "SampledQuasiNewton", {"method": "lbfgs", "num_directions": 2, "interval": 2}, max_steps=3)
     assert "S-LBFGS: 3 steps along quasi-Newton directions, 0 as they were, 6 extra passes" in capsys.readouterr().out
 
 

@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_eff.optim.sharpness.efficient_sam import EfficientSAM, sharpest
-from lightning_eff.optim.sharpness.sharpness_aware_minimization import SharpnessAwareMinimization
 from tests.cases import Case, own_loss
 from tests.models import TinyClassifier, loader, trainer
-from tests.optim.sharpness.test_sharpness_aware_minimization import MODES, SeedOnce, both, dropping, same
+from tests.optim.sharpness.test_sharpness_aware_minimization import AS_SAM, both, ends_as_sam
 from tests.runs import fit, resume_from_batches
 
 CASES = {
@@ -33,17 +32,9 @@ def test_the_samples_that_rise_most() -> None:
     assert sharpest(rise, gamma=1.0).tolist() == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["classifier", "gpt2"])
+@pytest.mark.parametrize(("name", "mode"), AS_SAM)
 def test_all_parameters_and_all_samples_are_sam(name: str, mode: str) -> None:
-    if name == "gpt2" and mode not in ("plain", "all"):
-        return
-    net, reference = both(name, lambda: dropping(name))
-    batches, settings = loader(name, shuffle=False), MODES[mode][0]
-    trainer(SeedOnce(), EfficientSAM(rho=0.1, beta=1.0, gamma=1.0), max_epochs=1, **settings).fit(net, batches)
-    sam = SharpnessAwareMinimization(rho=0.1)
-    trainer(SeedOnce(), sam, max_epochs=1, **settings).fit(reference, batches)
-    assert same(net, reference)
+    assert ends_as_sam(EfficientSAM(rho=0.1, beta=1.0, gamma=1.0), name, mode)
 
 
 class Plain(TinyClassifier):

@@ -8,10 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from lightning_eff.optim.sharpness.ksam import KSAM, largest
-from lightning_eff.optim.sharpness.sharpness_aware_minimization import SharpnessAwareMinimization
 from tests.cases import Case, own_loss
 from tests.models import TinyClassifier, loader, trainer
-from tests.optim.sharpness.test_sharpness_aware_minimization import MODES, SeedOnce, both, dropping, same
+from tests.optim.sharpness.test_sharpness_aware_minimization import AS_SAM, both, ends_as_sam
 from tests.runs import resume_from_batches
 
 CASES = {
@@ -29,17 +28,9 @@ def test_the_samples_of_largest_loss() -> None:
     assert largest(losses, k=5).tolist() == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["classifier", "gpt2"])
+@pytest.mark.parametrize(("name", "mode"), AS_SAM)
 def test_all_samples_are_sam(name: str, mode: str) -> None:
-    if name == "gpt2" and mode not in ("plain", "all"):
-        return
-    net, reference = both(name, lambda: dropping(name))
-    batches, settings = loader(name, shuffle=False), MODES[mode][0]
-    trainer(SeedOnce(), KSAM(rho=0.1, keep=1.0), max_epochs=1, **settings).fit(net, batches)
-    sam = SharpnessAwareMinimization(rho=0.1)
-    trainer(SeedOnce(), sam, max_epochs=1, **settings).fit(reference, batches)
-    assert same(net, reference)
+    assert ends_as_sam(KSAM(rho=0.1, keep=1.0), name, mode)
 
 
 class Plain(TinyClassifier):

@@ -16,6 +16,7 @@ from torchmetrics import SumMetric
 
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
+from lightning_eff._core.technique import Technique
 from lightning_eff.optim.sharpness.sharpness_aware_minimization import (
     SharpnessAwareMinimization,
     adaptive_scale,
@@ -244,6 +245,18 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"accumulate": 2, "clip": 0.05, "bf16": True},
     ),
 }
+
+
+#: models and modes in which a technique that is set to be SAM is held against it
+AS_SAM = [("classifier", mode) for mode in MODES] + [("gpt2", "plain"), ("gpt2", "all")]
+
+
+def ends_as_sam(technique: Technique, name: str, mode: str) -> bool:
+    """Whether ``technique``, set to be SAM of radius 0.1, ends with SAM's weights and buffers to the bit."""
+    nets = both(name, lambda: dropping(name))
+    for one, net in zip((technique, SharpnessAwareMinimization(rho=0.1)), nets, strict=True):
+        trainer(SeedOnce(), one, max_epochs=1, **MODES[mode][0]).fit(net, loader(name, shuffle=False))
+    return same(*nets)
 
 
 @pytest.mark.parametrize(
