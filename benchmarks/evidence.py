@@ -1,6 +1,6 @@
 """What every technique gains on the reference tasks: run the benches, and write ``docs/evidence.md`` from their results.
 
-    python benchmarks/evidence.py run {gpt,vit,bert,gpt2} [--set weights] [--budget 60rs] [--jobs 2] [--rounds 5]
+    python benchmarks/evidence.py run {gpt,vit,bert,gpt2} [--set weights|compute] [--budget 60rs] [--jobs 2] [--rounds 5]
     python benchmarks/evidence.py search {gpt,vit} [--seeds 0,10]
     python benchmarks/evidence.py confirm {gpt,vit} STACK
     python benchmarks/evidence.py ladder {gpt,vit,bert} [--ladder 0.5,0.75,1.5]
@@ -8,7 +8,8 @@
 
 ``run`` holds every recipe of a task, with the controls that its techniques name, against the task's baseline, and copies
 the results to ``benchmarks/results/bench_<task>.json``; interrupted, it goes on where it was. ``--set weights`` does so for
-what moves the weights (optimizers, schedules, averages), for ``weights_<task>.json``. ``search`` runs every stack in
+what moves the weights (optimizers, schedules, averages), for ``weights_<task>.json``, and ``--set compute`` for what costs a
+step less or has more for it, alone, with its controls and joined, for ``compute_<task>.json``. ``search`` runs every stack in
 ``benchmarks/<task>/stacks``, on seeds that no evaluation uses, for ``search_<task>.json``; ``confirm`` holds the chosen one
 against the baseline on the evaluation's seeds, for ``stack_<task>.json``. ``ladder`` runs the baseline at other budgets, at the
 prices of the committed results, for ``ladder_<task>.json``, from which every arm's worth is told. ``page`` makes no runs; it
@@ -23,19 +24,30 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.evidence_page import CLAIMS, RESULTS, TASKS, WEIGHTS, committed, page, readme  # noqa: E402
+from benchmarks.evidence_page import (  # noqa: E402
+    CLAIMS,
+    COMPUTE,
+    RESULTS,
+    TASKS,
+    WEIGHTS,
+    committed,
+    in_readme,
+    page,
+)
 from benchmarks.joining import joined  # noqa: E402
 
 OUT, PAGE, README = ROOT / "benchmarks" / "out", ROOT / "docs" / "evidence.md", ROOT / "README.md"
 SEARCHED = ("muon", "soap", "rate_schedule")
-SETS = {"bench": CLAIMS, "weights": WEIGHTS}
+SETS = {"bench": CLAIMS, "weights": WEIGHTS, "compute": COMPUTE}
 
 
 def run(task: str, options: argparse.Namespace) -> None:
     """Every recipe of one of the sets with its controls."""
-    folder, name = ROOT / "benchmarks" / task / "recipes", f"{options.set}_{task}"
+    name = f"{options.set}_{task}"
     recipes = [recipe for recipe in SETS[options.set] if recipe in (options.only or SETS[options.set])]
-    overlays = [path for recipe in recipes if (path := folder / f"{recipe}.yaml").is_file()]
+    folders = [ROOT / "benchmarks" / task / kind for kind in ("recipes", "stacks", "controls")]
+    found = [[path for folder in folders if (path := folder / f"{recipe}.yaml").is_file()] for recipe in recipes]
+    overlays = [path for paths in found for path in paths[:1]]
     compare(task, name, overlays, "3", options, part="_".join(options.only or ()))
 
 
@@ -67,7 +79,8 @@ def compare(
     arguments = [f"--recipe={path.stem}={base},{path}" for path in overlays]
     arguments += [f"--baseline=baseline={base}", "--target=val_loss", f"--budget={options.budget}"]
     # in the set of what moves the weights, the baseline is the control: what they leave to its optimizer keeps its rate
-    controls = "none" if name.startswith(("search", "weights")) else "auto"
+    # in that of what costs a step less, controls are arms of their own
+    controls = "none" if name.startswith(("search", "weights", "compute")) else "auto"
     arguments += [f"--seeds={seeds}", f"--controls={controls}", "--threads=1"]
     arguments += [f"--jobs={options.jobs}", f"--rounds={options.rounds}", f"--out={out}"]
     if overlays:
@@ -129,14 +142,14 @@ def main() -> None:
     from lightning_eff.bench.reports.drawing import png
     from lightning_eff.bench.reports.figures import speedups
 
-    found, stacks, planted, weights = committed()
-    PAGE.write_text(page(found, stacks, planted, weights))
-    for part, every in (("evidence", found), ("evidence_weights", weights)):
+    found, stacks, planted, weights, compute = committed()
+    PAGE.write_text(page(found, stacks, planted, weights, compute))
+    for part, every in (("evidence", found), ("evidence_weights", weights), ("evidence_compute", compute)):
         for task, results in every.items():
             drawing = speedups(results, results["summary"])
             if drawing is not None:
                 (ROOT / "docs" / f"{part}_{task}.png").write_bytes(png(drawing))
-    README.write_text(readme(readme(README.read_text(), found), weights, WEIGHTS))
+    README.write_text(in_readme(README.read_text(), found, weights, compute))
     print(f"written: {PAGE}, {README}")
 
 

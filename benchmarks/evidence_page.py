@@ -71,6 +71,19 @@ WEIGHTS = {
     ),
 }
 
+# The same of what costs a step less, or has more for it; controls and stacks are arms of their own.
+COMPUTE = {
+    "ngram": (
+        "NgramEmbedding",
+        "the loss of a model of 1B with 400M and a large vocabulary of n-grams (Huang et al. 2025); 165 of 1,765 steps"
+        " (modded-nanogpt's records)",
+    ),
+    "ngram_dense": ("NgramEmbedding(optimizer='module')", "a control: the same table under the baseline's optimizer"),
+    "wide": ("as many parameters in the layers", "a control: the baseline at width 256"),
+    "muon_grown": ("ReplaceOptimizer and ProgressiveStacking", "a control of the next: the same without the table"),
+    "muon_grown_ngram": ("ReplaceOptimizer, ProgressiveStacking and NgramEmbedding", "none: put together here"),
+}
+
 
 def cell(found: dict[str, Any] | None) -> str:
     """A technique's speed-up and verdict on one task."""
@@ -93,14 +106,16 @@ def page(
     stacks: dict[str, dict[str, dict[str, Any]]] | None = None,
     planted: dict[str, Any] | None = None,
     weights: dict[str, dict[str, Any]] | None = None,
+    compute: dict[str, dict[str, Any]] | None = None,
 ) -> str:
     """The page.
 
     Args:
-        found: each task's results of every technique but those of ``weights``.
+        found: each task's results of every technique but those of ``weights`` and ``compute``.
         stacks: each task's results of the search for a stack ("search") and of the one that was chosen ("stack").
         planted: what :mod:`benchmarks.planted` wrote.
         weights: each task's results of what moves the weights.
+        compute: each task's results of what costs a step less, or has more for it.
     """
     lines = (ROOT / "benchmarks" / "evidence_head.md").read_text().rstrip().splitlines()
     tasks = [task for task in TASKS if task in found]
@@ -109,6 +124,8 @@ def page(
     lines += ["", "## One line per technique", "", *overview(CLAIMS, found)]
     if weights:
         lines += ["", "## What moves the weights", "", *overview(WEIGHTS, weights)]
+    if compute:
+        lines += ["", "## What costs a step less, or has more for it", "", *overview(COMPUTE, compute)]
     for task, parts in (stacks or {}).items():
         lines += ["", f"## The best stack for {TASKS[task]}", "", *stack_section(task, parts)]
     if planted is not None:
@@ -123,6 +140,9 @@ def page(
     for task, results in (weights or {}).items():
         lines += ["", f"## What moves the weights: {TASKS[task]}", ""]
         lines += section(task, results, f"evidence_weights_{task}.png")
+    for task, results in (compute or {}).items():
+        lines += ["", f"## What costs a step less, or has more for it: {TASKS[task]}", ""]
+        lines += section(task, results, f"evidence_compute_{task}.png")
     return "\n".join(lines) + "\n"
 
 
@@ -261,7 +281,15 @@ def section(task: str, results: dict[str, Any], picture: str) -> list[str]:
     return lines
 
 
-def committed() -> tuple[dict[str, Any], dict[str, dict[str, Any]], dict[str, Any] | None, dict[str, Any]]:
+def in_readme(text: str, found: dict[str, Any], weights: dict[str, Any], compute: dict[str, Any]) -> str:
+    """README with all verdicts; of ``compute``, those of techniques, which have a row there."""
+    alone = {recipe: told for recipe, told in COMPUTE.items() if told[0].isidentifier()}
+    return readme(readme(readme(text, found), weights, WEIGHTS), compute, alone)
+
+
+def committed() -> tuple[
+    dict[str, Any], dict[str, dict[str, Any]], dict[str, Any] | None, dict[str, Any], dict[str, Any]
+]:
     """What :func:`page` takes, from the results that are kept."""
 
     def kept(name: str) -> dict[str, Any] | None:
@@ -287,4 +315,5 @@ def committed() -> tuple[dict[str, Any], dict[str, dict[str, Any]], dict[str, An
     planted = RESULTS / "planted.json"
     truth = json.loads(planted.read_text()) if planted.is_file() else None
     weights = {task: results for task in TASKS if (results := laddered("weights", task)) is not None}
-    return found, {task: parts for task, parts in stacks.items() if parts}, truth, weights
+    compute = {task: results for task in TASKS if (results := laddered("compute", task)) is not None}
+    return found, {task: parts for task, parts in stacks.items() if parts}, truth, weights, compute

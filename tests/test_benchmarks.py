@@ -17,6 +17,7 @@ from benchmarks.bert.data import MASK, MaskedStdlibText, mask_bytes
 from benchmarks.bert.module import IGNORED, ByteBert
 from benchmarks.gpt2.module import ByteGPT2
 from benchmarks.memory import page as memory_page
+from examples.gpt.module import GPT
 from examples.vit.data import Digits, shift
 from lightning_eff._core.technique import Technique
 from lightning_eff.bench.reports.statistics import summarize
@@ -47,7 +48,10 @@ RECIPES = {
     "fused_head": "FusedLinearCrossEntropy",
     "random_ltd": "RandomLTD",
     "patch_dropout": "PatchDropout",
+    "ngram": "NgramEmbedding",
+    "ngram_dense": "NgramEmbedding",
 }
+COMPUTE = {"ngram", "ngram_dense"}
 WEIGHTS = {"muon", "soap", "schedule_free", "moving_average", "batch_warmup", "rate_schedule"}
 MEMORY = {"rematerialization", "activation_compression", "activation_offload", "optimizer_offload"}
 TOKENS = {"fused_head", "random_ltd", "patch_dropout"}  # no comparison of theirs is on the page yet
@@ -56,6 +60,7 @@ ONLY = {
     "fused_head": SEQUENCES,
     "random_ltd": ("vit", "bert", "gpt2"),
     "patch_dropout": ("vit",),
+    **dict.fromkeys(COMPUTE, ("gpt",)),
 }
 PAIRS = [(task, recipe) for task in TASKS for recipe in RECIPES if task in ONLY.get(recipe, TASKS)]
 
@@ -315,11 +320,11 @@ def test_a_point_is_trained_for_its_budget(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_page_of_evidence_is_what_the_results_say() -> None:
-    found, stacks, planted, weights = evidence.committed()
+    found, stacks, planted, weights, compute = evidence.committed()
     text = (ROOT / "docs" / "evidence.md").read_text()
-    assert text == evidence.page(found, stacks, planted, weights)
+    assert text == evidence.page(found, stacks, planted, weights, compute)
     readme = (ROOT / "README.md").read_text()
-    assert readme == evidence.readme(evidence.readme(readme, found), weights, evidence.WEIGHTS)
+    assert readme == evidence.in_readme(readme, found, weights, compute)
     for task, results in found.items():
         assert results["plan"]["budget"]["clock"] == "reference" and len(results["plan"]["seeds"]) >= 3
         assert (ROOT / "docs" / f"evidence_{task}.png").is_file()
@@ -333,7 +338,9 @@ def test_the_page_has_a_line_for_every_technique_the_lost_ones_too() -> None:
     for recipe, (technique, claim) in evidence.CLAIMS.items():
         (line,) = (line for line in text.splitlines() if line.startswith(f"| `{technique}`"))
         assert claim in line and (summarize(made)[recipe]["verdict"] in line if recipe in names else "| – |" in line)
-    assert set(RECIPES) - MEMORY - WEIGHTS - TOKENS == set(evidence.CLAIMS) and set(evidence.WEIGHTS) == WEIGHTS
+    assert set(RECIPES) - MEMORY - WEIGHTS - TOKENS - COMPUTE == set(evidence.CLAIMS)
+    assert set(evidence.WEIGHTS) == WEIGHTS
+    assert set(evidence.COMPUTE) >= COMPUTE
     assert "its control: two layers throughout" in text
 
 
@@ -342,6 +349,24 @@ def test_the_page_on_memory_names_every_technique_that_saves_it() -> None:
     assert all(f"`{RECIPES[recipe]}" in text for recipe in MEMORY)
     assert text == memory_page.page()
     assert (ROOT / "docs" / "memory.png").is_file() and "{{" not in text and str(ROOT) not in text
+
+
+def test_every_arm_of_what_costs_a_step_less_is_there() -> None:
+    """As a recipe, a stack or a control, once."""
+    for name in evidence.COMPUTE:
+        assert len(list(BENCHMARKS.glob(f"*/*/{name}.yaml"))) == 1, name
+
+
+def test_the_control_of_tables_has_as_many_parameters() -> None:
+    counts = []
+    for part, overlay in (("recipes", "ngram"), ("controls", "wide")):
+        settings = yaml.safe_load((BENCHMARKS / "gpt" / "baseline.yaml").read_text())["model"]["init_args"]
+        overlaid = yaml.safe_load((BENCHMARKS / "gpt" / part / f"{overlay}.yaml").read_text())
+        net = GPT(**settings | overlaid.get("model", {}).get("init_args", {}))
+        if part == "recipes":
+            lightning_eff.apply(net, lightning_eff.NgramEmbedding())
+        counts.append(sum(p.numel() for p in net.parameters()))
+    assert counts[1] == pytest.approx(counts[0], rel=0.02)
 
 
 @pytest.mark.parametrize(
