@@ -117,27 +117,36 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
         base = _T5
     elif "moe" in name or name == "mixtral":
         base = _EXPERTS
-    return Family(kind, {**base, **settings}, refused or {}, _NOT_FINITE.get(name, frozenset()))
+    images = {} if kind == "image" else {"PatchDropout": _NO_IMAGES}
+    fewer = {"RandomLTD": _NOT_FEWER} if name in _BY_PLACES else {}
+    return Family(kind, {**base, **settings}, images | fewer | {**(refused or {})}, _NOT_FINITE.get(name, frozenset()))
 
 
 # Two bits of activations leave these without a finite gradient.
 _NOT_FINITE = dict.fromkeys(("gemma2", "glm4", "helium"), frozenset({"ActivationCompression", "ACTPrecision"}))
 
 
+# Blocks of these go by where tokens stand, or hand on attention weights of them.
+_BY_PLACES = ("bloom", "mpt", "mamba", "rwkv", "roformer", "rembert", "squeezebert")
+_NOT_FEWER = "cannot be given fewer of its tokens"
+_NO_IMAGES = f"found no images in the batch|called none of the blocks|{_NOT_FEWER}"
 _PLAIN = "gpt2 llama mistral qwen2 qwen3 gemma gemma2 phi phi3 gpt_neox bloom mpt stablelm starcoder2 olmo2 cohere"
 _PLAIN += " granite glm4 helium nemotron persimmon smollm3 biogpt gpt_bigcode ernie4_5 exaone4 arcee seed_oss"
 _MASKED = "bert roberta electra camembert deberta-v2 mpnet xlm-roberta roformer rembert ernie esm"
 _SWIN = {"embed_dim": 16, "depths": (2, 2), "num_heads": (2, 2), "window_size": 2, "image_size": 8, "patch_size": 2}
 _SWIN |= {"num_channels": 1, "num_labels": 5}
-_SAY_LAYERS = dict.fromkeys(("pp2", "ProgressiveLayerDropping", "ProgressiveStacking", "Rematerialization"), "layers=")
+_ON_BLOCKS = ("pp2", "ProgressiveLayerDropping", "ProgressiveStacking", "Rematerialization")
+_ON_BLOCKS += ("RandomLTD", "PatchDropout")
+_SAY_LAYERS = dict.fromkeys(_ON_BLOCKS, "layers=")
 _NO_SEQUENCE = {"SequenceLengthWarmup": "no integer tensor of shape .* keys="}
 _OTHER_BLOCKS = {"ProgressiveStacking": "block 1 of .* has other parameters or buffers than block 0"}
 _NO_STACK = "found no stack of repeated blocks"
-_ALBERT = dict.fromkeys(("pp2", "ProgressiveLayerDropping", "ProgressiveStacking", "Rematerialization"), _NO_STACK)
+_ALBERT = dict.fromkeys(_ON_BLOCKS, _NO_STACK)
 _NO_LINEAR = dict.fromkeys(
     ("FP8Precision", "INT8Precision", "S2FP8Precision", "Wang2018FP8Precision"), "no linear map is left to run"
 )
 _SQUEEZEBERT = {"pp2": "A block returned dict", "Rematerialization": r"in the order \[\]; expected each", **_NO_LINEAR}
+_NO_TOKENS = dict.fromkeys(("RandomLTD", "PatchDropout"), _NOT_FEWER)
 _FLOAT_BUFFERS = {"StochasticRoundingBF16": "an operation was given different dtypes .* Buffers are not cast"}
 FAMILIES: dict[str, Family] = {
     **{name: _family(name) for name in _PLAIN.split()},
@@ -162,7 +171,7 @@ FAMILIES: dict[str, Family] = {
     **{name: _family(name, "image", _NO_SEQUENCE) for name in ["vit", "beit", "dinov2", "vit_msn"]},
     "swin": Family("image", _SWIN, _NO_SEQUENCE | _SAY_LAYERS),
     **{name: _family(name, "speech", _NO_SEQUENCE) for name in ["wav2vec2", "hubert", "unispeech"]},
-    "resnet": Family("own", {}, _NO_SEQUENCE | _NO_LINEAR, by_batch=True),
+    "resnet": Family("own", {}, _NO_SEQUENCE | _NO_LINEAR | _NO_TOKENS, by_batch=True),
 }
 
 
