@@ -135,6 +135,7 @@ def _lost_weight() -> Tensor | None:
 class _LossMode(TorchFunctionMode):
     """Calls :meth:`on_loss` for each loss call of the code run under it whose reduction is among ``reductions``."""
 
+    apart_from_compiled = True  # sees nothing in compiled code, which need not be compiled with it
     reductions: tuple[str, ...] = ("mean",)
 
     @override

@@ -139,7 +139,7 @@ class Session:
         setup, load = strategy.setup, strategy.load_checkpoint
 
         def setup_strategy(trainer: Trainer) -> None:
-            for technique in tuple(self.working):  # some may rest
+            for technique in sorted(self.working, key=lambda t: not t.compiles):  # some may rest
                 technique.on_model(self)
             setup(trainer)
             if self.fitting:

@@ -61,6 +61,8 @@ class Technique(Callback):
         any_strategy: works under strategies that shard parameters too; others are refused there.
         sparse_gradients: leaves gradients of sparse layout alone, or computes with them rightly; beside others, tables have
             dense gradients.
+        compiles: compiles parts of the module: its :meth:`on_model` comes first, so that what others put around the calls of
+            blocks stays outside of compiled code.
     """
 
     kind: ClassVar[str] = "callback"
@@ -77,6 +79,7 @@ class Technique(Callback):
     sets_rates: ClassVar[bool] = False
     any_strategy: ClassVar[bool] = False
     sparse_gradients: ClassVar[bool] = False
+    compiles: ClassVar[bool] = False
 
     _session: Session | None = None
     _past: Session | None = None  # the closed one, for a checkpoint that is saved after the run
@@ -100,6 +103,11 @@ class Technique(Callback):
     @property
     def neutral(self) -> bool:
         """True where the settings make this plain training: then nothing is attached and nothing contradicts it."""
+        return False
+
+    @property
+    def changes_shapes(self) -> bool:
+        """True where these settings hand the network batches of other shapes as the run goes on."""
         return False
 
     def on_budget(self, session: Session) -> None:

@@ -192,6 +192,11 @@ class BatchSizeWarmup(Technique):
     def neutral(self) -> bool:
         return self.full == 1
 
+    @property
+    @override
+    def changes_shapes(self) -> bool:
+        return self.by == "batch"
+
     # -- the run
 
     @override

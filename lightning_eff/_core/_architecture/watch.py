@@ -37,6 +37,8 @@ class BypassWatch(TorchFunctionMode):
         ValueError: in the pass.
     """
 
+    apart_from_compiled = True
+
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self._of: dict[int, tuple[str, Swap, str]] = {}

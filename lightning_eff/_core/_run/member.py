@@ -1,6 +1,6 @@
 """What a session asks of each technique in its run; ``Technique`` says what each of these is."""
 
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -10,11 +10,15 @@ from lightning_eff._core._run.checks import Needing
 class Member(Needing, Protocol):
     """A technique, as the session of its run sees it."""
 
+    compiles: ClassVar[bool]
     _session: Any
     _past: Any
 
     @property
     def neutral(self) -> bool: ...
+
+    @property
+    def changes_shapes(self) -> bool: ...
 
     @property
     def state_key(self) -> str: ...

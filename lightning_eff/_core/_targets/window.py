@@ -32,6 +32,8 @@ _NAMES = ", ".join(f"F.{fn.__name__}" for fn in LOSSES)
 class _Window(TorchFunctionMode):
     """Hands the loss calls on followed labels to ``change``, while it is entered."""
 
+    apart_from_compiled = True  # sees nothing in compiled code, which need not be compiled with it
+
     def __init__(self, change: Change, shapes: Mapping[str, torch.Size]) -> None:
         super().__init__()
         self.change = change

@@ -173,6 +173,11 @@ class SequenceLengthWarmup(Technique):
     def neutral(self) -> bool:
         return self.until == 0.0
 
+    @property
+    @override
+    def changes_shapes(self) -> bool:
+        return not self.neutral
+
     @override
     def attach(self, session: Session) -> None:
         self._reset()
@@ -307,3 +312,8 @@ class ShortSequences(SequenceLengthWarmup):
     ) -> None:
         super().__init__(start=start, until=1.0, multiple_of=multiple_of, mode=mode, keys=keys)
         self.until = math.inf  # never reached, also where u = 1
+
+    @property
+    @override
+    def changes_shapes(self) -> bool:
+        return False

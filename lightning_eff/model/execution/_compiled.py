@@ -1,0 +1,355 @@
+"""Calls of modules through code that torch compiles once for all modules that are alike, and what compiling took."""
+
+import contextlib
+import functools
+import threading
+import time
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn, overrides
+
+from lightning_eff._core._tokens.inputs import is_cache
+from lightning_eff._core.blocks import signature
+
+Shapes = tuple[tuple[int, ...], ...]
+_KEPT = 256  # compiled calls
+_KINDS: dict[tuple[Any, ...], Callable[..., Any]] = {}  # compiled calls of this process, by what they were made for
+
+
+def _run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
+
+
+def compiled_call(name: str, **settings: Any) -> Callable[..., Any]:
+    """``torch.compile`` of ``fn(forward, *args, **kwargs) -> forward(*args, **kwargs)``, with a cache of its own.
+
+    Dynamo keeps what it compiles by code objects, and looks at each kept version when that code is called: all calls of
+    this very function share versions with one another and with nothing else. A bound method's module is an input: its
+    class, its structure and what its code reads of it are guarded, and not which module it is.
+
+    Args:
+        name: shown in logs and profiles.
+        settings: of ``torch.compile``.
+    """
+    code = _run.__code__.replace(co_name=name, co_qualname=name)
+    return torch.compile(types.FunctionType(code, _run.__globals__, name), **settings)
+
+
+def shapes_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Shapes:
+    """The shapes of all tensors that a call hands over, in the call's order."""
+    found: list[tuple[int, ...]] = []
+    _collect(args, found)
+    _collect(tuple(kwargs.values()), found)
+    return tuple(found)
+
+
+def _collect(value: Any, found: list[tuple[int, ...]]) -> None:
+    if isinstance(value, Tensor):
+        found.append(tuple(value.shape))
+    elif isinstance(value, tuple | list):
+        for item in value:
+            _collect(item, found)
+    elif isinstance(value, dict):
+        _collect(tuple(value.values()), found)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody listens to the calls of this module itself, or of all modules."""
+    every = nn.modules.module
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or every._global_forward_hooks
+        or every._global_forward_pre_hooks
+        or every._global_backward_hooks
+        or every._global_backward_pre_hooks
+    )
+
+
+@contextmanager
+def forward_as(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """``module.forward`` is another one, on this instance."""
+    space = module.__dict__
+    missing = object()
+    before = space.get("forward", missing)
+    space["forward"] = forward
+    try:
+        yield
+    finally:
+        if before is missing:
+            del space["forward"]
+        else:
+            space["forward"] = before
+
+
+@contextmanager
+def without_listeners() -> Iterator[None]:
+    """Put aside the modes that look for the step's loss calls, which are not in here: they would be compiled with the rest."""
+    modes = [overrides._pop_mode() for _ in range(torch._C._len_torch_function_stack())]  # the innermost first
+    kept = [mode for mode in modes if not getattr(mode, "apart_from_compiled", False)]
+    for mode in reversed(kept):
+        overrides._push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in kept:
+            overrides._pop_mode()
+        for mode in reversed(modes):
+            overrides._push_mode(mode)
+
+
+@dataclass
+class Stopwatch:
+    """What torch's compiler does in calls that are made within :meth:`mine`, and later for their backward passes.
+
+    Meanwhile what torch warns of its own insides is not heard: where warnings are errors, it could compile nothing. And
+    sizes that happen to be equal in the first call, such as as many samples as features, are not taken to be one size.
+
+    Attributes:
+        seconds: wall-clock, from the first frame that is looked at to the end of compiling.
+        events: frames that were compiled: one for each version of a call's code, and more where it is in pieces.
+    """
+
+    seconds: float = 0.0
+    events: int = 0
+    _began: float | None = None
+    _inside: int = 0
+    _ids: set[str] = field(default_factory=set)
+    _settings: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def start(self) -> None:
+        from torch._dynamo.callback import callback_handler
+
+        callback_handler.register_start_callback(self._on_start)
+        callback_handler.register_end_callback(self._on_end)
+
+    def stop(self) -> None:
+        from torch._dynamo.callback import callback_handler
+
+        with contextlib.suppress(ValueError):  # torch._dynamo.reset() has forgotten it
+            callback_handler.remove_start_callback(self._on_start)
+        with contextlib.suppress(ValueError):
+            callback_handler.remove_end_callback(self._on_end)
+
+    @contextmanager
+    def mine(self) -> Iterator[None]:
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+
+    def _on_start(self, args: Any) -> None:
+        from torch.fx.experimental import _config
+
+        shapes: Any = _config  # its functions are set as it is imported
+        with self._lock:
+            if self._inside:
+                self._ids.add(args.compile_id)
+            if args.compile_id in self._ids:
+                self._began = time.perf_counter()
+                self.events += bool(self._inside)
+                self._settings.enter_context(warnings.catch_warnings())
+                self._settings.enter_context(shapes.patch(use_duck_shape=False))
+                warnings.filterwarnings("ignore", module=r"torch\.")
+
+    def _on_end(self, args: Any) -> None:
+        with self._lock:
+            if self._began is not None:
+                self.seconds += time.perf_counter() - self._began
+                self._began = None
+                self._settings.close()
+
+
+@dataclass(frozen=True)
+class Event:
+    """One call that made the compiler work.
+
+    Attributes:
+        block: the number of the module among those that are called so.
+        pieces: frames that were compiled: more than one where the code breaks into pieces.
+        broken: what held before and does not hold now, so that the versions that there were would not do; None for a first
+            version.
+        breaks: why the code breaks into pieces.
+    """
+
+    block: int
+    pieces: int
+    broken: str | None
+    breaks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class GivenUp:
+    """The compiler makes no more versions of some code, and runs what differs from all of them plainly.
+
+    Attributes:
+        code: the name of a module's class, or of a function within it.
+        broken: what held before and does not hold now.
+    """
+
+    code: str
+    broken: str
+
+
+class CannotCompile(RuntimeError):
+    """Torch's compiler failed on the module of this number."""
+
+    def __init__(self, block: int, why: str) -> None:
+        super().__init__(f"torch's compiler failed on block {block}: {why}")
+        self.block, self.why = block, why
+
+
+class Calls:
+    """Calls modules through compiled code.
+
+    Args:
+        blocks: the modules.
+        settings: of ``torch.compile``, ``dynamic`` apart.
+        dynamic: True: one version for all shapes; False: one for each; None: one for the first that a kind of module is
+            called with, and one for all others.
+        on_event: told of each call that made the compiler work.
+    """
+
+    def __init__(
+        self,
+        blocks: list[nn.Module],
+        settings: Mapping[str, Any],
+        *,
+        dynamic: bool | None,
+        on_event: Callable[[Event], None],
+    ) -> None:
+        self.blocks = blocks
+        self.settings = dict(settings)
+        self.dynamic = dynamic
+        self.on_event = on_event
+        self.watch = Stopwatch()
+        self.first: dict[tuple[int, bool], Shapes] = {}  # by kind of block, and whether gradients are recorded
+        self.used: set[int] = set()  # blocks that have been called so
+        kinds: dict[Any, int] = {}
+        self._kind = [kinds.setdefault(_make(block), len(kinds)) for block in blocks]
+        self._makes = list(kinds)
+        self._calls: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        self._breaks: set[str] = set()
+        self._limits = 0
+
+    def begin(self) -> None:
+        """Look at what the compiler does from now on, until :meth:`end`."""
+        self.watch.start()
+        self.given_up()  # others' is not ours
+
+    def end(self) -> None:
+        self.watch.stop()
+
+    def call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What block ``index`` returns, computed by compiled code; hooks on the block itself stay outside of it."""
+        block = self.blocks[index]
+        forward = block.forward
+        compiled = self._compiled(index, args, kwargs)
+        before = self.watch.events
+        try:
+            with self.watch.mine(), without_listeners() if torch._C._len_torch_function_stack() else nullcontext():
+                if has_hooks(block):
+                    with forward_as(block, functools.partial(compiled, forward)):
+                        output = block._call_impl(*args, **kwargs)
+                else:
+                    output = compiled(forward, *args, **kwargs)
+        except Exception as error:
+            if _of_compiler(error):
+                raise CannotCompile(index, str(error)) from error
+            raise
+        self.used.add(index)
+        if self.watch.events != before:
+            self.on_event(self._event(index, self.watch.events - before))
+        return output
+
+    def _event(self, index: int, pieces: int) -> Event:
+        from torch._dynamo.utils import counters, get_compilation_metrics
+
+        reasons = [m.recompile_reason for m in get_compilation_metrics()[-pieces:] if m.recompile_reason]
+        new = [text for text in counters["graph_break"] if text not in self._breaks] if pieces > 1 else []
+        self._breaks.update(new)
+        breaks = tuple(" ".join(line.strip() for line in text.splitlines()[:2]) for text in new)
+        return Event(index, pieces, _words(reasons[0]) if reasons else None, breaks)
+
+    def given_up(self) -> GivenUp | None:
+        """What the compiler has given up since the last call of this method."""
+        from torch._dynamo.utils import counters, get_compilation_metrics
+
+        count = sum(n for text, n in counters["unimplemented"].items() if _LIMIT in text.partition("\n")[0])
+        before, self._limits = self._limits, count
+        if count <= before:
+            return None
+        _KINDS.clear()  # runs to come begin with code of their own
+        metrics = get_compilation_metrics()[::-1]
+        last = next((m for m in metrics if m.recompile_reason), None)
+        if last is None:
+            return GivenUp("the blocks", "torch does not say what")
+        frame = str(last.compile_id).partition("/")[0]
+        names = [m.co_name for m in metrics if m.co_name and str(m.compile_id).partition("/")[0] == frame]
+        return GivenUp(names[0] if names else "the blocks", _words(str(last.recompile_reason)))
+
+    def _compiled(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        kind, shapes, learning = self._kind[index], None, torch.is_grad_enabled()
+        if self.dynamic is not True:
+            shapes = shapes_of(args, kwargs)
+            if self.dynamic is None and self.first.setdefault((kind, learning), shapes) != shapes:
+                shapes = None
+        key = (kind, shapes, learning)
+        found = self._calls.get(key)
+        if found is None:
+            made_for = (self._makes[kind], *key[1:], *sorted((name, repr(v)) for name, v in self.settings.items()))
+            found = _KINDS.get(made_for)
+            if found is None:
+                settings = {**self.settings, "dynamic": shapes is None}
+                found = _KINDS[made_for] = compiled_call(type(self.blocks[index]).__name__, **settings)
+                if len(_KINDS) > _KEPT:
+                    del _KINDS[next(iter(_KINDS))]
+            self._calls[key] = found
+        return found
+
+
+def _make(block: nn.Module) -> tuple[Any, ...]:
+    return type(block), tuple(signature(block))
+
+
+def without_empty_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A block's arguments without Hugging Face's caches of keys and values that hold nothing yet.
+
+    A block would add to the cache, which nothing reads in training, at its own place: code that is compiled for one block
+    would not do for the next.
+    """
+    if not any(map(_is_empty_cache, (*args, *kwargs.values()))):
+        return args, kwargs
+    kwargs = {key: None if _is_empty_cache(value) else value for key, value in kwargs.items()}
+    if kwargs.get("use_cache"):
+        kwargs["use_cache"] = False
+    return tuple(None if _is_empty_cache(value) else value for value in args), kwargs
+
+
+def _is_empty_cache(value: Any) -> bool:
+    return is_cache(value) and not value.get_seq_length()
+
+
+def _words(reason: str) -> str:
+    """The compiler's reason for a version more, without where that stands in its own code."""
+    text = reason.partition("\n")[0].partition("  #")[0].strip()
+    return text.partition(": ")[2].replace("forward.__self__", "block") or text
+
+
+def _of_compiler(error: Exception) -> bool:
+    from torch._dynamo.exc import TorchDynamoException
+
+    return isinstance(error, TorchDynamoException)
+
+
+_LIMIT = "recompile limit exceeded"
