@@ -50,8 +50,9 @@ RECIPES = {
     "patch_dropout": "PatchDropout",
     "ngram": "NgramEmbedding",
     "ngram_dense": "NgramEmbedding",
+    "compile": "RegionalCompilation",
 }
-COMPUTE = {"ngram", "ngram_dense"}
+COMPUTE = {"ngram", "ngram_dense", "compile"}
 WEIGHTS = {"muon", "soap", "schedule_free", "moving_average", "batch_warmup", "rate_schedule"}
 MEMORY = {"rematerialization", "activation_compression", "activation_offload", "optimizer_offload"}
 TOKENS = {"fused_head", "random_ltd", "patch_dropout"}  # no comparison of theirs is on the page yet
