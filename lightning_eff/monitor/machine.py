@@ -14,12 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 PROC = Path("/proc")
-SAME_MACHINE = (
-    "cpu",
-    "cores",
-    "gpu",
-    "threads",
-)  #: of a fingerprint: what makes a machine another one, not the versions
+SAME_MACHINE = ("cpu", "cores", "gpu", "threads")  #: of a fingerprint: what makes a machine another one
 
 
 def fingerprint(threads: int) -> dict[str, Any]:

@@ -9,8 +9,6 @@ of tensor. Code that reads ``module.weight`` gets, by the ``Read`` set for that 
 """
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,22 +39,6 @@ class Read:
     columns: bool = False
 
 
-class _Direct:
-    """Whether reads return the DTensors themselves."""
-
-    on = False
-
-
-@contextmanager
-def direct_access() -> Iterator[None]:
-    """Within this context ``module.weight`` is the DTensor itself, as ``reset_parameters`` or in-place code needs it."""
-    before, _Direct.on = _Direct.on, True
-    try:
-        yield
-    finally:
-        _Direct.on = before
-
-
 def read(param: DTensor, how: Read) -> Tensor:
     """The plain tensor that code reading ``param`` gets; differentiable.
 
@@ -83,7 +65,7 @@ class _Reads:
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)  # pyright: ignore[reportAttributeAccessIssue]
         # under FSDP2 a parameter is on the tensor-parallel mesh while its module computes, and on a larger one at rest
-        if isinstance(value, DTensor) and value.device_mesh.ndim == 1 and not _Direct.on:
+        if isinstance(value, DTensor) and value.device_mesh.ndim == 1:
             how = self.__dict__[_TABLE].get(name)
             if how is not None:
                 return read(value, how)

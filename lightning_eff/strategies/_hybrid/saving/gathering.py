@@ -1,6 +1,6 @@
 """Whole tensors from their pieces, one at a time: on rank 0 for a file, or on every rank for the module's own use."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,9 +88,3 @@ class Gathering:
         parts: list[Any] = [None] * self.stages.size()
         dist.all_gather_object(parts, dict(mine), group=self.stages)
         return {key: value for part in parts for key, value in part.items()}
-
-
-def ranks_apart(values: Iterable[Any]) -> list[int]:
-    """Ranks whose value differs from that of the first."""
-    values = list(values)
-    return [rank for rank, value in enumerate(values) if value != values[0]]

@@ -118,10 +118,6 @@ class Plain:
             slot = by_id.get(id(value))
             self.keys[key] = slot.name if slot is not None else named.get(key)
 
-    @property
-    def has_meta(self) -> bool:
-        return any(slot.meta for slot in self.slots.values())
-
     def current(self) -> dict[str, Tensor]:
         """What is registered now in the slots' places, by name: a piece or the whole; nothing where it is gone."""
         found: dict[str, Tensor] = {}
