@@ -73,10 +73,10 @@ class FusedLinearCrossEntropy(Technique):
 
     The head is found in the first batch, in a forward pass that is counted and in which no logits are made either: it is
     each ``nn.Linear``, or product with a parameter (``F.linear(x, self.embed.weight)``), whose output reaches
-    ``F.cross_entropy``, by whatever name and from whatever library, Hugging Face's losses too. Shifts, reshapes,
-    transpositions, selections by masks, casts up, scales by a number, a bias of classes and caps by ``tanh`` may lie
-    between. Tied weights, several heads and several losses are fine. ``ignore_index``, ``label_smoothing``, ``reduction``
-    and class weights (without smoothing) are those of the call.
+    ``F.cross_entropy`` (or ``F.nll_loss`` through ``log_softmax``), by whatever name and from whatever library, Hugging Face's
+    losses too. Shifts, reshapes, transpositions, selections by masks, casts up, scales by a number, a bias of classes and
+    caps by ``tanh`` may lie between. Tied weights, several heads and several losses are fine. ``ignore_index``,
+    ``label_smoothing``, ``reduction`` and class weights (without smoothing) are those of the call.
 
     What the head returns in a training step stands in for the logits. All else that is done with it, such as a metric,
     gets the logits, which are computed then, and a note says so; where they are read in each step, that costs the map's

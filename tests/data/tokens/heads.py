@@ -119,6 +119,10 @@ LOSSES: dict[str, Loss] = {
     "two losses": lambda net, z, y: flat(net, z, y) + 0.5 * shifted(net, z, y),
     "module": lambda net, z, y: nn.CrossEntropyLoss(label_smoothing=0.2)(z.float().reshape(B * T, -1), y.reshape(-1)),
     "by sample": by_sample,
+    "log_softmax": lambda net, z, y: F.nll_loss(z.log_softmax(-1).flatten(0, 1), y.flatten()),
+    "modules": lambda net, z, y: (
+        nn.NLLLoss(net.class_weight, reduction="sum")(nn.LogSoftmax(1)(z.transpose(1, 2)), y) / 9
+    ),
 }
 
 

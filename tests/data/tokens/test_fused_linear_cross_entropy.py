@@ -210,6 +210,9 @@ OTHERWISE: dict[str, Loss] = {
     "identity": lambda net, z, y: flat(net, z, y) + flat(net, Identity.apply(z), y),  # pyright: ignore[reportArgumentType]
     "classes cut": lambda net, z, y: flat(net, z, y) + flat(net, z[..., :200], y.clamp(max=199)),
     "classes first": lambda net, z, y: flat(net, z, y) + flat(net, z.flatten(0, 1).t().reshape(V, B, T).permute(1, 2, 0), y),
+    "nll_loss of logits": lambda net, z, y: flat(net, z, y) + F.nll_loss(z.flatten(0, 1), y.flatten()),
+    "softmax over tokens": lambda net, z, y: flat(net, z, y) + F.nll_loss(z.log_softmax(1).flatten(0, 1), y.flatten()),
+    "log_softmax, scaled": lambda net, z, y: flat(net, z, y) + flat(net, z.log_softmax(-1) * 2, y),
     "to float16 and back": lambda net, z, y: flat(net, z, y) + 1e-9 * flat(net, z.half().float(), y),
 }  # fmt: skip
 
@@ -389,7 +392,7 @@ def by_hand(net: Net, z: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("head", "loss", "message"),
     [
-        (module, by_hand, r"Seen: the output of out, the last map, read by torch's 'log_softmax' at .*test_fused"),
+        (module, by_hand, r"Seen: the output of out, the last map, read by torch's 'gather' at .*test_fused"),
         (lambda net, h: net.out(h).clamp(-5, 5), flat, r"no linear map.*read by torch's 'clamp'"),
         (module, lambda net, z, y: F.mse_loss(z.mean(-1), y.float()), "F.mse_loss"),
         (module, lambda net, z, y: F.cross_entropy(z.flatten(0, 1), torch.full((B * T, V), 1 / V)), "needs the logits"),

@@ -98,6 +98,7 @@ class Node:
         scale: a factor of the logits: a number, or a scalar that may have a gradient.
         shift: (V,), or None.
         cap: see above.
+        normal: these are logarithms of probabilities (``log_softmax``), whose cross-entropy is the logits' own.
     """
 
     call: Call
@@ -108,6 +109,7 @@ class Node:
     scale: Any = None
     shift: Tensor | None = None
     cap: float | None = None
+    normal: bool = False
     part: int | None = None  # of what the operation returns, if that is several
     others: tuple[Tensor, ...] = ()  # tensors with a gradient among the operations' arguments
     real: Tensor | None = None

@@ -11,7 +11,9 @@ from lightning_eff.kernels.linear_cross_entropy import CHUNK, CHUNK_ON_GPU, line
 
 
 def fused_loss(node: Node, arguments: dict[str, Any], rows: int | None) -> tuple[Tensor, int] | None:
-    """What ``F.cross_entropy`` would return, and of how many rows; None where it takes the logits.
+    """What the call would return, and of how many rows; None where it takes the logits.
+
+    The call is one of ``F.cross_entropy``, or of ``F.nll_loss`` on ``log_softmax``, which are the same.
 
     Rows with the ignored label, and those of the head's output that never reach the call, are not computed. Class weights
     ``w`` multiply the losses of rows: the mean is ``sum_i w_{y_i} l_i / sum_i w_{y_i}`` over rows i that count.
@@ -19,10 +21,10 @@ def fused_loss(node: Node, arguments: dict[str, Any], rows: int | None) -> tuple
     Args:
         node: what the call's ``input`` stands for.
         arguments: those of the call, by name.
-        rows: of logits at a time; None for as many as suit the device, and no more than a quarter of them.
+        rows: of logits at a time; None for as many as suit the device, and no more than a quarter of the head's.
     """
     target, weight, reduction = arguments["target"], arguments["weight"], arguments["reduction"]
-    smoothing, ignored = arguments["label_smoothing"], arguments["ignore_index"]
+    smoothing, ignored = arguments.get("label_smoothing", 0.0), arguments["ignore_index"]
     if type(target) is not Tensor or target.dtype != torch.int64 or target.device != node.call.x.device:
         return None
     if node.rows.at != (1 if len(node.rows.shape) > 1 else 0) or target.shape != node.rows.outer:
@@ -56,7 +58,7 @@ def fused_loss(node: Node, arguments: dict[str, Any], rows: int | None) -> tuple
             label_smoothing=smoothing,
             reduction=reduction if weight is None else "none",
             cap=node.cap,
-            chunk=rows or _rows(computed, x),
+            chunk=rows or _rows(node.call.x),
         )
     if weight is not None:
         counted = weight.to(loss.dtype)[classes.masked_fill(classes == ignored, 0)] * (classes != ignored)
@@ -70,8 +72,9 @@ def fused_loss(node: Node, arguments: dict[str, Any], rows: int | None) -> tuple
 _REDUCTIONS = ("mean", "sum", "none")
 
 
-def _rows(computed: int, x: Tensor) -> int:
-    return max(1, min(CHUNK_ON_GPU if x.is_cuda else CHUNK, -(-computed // 4)))
+def _rows(x: Tensor) -> int:
+    """Rows of logits at a time, of the head's input (..., D)."""
+    return min(CHUNK_ON_GPU if x.is_cuda else CHUNK, -(-x.shape[:-1].numel() // 4))
 
 
 def _dtype(node: Node) -> torch.dtype:

@@ -87,7 +87,11 @@ class Logits(Tensor):
         stand_ins = list(_stand_ins((args, kwargs)))
         changes = (raw.endswith("_") and not raw.endswith("__")) or raw in _INPLACE or "out" in kwargs
         if len(stand_ins) == 1 and stand_ins[0]._node.followed and not changes:
-            made = _loss(func, args, kwargs) if func is F.cross_entropy else _followed(name, func, args, kwargs)
+            made = (
+                _loss(func, args, kwargs)
+                if func in (F.cross_entropy, F.nll_loss)
+                else _followed(name, func, args, kwargs)
+            )
             if made is not None:
                 return made
         return _computed(name, func, args, kwargs, stand_ins, changes=changes or name == "data")
@@ -186,7 +190,9 @@ def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | 
     arguments = bind_loss(func, args, kwargs)
     assert arguments is not None, "it is a loss function"
     given = arguments["input"]
-    if not isinstance(given, Logits) or (given._node.call.differentiable and not torch.is_grad_enabled()):
+    if not isinstance(given, Logits) or (func is F.nll_loss and not given._node.normal):
+        return None
+    if given._node.call.differentiable and not torch.is_grad_enabled():
         return None
     return given._node.call.maker.loss(given._node, arguments)
 
@@ -214,7 +220,9 @@ def _followed(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         return tuple(_stood(_child(node, step, rows=rows, part=part)) for part, rows in enumerate(made))
     if at == 0 and (name in _CASTS or name == "to"):
         return _cast(node, step, name, rest, kwargs)
-    if kwargs or (len(rest) != 1 and name != "tanh"):
+    if name == "log_softmax" and at == 0 and _over_classes(node.rows, rest, kwargs):
+        return _stood(_child(node, step, normal=True))
+    if kwargs or (len(rest) != 1 and name != "tanh") or node.normal:
         return None
     if name == "tanh" and not rest and node.cap is None:
         return _stood(_child(node, step, cap=1.0))
@@ -224,9 +232,22 @@ def _followed(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _child(node: Node, step: Any, **changed: Any) -> Node:
-    kept = {key: getattr(node, key) for key in ("call", "rows", "dtype", "scale", "shift", "cap", "others")}
+    kept = {key: getattr(node, key) for key in ("call", "rows", "dtype", "scale", "shift", "cap", "normal", "others")}
     graph = tuple(t for t in tree_leaves(step[1:]) if isinstance(t, Tensor) and t.requires_grad)
     return Node(**{**kept, "parent": node, "step": step, "others": (*node.others, *graph), **changed})
+
+
+def _over_classes(rows: Rows, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a ``log_softmax`` with these arguments is one over the classes, in the logits' own dtype."""
+    named = {**dict(zip(("dim", "_stacklevel"), rest, strict=False)), **kwargs}
+    dim = named.pop("dim", None)
+    if not isinstance(dim, int) or any(key != "_stacklevel" and value is not None for key, value in named.items()):
+        return False
+    return (
+        len(rest) <= 2
+        and not any(isinstance(value, torch.dtype) for value in rest)
+        and dim % len(rows.shape) == rows.at
+    )
 
 
 def _cast(node: Node, step: Any, name: str, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
