@@ -86,6 +86,7 @@ COMPUTE = {
         "1.41 times as fast, a geometric mean over 180 models on an A100 (Ansel et al. 2024)",
     ),
     "muon_grown_ngram": ("ReplaceOptimizer, ProgressiveStacking and NgramEmbedding", "none: put together here"),
+    "muon_grown_ngram_compiled": ("the same with RegionalCompilation", "none: put together here"),
 }
 
 
