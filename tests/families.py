@@ -119,7 +119,10 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
         base = _EXPERTS
     images = {} if kind == "image" else {"PatchDropout": _NO_IMAGES}
     fewer = {"RandomLTD": _NOT_FEWER} if name in _BY_PLACES else {}
-    return Family(kind, {**base, **settings}, images | fewer | {**(refused or {})}, _NOT_FINITE.get(name, frozenset()))
+    masks = {"MaskRateSchedule": _NO_IDS if kind in ("image", "speech") else _NOT_MASKED}
+    return Family(
+        kind, {**base, **settings}, images | fewer | masks | {**(refused or {})}, _NOT_FINITE.get(name, frozenset())
+    )
 
 
 # Two bits of activations leave these without a finite gradient.
@@ -130,6 +133,7 @@ _NOT_FINITE = dict.fromkeys(("gemma2", "glm4", "helium"), frozenset({"Activation
 _BY_PLACES = ("bloom", "mpt", "mamba", "rwkv", "roformer", "rembert", "squeezebert")
 _NOT_FEWER = "cannot be given fewer of its tokens"
 _NO_IMAGES = f"found no images in the batch|called none of the blocks|{_NOT_FEWER}"
+_NOT_MASKED, _NO_IDS = "all of the labels 'labels' count", "found no tokens 'input_ids' and labels 'labels'"
 _PLAIN = "gpt2 llama mistral qwen2 qwen3 gemma gemma2 phi phi3 gpt_neox bloom mpt stablelm starcoder2 olmo2 cohere"
 _PLAIN += " granite glm4 helium nemotron persimmon smollm3 biogpt gpt_bigcode ernie4_5 exaone4 arcee seed_oss"
 _MASKED = "bert roberta electra camembert deberta-v2 mpnet xlm-roberta roformer rembert ernie esm"
@@ -138,7 +142,7 @@ _SWIN |= {"num_channels": 1, "num_labels": 5}
 _ON_BLOCKS = ("pp2", "ProgressiveLayerDropping", "ProgressiveStacking", "Rematerialization")
 _ON_BLOCKS += ("RandomLTD", "PatchDropout")
 _SAY_LAYERS = dict.fromkeys(_ON_BLOCKS, "layers=")
-_NO_SEQUENCE = {"SequenceLengthWarmup": "no integer tensor of shape .* keys="}
+_NO_SEQUENCE = {"SequenceLengthWarmup": "no integer tensor of shape .* keys=", "MaskRateSchedule": _NO_IDS}
 _OTHER_BLOCKS = {"ProgressiveStacking": "block 1 of .* has other parameters or buffers than block 0"}
 _NO_STACK = "found no stack of repeated blocks"
 _ALBERT = dict.fromkeys(_ON_BLOCKS, _NO_STACK)

@@ -46,6 +46,7 @@ RECIPES = {
     "activation_offload": "ActivationOffload",
     "optimizer_offload": "OptimizerOffload",
     "fused_head": "FusedLinearCrossEntropy",
+    "mask_rate": "MaskRateSchedule",
     "random_ltd": "RandomLTD",
     "patch_dropout": "PatchDropout",
     "ngram": "NgramEmbedding",
@@ -55,8 +56,9 @@ RECIPES = {
 COMPUTE = {"ngram", "ngram_dense", "compile"}
 WEIGHTS = {"muon", "soap", "schedule_free", "moving_average", "batch_warmup", "rate_schedule"}
 MEMORY = {"rematerialization", "activation_compression", "activation_offload", "optimizer_offload"}
-TOKENS = {"fused_head", "random_ltd", "patch_dropout"}  # no comparison of theirs is on the page yet
+TOKENS = {"fused_head", "mask_rate", "random_ltd", "patch_dropout"}  # no comparison of theirs is on the page yet
 ONLY = {
+    "mask_rate": ("bert",),
     "length_warmup": SEQUENCES,
     "fused_head": SEQUENCES,
     "random_ltd": ("vit", "bert", "gpt2"),
