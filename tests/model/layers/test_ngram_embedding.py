@@ -710,3 +710,13 @@ def test_it_learns_what_one_token_does_not_tell() -> None:
 def test_other_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         NgramEmbedding(**settings)
+
+
+def test_the_monitor_counts_the_bytes_of_sparse_gradients() -> None:
+    technique, monitor = NgramEmbedding(), eff.EfficiencyMonitor()
+    net = TinyGPT()
+    trainer(technique, monitor, max_steps=2, log_every_n_steps=1).fit(net, loader("tiny_gpt"))
+    assert technique.report()["sparse"] == 1
+    plain = sum(p.numel() * 4 for name, p in net.named_parameters() if "ngrams" not in name)
+    most = 4 * 31 * (net.dim * 4 + 8)  # a row of floats and its number for each look-up
+    assert plain < monitor._memory["gradients"] <= plain + most
