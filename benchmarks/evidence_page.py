@@ -80,11 +80,11 @@ COMPUTE = {
     ),
     "ngram_dense": ("NgramEmbedding(optimizer='module')", "a control: the same table under the baseline's optimizer"),
     "wide": ("as many parameters in the layers", "a control: the baseline at width 256"),
-    "muon_grown": ("ReplaceOptimizer and ProgressiveStacking", "a control of the next: the same without the table"),
     "compile": (
         "RegionalCompilation",
         "1.41 times as fast, a geometric mean over 180 models on an A100 (Ansel et al. 2024)",
     ),
+    "muon_grown": ("ReplaceOptimizer and ProgressiveStacking", "a control of the next: the same without the table"),
     "muon_grown_ngram": ("ReplaceOptimizer, ProgressiveStacking and NgramEmbedding", "none: put together here"),
     "muon_grown_ngram_compiled": ("the same with RegionalCompilation", "none: put together here"),
 }

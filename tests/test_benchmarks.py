@@ -373,7 +373,12 @@ def test_the_control_of_tables_has_as_many_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", sorted(BENCHMARKS.glob("*/stacks/*.yaml")), ids=lambda path: f"{path.parent.parent.name}-{path.stem}"
+    "path",
+    [
+        pytest.param(path, marks=pytest.mark.slow) if "compiled" in path.stem else path
+        for path in sorted(BENCHMARKS.glob("*/stacks/*.yaml"))
+    ],
+    ids=lambda path: f"{path.parent.parent.name}-{path.stem}",
 )
 def test_a_stack_trains(path: Path, tmp_path: Path) -> None:
     cli = parsed(path.parent.parent.name, f"../stacks/{path.stem}", tmp_path)

@@ -92,6 +92,7 @@ class RandomLTD(Technique):
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"start": Choice((0.125, 0.25, 0.5)), "until": Uniform(0.3, 0.9)}, _pointless
     )
+    sparse_gradients: ClassVar[bool] = True
     control: ClassVar[Control] = Control("the baseline for as many seconds with its learning rate decayed to zero")
     conflicts: ClassVar[Mapping[str, str]] = {}
     needs_budget: ClassVar[bool] = True
