@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_eff._core.blocks import Candidate, candidates, find_stack, refuse_compiled_around
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
+from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.model.execution._compiled import Calls, CannotCompile, Event, Shapes, without_empty_caches
 
@@ -111,7 +112,7 @@ class RegionalCompilation(Technique):
     Raises:
         ValueError: for other values; at setup, if no blocks are found, blocks or what is around them are compiled already or
             hold full backward hooks, the backend is unknown, or ``inductor`` has no C++ compiler (on a CPU) or no Triton (on
-            CUDA).
+            CUDA); in the first step, before any weight changes, if it calls none of the blocks as a whole.
         RuntimeError: in the first step, before any weight changes, if torch's compiler fails on a block, with its reason.
 
     Sources:
@@ -168,6 +169,7 @@ class RegionalCompilation(Technique):
         self._first: dict[tuple[int, bool], Shapes] = {}
         self._events: list[Event] = []  # since the last batch
         self._told = 0.0  # of the seconds
+        self._looked = False  # whether blocks are called
         self._figures: dict[str, float] = {"setup_seconds": 0.0, "compilations": 0, "blocks": 0}
 
     @property
@@ -214,6 +216,7 @@ class RegionalCompilation(Technique):
     @override
     def attach(self, session: Session) -> None:
         self._reset()
+        session.chain.add(Stage.SAVE, self._link)
 
     @override
     def on_model(self, session: Session) -> None:
@@ -238,6 +241,19 @@ class RegionalCompilation(Technique):
             session.patches.set(block, "_compiled_call_impl", functools.partial(self._call, self._calls, index))
         shapes = f", for any shapes because of {', '.join(changing)}" if dynamic and changing else ""
         rank_zero_info(f"{WHO}: compiles {', '.join(map(str, stacks))} in the first step{shapes}")
+
+    def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
+        """The step as it is; the first that is trained on must call blocks."""
+        output = proceed(batch)
+        if not self._looked and output is not None and torch.is_grad_enabled():
+            self._looked = True
+            if self._calls is not None and not self._calls.used:
+                raise ValueError(
+                    f"{WHO}: training_step called none of the blocks {self._paths[0]!r} .. {self._paths[-1]!r}; expected each"
+                    " step to call them as a whole, block(x), and not their forward or their parts, since it is such calls that"
+                    f" are compiled. Let the module do so, name another stack by layers=, or take {WHO} out."
+                )
+        return output
 
     def _settings(self) -> dict[str, Any]:
         if self.backend != "inductor":

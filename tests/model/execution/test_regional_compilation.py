@@ -284,6 +284,39 @@ def test_numbers_are_those_of_plain_training_to_rounding(inductor: None) -> None
     assert torch.equal(flat(run(compiled(backend="inductor"))), flat(got)), "compiled anew, another run"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "others", [list, lambda: [SequenceLengthWarmup(start=8, until=0.7)]], ids=["static", "dynamic"]
+)
+def test_resumes_to_the_bit_where_nothing_is_compiled_yet(
+    others: Any, inductor: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in another process on another machine: with no version of this one's, and no file of its compiler."""
+
+    def run(**kwargs: Any) -> dict[str, Tensor]:
+        _compiled._KINDS.clear()
+        torch._dynamo.reset()
+        return final_state(*fit("tiny_gpt", lambda: [compiled(backend="inductor"), *others()], max_steps=6, **kwargs))
+
+    whole = run(directory=tmp_path)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "other"))
+    assert differences(whole, run(resume=checkpoints(tmp_path)[3])) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_random_numbers_of_inductors_own_are_another_run(inductor: None) -> None:
+    plain = flat(fit("tiny_gpt", list, max_steps=3)[0])
+    same = flat(fit("tiny_gpt", lambda: [compiled(backend="inductor")], max_steps=3)[0])
+    own = [
+        flat(fit("tiny_gpt", lambda: [compiled(backend="inductor", same_random=False)], max_steps=3)[0])
+        for _ in range(2)
+    ]
+    assert (same - plain).abs().max() < 1e-4 < 1e-3 < (own[0] - plain).abs().max()
+    assert torch.equal(*own), "and the same each time"
+
+
 # -- what is told
 
 
@@ -435,6 +468,20 @@ def test_a_stack_may_be_named() -> None:
     technique = compiled(layers="blocks")
     fit("tiny_gpt", lambda: [technique], max_steps=1)
     assert technique.report()["blocks"] == 4
+
+
+class ByForward(Mixed):
+    """Calls its blocks' forward, as transformers' SqueezeBERT does."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x = self.stem(batch[0])
+        for block in self.blocks:
+            x = block.forward(x)
+        return x.square().mean()
+
+
+def test_blocks_that_are_not_called_as_a_whole_are_told_before_any_weight_changes() -> None:
+    refused(ByForward(3), "training_step called none of the blocks 'blocks.0' .. 'blocks.2'", name="classifier")
 
 
 def test_a_failing_compiler_is_told_before_any_weight_changes(afresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
