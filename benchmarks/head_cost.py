@@ -159,6 +159,22 @@ def _spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
+def _result(rows: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
+    """The rows so far, with what they were taken on."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    return {
+        "benchmark": "head_cost",
+        "rows": rows,
+        "settings": {key: value for key, value in vars(args).items() if key != "out"},
+        "device": device,
+        "threads": torch.get_num_threads(),
+        "cpus": os.cpu_count(),
+        "torch": torch.__version__,
+        "lightning": lightning.__version__,
+        "python": platform.python_version(),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[256, 8192, 131072])
@@ -184,25 +200,13 @@ def main() -> None:
         for share in args.shares:
             row = compare(vocabulary, share, args)
             rows.append(row)
+            if args.out:
+                args.out.write_text(json.dumps(_result(rows, args), indent=2) + "\n")
             ms, mib, ratio = row["step_ms"], row["peak_mib"], row["measured_over_predicted"]
             told = f"{vocabulary:12,} {share:12.0%} {ms['plain']['median']:12.1f} {ms['fused']['median']:12.1f}"
             told += f" {mib['plain']:12.1f} {mib['fused']:12.1f} {ratio['median']:12.3f}"
             print(f"{told} ({ratio['min']:.3f} - {ratio['max']:.3f})", flush=True)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
-    result = {
-        "benchmark": "head_cost",
-        "rows": rows,
-        "settings": {key: value for key, value in vars(args).items() if key != "out"},
-        "device": device,
-        "threads": torch.get_num_threads(),
-        "cpus": os.cpu_count(),
-        "torch": torch.__version__,
-        "lightning": lightning.__version__,
-        "python": platform.python_version(),
-    }
-    print("\n" + json.dumps(result, indent=2))
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
+    print("\n" + json.dumps(_result(rows, args), indent=2))
 
 
 if __name__ == "__main__":
