@@ -1,6 +1,7 @@
 """Where gradients are rewritten: once for each step, whole and unscaled, after all others' hooks and before clipping."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from lightning_eff import GradientCentralization
 from lightning_eff._core._run import capacity
 from lightning_eff._core.session import Session
+from lightning_eff.optim.preconditioning import _gradients
 from lightning_eff.optim.preconditioning._gradients import Gradients, Preconditioner, stepped
 from tests.models import TinyClassifier, flat, hugging_face, loader, module, trainer
 
@@ -211,6 +213,37 @@ def test_a_trial_run_of_lightnings_tuners_is_plain() -> None:
     t = trainer(technique, LearningRateFinder(num_training_steps=5, attr_name="lr"), max_steps=2)
     t.fit(net, loader("classifier", 40))
     assert len(technique.seen) == 2
+
+
+def test_what_was_done_is_kept() -> None:
+    technique, again = Tenfold(), Tenfold()
+    trainer(technique, max_steps=2).fit(built(), loader("classifier"))
+    state = technique.state_dict()
+    again.load_state_dict(state)
+    assert again.state_dict() == state and state["rewritten"] == 2 and state["last"]["gradient_norm"] > 0
+
+
+def test_a_direction_that_is_not_finite_leaves_the_gradient() -> None:
+    gradient, direction = {"w": torch.ones(3)}, {"w": torch.tensor([1.0, torch.nan, 1.0])}
+    assert Tenfold()._finished(gradient, direction, 1.0, "gradient") is None
+    assert Tenfold()._finished(gradient, {"w": torch.full((3,), 2.0)}, 6.0, "gradient") is not None
+
+
+@pytest.mark.parametrize(("num_devices", "fits"), [(1, True), (2, False)])
+def test_processes_of_one_machine_share_its_memory(num_devices: int, fits: bool, monkeypatch: Any) -> None:
+    monkeypatch.setattr(_gradients, "free_bytes", lambda device: 1500)
+    net = nn.Linear(9, 10)  # 400 bytes
+    session: Any = SimpleNamespace(
+        module=net,
+        optimizers=[torch.optim.SGD(net.parameters(), 0.1)],
+        trainer=SimpleNamespace(num_devices=num_devices),
+        _stacks={},
+    )
+    if fits:
+        assert "2 vectors of 100 parameters take" in _gradients.check_room("A", session, 2)
+    else:
+        with pytest.raises(ValueError, match=r"A: 2 vectors of 100 parameters are 800 bytes on cpu.*at most 1 vectors"):
+            _gradients.check_room("A", session, 2)
 
 
 def test_lbfgs_is_refused() -> None:

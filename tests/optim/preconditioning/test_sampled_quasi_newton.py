@@ -1,6 +1,7 @@
 """Sampled quasi-Newton: secant equations, the matrices written out, Newton's step on a quadratic, and a loop by hand."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_eff import SampledQuasiNewton
 from lightning_eff._core import rng
 from lightning_eff._core.session import Session
+from lightning_eff._core.wrapping import is_unrounded
 from lightning_eff.optim.preconditioning import _gradients
 from lightning_eff.optim.preconditioning.sampled_quasi_newton import lbfgs_weights, lsr1_weights
 from tests.cases import Case
@@ -84,6 +86,15 @@ def test_lsr1_is_its_updates_and_keeps_all_secant_equations(definite: bool) -> N
         assert counted == 5
 
 
+def test_lsr1_begins_positive_where_the_last_pairs_curvature_is_negative() -> None:
+    _, s, y = pairs(m=1, definite=False)
+    y = y * -(s[0] @ y[0]).sign()
+    g, first = torch.randn(12, dtype=torch.float64), ((s[0] @ y[0]) / (y[0] @ y[0])).abs()
+    v = s[0] - first * y[0]
+    expected = first * g + v * (v @ g) / (v @ y[0])
+    torch.testing.assert_close(times(lsr1_weights, g, s, y)[0], expected, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("definite", [True, False])
 def test_lsr1_of_as_many_directions_as_dimensions_is_the_inverse_hessian(definite: bool) -> None:
     hessian, s, y = pairs(m=12, definite=definite)
@@ -132,12 +143,61 @@ class Quadratic(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 1.0)
 
 
-def test_a_step_on_a_quadratic_is_newtons_where_directions_span_it() -> None:
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_step_on_a_quadratic_is_newtons_where_directions_span_it(accumulate: int) -> None:
     net = Quadratic()
     technique = SampledQuasiNewton(method="lsr1", num_directions=6, norm="inverse")
-    trainer(technique, max_steps=1).fit(net, DataLoader(torch.zeros(1, 1)))
+    t = trainer(technique, max_steps=1, accumulate_grad_batches=accumulate)
+    t.fit(net, DataLoader(torch.zeros(accumulate, 1)))
     torch.testing.assert_close(net.w.detach(), torch.linalg.solve(net.a, net.b), rtol=1e-6, atol=1e-6)
-    assert technique.report()["pairs"] == 6 and technique.report()["passes"] == 7
+    assert technique.report()["pairs"] == 6 and technique.report()["passes"] == 7 * accumulate
+    session = technique._past
+    assert session is not None
+    assert session.chain.cost.forward_passes == session.chain.cost.backward_passes == 7 * accumulate
+
+
+class Odd(pl.LightningModule):
+    """A sparse table, complex weights, and a step without a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.w = nn.Embedding(5, 8, sparse=True), nn.Parameter(torch.randn(8, 3, dtype=torch.complex64))
+        self._unrounded: list[bool] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        self._unrounded.append(is_unrounded())
+        if batch_idx == 1:
+            return None
+        return ((batch[0] + self.table(batch[1])).to(torch.complex64) @ self.w).abs().square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+@pytest.mark.filterwarnings("ignore:.training_step. returned")
+def test_sparse_and_complex_parameters_and_steps_without_a_loss() -> None:
+    net, technique = Odd(), SampledQuasiNewton(num_directions=2, interval=1)
+    trainer(technique, max_steps=3).fit(net, loader("classifier"))
+    assert technique._y["w"].shape == (2, 48) and technique._y["table.weight"].shape == (2, 40)
+    assert all(bool(y.any(1).all()) for y in technique._y.values())
+    assert technique.report()["rewritten"] >= 2
+    assert net._unrounded[:4] == [True, True, True, False], "differences are taken without plugins' rounding"
+
+
+def test_a_step_that_was_not_finite_has_its_directions_drawn_anew() -> None:
+    class Breaks(TinyClassifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss * float("inf") if batch_idx == 0 and self.trainer.current_epoch == 0 else loss
+
+        def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            for p in self.parameters():
+                p.grad = None if p.grad is None else p.grad.nan_to_num(0.0, 0.0, 0.0)
+
+    technique = SampledQuasiNewton(num_directions=1, interval=100)
+    trainer(technique, max_steps=4).fit(still(Breaks()), loader("classifier"))
+    told = technique.report()
+    assert (told["left"], told["rewritten"], told["passes"]) == (1, 3, 4)
 
 
 class Watch(pl.Callback):
@@ -309,6 +369,29 @@ def test_resumes_within_accumulation_windows(tmp_path: Path, method: Any) -> Non
     """Also within those of drawing steps, of which a part of the differences is summed."""
     build = lambda: [SampledQuasiNewton(method=method, num_directions=2, interval=2)]  # noqa: E731
     assert resume_from_batches("classifier", build, tmp_path, None if method == "lbfgs" else (1, 8)) == {}
+
+
+def drawn() -> tuple[SampledQuasiNewton, dict[str, Any]]:
+    """One that is within a window of a drawing step, and what two ranks would save of it."""
+    technique = SampledQuasiNewton(num_directions=2, interval=2)
+    trainer(technique, max_steps=1).fit(module("classifier"), loader("classifier"))
+    technique._begun = True
+    technique._past = SimpleNamespace(gather=lambda own: [own, {name: 2 * y for name, y in own.items()}])  # type: ignore[assignment]
+    return technique, technique.state_dict()
+
+
+def test_each_rank_takes_up_its_own_sums_and_no_others() -> None:
+    technique, state = drawn()
+    for rank, world_size, m in ((0, 2, 2), (1, 2, 2), (0, 3, 2), (0, 2, 5)):
+        again = SampledQuasiNewton(num_directions=m, interval=2)
+        again._session = SimpleNamespace(rank=rank, trainer=SimpleNamespace(world_size=world_size))  # type: ignore[assignment]
+        again.load_state_dict(state)
+        fits = world_size == 2 and m == 2
+        assert (again._begun, again._drawn_at) == ((True, 0) if fits else (False, -1)), "else they are drawn anew"
+        for name, y in again._y.items():
+            assert torch.equal(y, (1 + rank) * technique._y[name])
+        assert len(again._y) == len(technique._y) * fits
+        assert (again._passes, again._pairs) == (technique._passes, technique._pairs) and again._passes == 3
 
 
 # -- memory, YAML, bad input

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_eff._core._samples.scoring import Scorer
 from lightning_eff.optim.sharpness.efficient_sam import EfficientSAM, sharpest
 from tests.cases import Case, own_loss
 from tests.models import TinyClassifier, loader, trainer
@@ -133,6 +134,17 @@ def test_a_loss_that_cannot_be_seen_is_told_by_a_function() -> None:
 def test_a_batch_of_one_sample_is_refused() -> None:
     with pytest.raises(ValueError, match="EfficientSAM: got a batch of 1 sample; expected several"):
         trainer(EfficientSAM(), max_steps=3).fit(TinyClassifier(), loader("classifier", batch_size=1))
+
+
+def test_a_resumed_run_does_not_look_at_its_first_batch_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    by_sample = Scorer._lies_by_sample
+    monkeypatch.setattr(Scorer, "_lies_by_sample", lambda *args: looks.append(1) or by_sample(*args))
+    build = lambda: [EfficientSAM(rho=0.1)]  # noqa: E731
+    fit("classifier", build, directory=tmp_path, max_steps=2)
+    assert looks == [1]
+    fit("classifier", build, resume=tmp_path / "step=1.ckpt", max_steps=2)
+    assert looks == [1]
 
 
 def test_resumes_within_accumulation_windows(tmp_path: Path) -> None:

@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from lightning_eff._core._samples.scoring import Scorer
 from lightning_eff.optim.sharpness.ksam import KSAM, largest
 from tests.cases import Case, own_loss
 from tests.models import TinyClassifier, loader, trainer
 from tests.optim.sharpness.test_sharpness_aware_minimization import AS_SAM, both, ends_as_sam
-from tests.runs import resume_from_batches
+from tests.runs import fit, resume_from_batches
 
 CASES = {
     "KSAM": Case(
@@ -74,6 +75,17 @@ def test_equals_the_loop_by_hand(rho: float) -> None:
 def test_a_batch_of_one_sample_is_refused() -> None:
     with pytest.raises(ValueError, match="KSAM: got a batch of 1 sample; expected several"):
         trainer(KSAM(), max_steps=3).fit(TinyClassifier(), loader("classifier", batch_size=1))
+
+
+def test_a_resumed_run_does_not_look_at_its_first_batch_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    by_sample = Scorer._lies_by_sample
+    monkeypatch.setattr(Scorer, "_lies_by_sample", lambda *args: looks.append(1) or by_sample(*args))
+    build = lambda: [KSAM(rho=0.1, keep=0.5)]  # noqa: E731
+    fit("classifier", build, directory=tmp_path, max_steps=2)
+    assert looks == [1]
+    fit("classifier", build, resume=tmp_path / "step=1.ckpt", max_steps=2)
+    assert looks == [1]
 
 
 def test_resumes_within_accumulation_windows(tmp_path: Path) -> None:
