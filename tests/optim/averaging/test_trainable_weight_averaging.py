@@ -1,6 +1,7 @@
 """TWA: a basis by Gram-Schmidt, the projected gradient by an explicit matrix, and the optimum of a quadratic in the span."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,8 +13,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_eff import ProgressiveStacking, TrainableWeightAveraging
+from lightning_eff._core.session import Session
 from lightning_eff.optim.averaging.trainable_weight_averaging import coordinates, mean_and_basis, orthonormal, point
 from tests.cases import Case
+from tests.core.nop import Nop
 from tests.models import TinyClassifier, flat, loader, module, trainer
 from tests.optim.averaging.test_regularized_nonlinear_acceleration import Bowl
 from tests.optim.watch import Watch, differing, state_of
@@ -118,6 +121,53 @@ def test_a_quadratic_ends_at_its_optimum_in_the_span() -> None:
     assert technique.report()["coefficients"] == 3
 
 
+def test_coefficients_have_momentum() -> None:
+    h, minimum, net = bowl()
+    technique, path = TrainableWeightAveraging(window=3, start=0.0, until=0.02, lr=0.2, momentum=0.5), Path_()
+    trainer(technique, path, max_steps=300).fit(net, DataLoader(torch.zeros(300, 1)))
+    p = gram_schmidt(np.stack([_plain(h, minimum, step) for step in (3, 5, 7)]))
+    w, v = path.weights[6], np.zeros(3)
+    for step in range(7, 12):
+        v = 0.5 * v + p @ (h.numpy() @ (w - minimum.numpy()))
+        w = w - 0.2 * (1 - step / 300) / (1 - 0.02) * p.T @ v
+        np.testing.assert_allclose(path.weights[step], w, rtol=1e-8)
+
+
+def test_a_fused_steps_scaler_is_heeded() -> None:
+    """A fused optimizer is given the scale of its gradients, and whether one is not finite; it looks at both by itself."""
+    *_, net = bowl()
+    technique = TrainableWeightAveraging(window=3, start=0.0, until=0.5, lr=0.2, momentum=0.0)
+    ends: list[Tensor] = []
+
+    class Steps(pl.Callback):
+        def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            begin = technique._c.clone()
+            for scale, found in ((None, None), (4.0, 0.0), (4.0, 1.0)):
+                technique._c = begin.clone()
+                for w in pl_module.parameters():
+                    w.grad = torch.ones_like(w) * (scale or 1.0)
+                optimizer: Any = SimpleNamespace(grad_scale=scale, found_inf=found)
+                technique._stepped_by(optimizer, (), {})
+                ends.append(technique._c - begin)
+
+    trainer(technique, Steps(), max_steps=20).fit(net, DataLoader(torch.zeros(20, 1)))
+    assert ends[0].abs().max() > 1e-4
+    torch.testing.assert_close(ends[1], ends[0])
+    assert not ends[2].any()
+
+
+def test_other_techniques_are_told_that_weights_were_overwritten() -> None:
+    told: list[int] = []
+
+    class Told(Nop):
+        def on_blocks_changed(self, session: Session) -> None:
+            told.append(session.trainer.global_step)
+
+    technique = TrainableWeightAveraging(window=3, start=0.0, until=0.5, lr=0.1, bn_batches=2)
+    fit("tiny_gpt", lambda: [technique, Told()])
+    assert told == [7]
+
+
 def _plain(h: Tensor, minimum: Tensor, steps: int) -> np.ndarray:
     """The weights after so many steps of the module's own gradient descent from zero."""
     w = torch.zeros_like(minimum)
@@ -208,10 +258,13 @@ def test_batch_norm_statistics_are_those_of_the_mean() -> None:
         torch.testing.assert_close(watch.raw[7][f"norm.{name}"], value, rtol=1e-5, atol=1e-6)
 
 
-def test_weights_that_thaw_later_are_left_to_the_optimizer() -> None:
+@pytest.mark.parametrize("step", [4, 7])
+def test_weights_that_thaw_later_are_left_to_the_optimizer(step: int) -> None:
+    """After the last snapshot, or after the first."""
+
     class Thaws(pl.Callback):
         def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
-            pl_module.head.requires_grad_(trainer.global_step >= 7)
+            pl_module.head.requires_grad_(trainer.global_step >= step)
 
     net, watch = TinyClassifier(batch_norm=False), Watch()
     technique = TrainableWeightAveraging(window=3, start=0.0, until=0.5, lr=0.1)
