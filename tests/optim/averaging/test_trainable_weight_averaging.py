@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_eff import ProgressiveStacking, TrainableWeightAveraging
@@ -166,6 +166,35 @@ def test_other_techniques_are_told_that_weights_were_overwritten() -> None:
     technique = TrainableWeightAveraging(window=3, start=0.0, until=0.5, lr=0.1, bn_batches=2)
     fit("tiny_gpt", lambda: [technique, Told()])
     assert told == [7]
+
+
+class Sparse(pl.LightningModule):
+    """A table whose gradients torch keeps sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(3, 8, sparse=True), nn.Linear(8, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.head(batch[0] + self.table(batch[1] % 2)), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.3)
+
+
+def test_what_is_kept_is_taken_up_and_no_hook_stays() -> None:
+    technique = TrainableWeightAveraging(window=3, start=0.0, until=0.5, lr=0.1)
+    net = Sparse()
+    t = trainer(technique, max_steps=12)
+    t.fit(net, loader("classifier"))
+    assert not t.optimizers[0]._optimizer_step_post_hooks
+    saved = technique.saved()
+    assert technique.saved_weights(saved).keys() == dict(net.named_parameters()).keys()
+    again = TrainableWeightAveraging(window=3, start=0.0, until=0.5, lr=0.1)
+    again.restore(saved)
+    assert (again._due, again._over) == (3, True) and len(again._c) == 3
+    for name in ("_c", "_velocity"):
+        assert torch.equal(getattr(again, name), getattr(technique, name)) and getattr(again, name).all()
 
 
 def _plain(h: Tensor, minimum: Tensor, steps: int) -> np.ndarray:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_eff import MESA, EfficientSAM, SharpnessAwareMinimization
+from lightning_eff._core.session import Session
 from lightning_eff.optim.sharpness.mesa import follow
 from tests.cases import Case, own_loss
 from tests.core.nop import Nop
@@ -241,3 +242,20 @@ def test_bad_arguments(kwargs: dict[str, Any], message: str) -> None:
 def test_a_yaml_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit_yaml(tmp_path, "MESA", {"weight": 1.0, "start": 0.0}, max_steps=4)
     assert "MESA, lambda 1: the last batch diverged by" in capsys.readouterr().out
+
+
+def test_another_network_has_another_teacher() -> None:
+    """At once, of the weights as they are then, and it has followed no step that was made before."""
+    held: list[bool] = []
+
+    class Grows(Nop):
+        def on_batch_end(self, session: Session, batch_idx: int) -> None:
+            if session.trainer.global_step == 4:
+                session.blocks_changed(self)
+                named = dict(session.module.named_parameters())
+                held.extend(torch.equal(v, named[name]) for name, v in technique._teacher.items())
+                held.append(not technique._stepped)
+
+    technique = MESA(weight=1.0, decay=0.8, start=0.0)
+    trainer(technique, Grows(), max_steps=5).fit(module("classifier"), loader("classifier"))
+    assert len(held) > 4 and all(held)
