@@ -61,7 +61,6 @@ ONLY = {
     "mask_rate": ("bert",),
     "length_warmup": SEQUENCES,
     "fused_head": SEQUENCES,
-    "random_ltd": ("vit", "bert", "gpt2"),
     "patch_dropout": ("vit",),
     **dict.fromkeys(COMPUTE, ("gpt",)),
 }

@@ -543,11 +543,49 @@ def test_caches_are_off_and_what_they_hold_is_refused() -> None:
         find_plan(blocks[1], call, B, per_sample=True, generator=g)
 
 
-@pytest.mark.parametrize("cls", [OwnTables, FixedTables, RelativeBias, Conv, Shifted, Windows, ByLength])
+class OwnMask(OwnTables):
+    """Tables and a causal mask of its own, both for more than there is, the mask by a dimension of each."""
+
+    def __init__(self, tokens: int = T) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.ones(1, 1, 40, 40, dtype=torch.bool).tril())
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        n = q.shape[2]
+        q, k = (rotate(x, self.cos[:n], self.sin[:n]) for x in (q, k))  # pyright: ignore[reportIndexIssue, reportArgumentType]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.seen[:, :, :n, :n])  # pyright: ignore[reportIndexIssue]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("cls", [OwnTables, FixedTables, OwnMask])
+def test_rotary_tables_of_a_blocks_own_go_along(cls: type[nn.Module], checkpointed: bool) -> None:
+    """Against blocks that are handed the tables of the chosen places; other places in each sample are refused."""
+
+    class ByHand(Net):
+        def run(self, index: int, x: Tensor, *given: Any) -> Tensor:
+            some = dict(technique.chosen)[index]
+            cos, sin = tables(64)
+            return x.index_copy(1, some, self.blocks[index](x[:, some], (cos[some], sin[some])))
+
+    class Checkpointed(Net):
+        def run(self, index: int, x: Tensor, *given: Any) -> Tensor:
+            return checkpoint(self.blocks[index], x, use_reentrant=False)  # pyright: ignore[reportReturnType]
+
+    technique = SomeTokens(5)
+    net = (Checkpointed if checkpointed else Net)(cls)
+    held = {name: id(value) for name, value in net.named_buffers()}
+    got = gradient(net, ids(), technique)
+    torch.testing.assert_close(got, gradient(ByHand(Rotary), ids()), rtol=1e-4, atol=1e-6)
+    assert {name: id(value) for name, value in net.named_buffers()} == held
+    with pytest.raises(ValueError, match="cannot be given fewer of its tokens"):
+        gradient(Net(cls), ids(), SomeTokens(per_sample=True))
+
+
+@pytest.mark.parametrize("cls", [RelativeBias, Conv, Shifted, Windows, ByLength])
 def test_blocks_that_go_by_places_are_refused(cls: type[nn.Module]) -> None:
-    places = "it fails" if cls is FixedTables else "its output goes by where tokens stand"
     with pytest.raises(
-        ValueError, match=rf"SomeTokens: block 0 of 'blocks' .* cannot be given fewer .*{places}.*layers="
+        ValueError,
+        match=r"SomeTokens: block 0 of 'blocks' .* cannot be given fewer .*its output goes by where tokens stand.*layers=",
     ):
         gradient(Net(cls), ids(), SomeTokens())
 

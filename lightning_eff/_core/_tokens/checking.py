@@ -20,7 +20,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from lightning_eff._core import rng
-from lightning_eff._core._tokens.inputs import BLIND, Call, Path, Plan, is_cache, leaves, mapped, told
+from lightning_eff._core._tokens.inputs import BLIND, Call, Path, Plan, is_cache, leaves, mapped, tables_at, told
 from lightning_eff._core.blocks import hidden_of, split_output
 
 _TRIES = 512
@@ -31,7 +31,9 @@ class CannotTake(ValueError):
     """A block cannot be given fewer of its tokens."""
 
 
-def find_plan(block: nn.Module, call: Call, size: int, *, per_sample: bool, generator: Generator) -> Plan:
+def find_plan(
+    block: nn.Module, call: Call, size: int, *, per_sample: bool, generator: Generator, tables: bool = False
+) -> Plan:
     """How fewer tokens are handed to ``block``, tried on a copy of it.
 
     Args:
@@ -40,6 +42,7 @@ def find_plan(block: nn.Module, call: Call, size: int, *, per_sample: bool, gene
         size: the number of samples in the batch.
         per_sample: the samples' tokens will differ.
         generator: of what is drawn.
+        tables: buffers of the block's own may go along, where the samples' tokens do not differ.
 
     Raises:
         CannotTake: with the reason, and all inputs.
@@ -47,12 +50,12 @@ def find_plan(block: nn.Module, call: Call, size: int, *, per_sample: bool, gene
     inputs = ", ".join(told(path, value) for path, value in leaves(call) if value is not None)
     try:
         with torch.no_grad(), rng.fork(), torch.autocast(hidden_of(*call).device.type, enabled=False):
-            return _find(block, call, size, per_sample, generator)
+            return _find(block, call, size, per_sample, generator, tables and not per_sample)
     except CannotTake as error:
         raise CannotTake(f"{error}. It is called with {inputs}") from None
 
 
-def _find(block: nn.Module, call: Call, size: int, per_sample: bool, generator: Generator) -> Plan:
+def _find(block: nn.Module, call: Call, size: int, per_sample: bool, generator: Generator, tables: bool) -> Plan:
     hidden = hidden_of(*call)
     dim = token_dim(hidden, size)
     tokens = hidden.shape[dim]
@@ -65,6 +68,8 @@ def _find(block: nn.Module, call: Call, size: int, per_sample: bool, generator: 
             )
     at = next(path for path, value in leaves(call) if value is hidden)
     bases = [Plan(at, dim, dict(dims)) for dims in _candidates(call, at, tokens)]
+    if tables:
+        bases += [Plan(at, dim, plan.dims, held) for held in _own_tables(block, tokens) for plan in bases[:_TRIES]]
     reasons: list[str] = []
     for dtype in (torch.float64, torch.float32):
         try:
@@ -116,6 +121,17 @@ def _candidates(call: Call, hidden: Path, tokens: int) -> Iterator[Mapping[Path,
         yield {path: dims for path, dims in chosen if dims}
 
 
+def _own_tables(block: nn.Module, tokens: int) -> list[dict[str, tuple[int, ...]]]:
+    """Which buffers may have a row for each place: those of as many rows or more, in their first such dimension or in all."""
+    along = {
+        name: tuple(d for d, n in enumerate(value.shape) if n >= tokens)
+        for name, value in getattr(block, "_orig_mod", block).named_buffers()
+    }
+    along = {name: dims for name, dims in along.items() if dims}
+    options = [{name: dims[:1] for name, dims in along.items()}, along]
+    return [] if not along else options[: 1 if options[0] == options[1] else 2]
+
+
 class _Trial:
     """A copy of a block with weights and inputs moved at random, run on all tokens, some, and some of them twice."""
 
@@ -146,10 +162,13 @@ class _Trial:
             return noise
         return torch.where(value > BLIND, value.to(self.dtype) + 0.1 * noise, value.to(self.dtype))
 
-    def _run(self, call: Call) -> Any:
+    def _run(self, call: Call, tables: Mapping[str, tuple[int, ...]] | None = None, index: Tensor | None = None) -> Any:
         # what the block changes of its inputs is of no concern to the next run
         args, kwargs = mapped(call, lambda _, v: v.clone() if isinstance(v, Tensor) else copy.deepcopy(v))
-        return self.block(*args, **kwargs)
+        if not tables or index is None:
+            return self.block(*args, **kwargs)
+        with tables_at(self.block, tables, index):
+            return self.block(*args, **kwargs)
 
     def _some(self, count: int) -> Tensor:
         """Places of ``count`` tokens, ascending: (k,), or (B, k) other ones in each sample."""
@@ -162,10 +181,12 @@ class _Trial:
     def refuted(self, plan: Plan) -> str | None:
         """Why fewer tokens cannot be handed over in this way; None if they can."""
         try:
-            every = split_output(self._run(plan.fewer(self.call, self._some(self.tokens))))[0]
-            fewer = plan.fewer(self.call, self._some(self.tokens // 2))
-            some, rest = split_output(self._run(fewer))
-            twice = split_output(self._run(_doubled(fewer, plan)))[0]
+            whole, half = self._some(self.tokens), self._some(self.tokens // 2)
+            every = split_output(self._run(plan.fewer(self.call, whole), plan.tables, whole))[0]
+            fewer = plan.fewer(self.call, half)
+            some, rest = split_output(self._run(fewer, plan.tables, half))
+            pairs = half.repeat_interleave(2, dim=-1)
+            twice = split_output(self._run(_doubled(fewer, plan), plan.tables, pairs))[0]
         except Exception as error:
             caches = [told(path, value) for path, value in leaves(self.call) if is_cache(value)]
             without = f" and without {caches[0]}" if caches else ""

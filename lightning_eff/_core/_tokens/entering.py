@@ -24,6 +24,7 @@ class EnteringTokens(Tokens):
     """
 
     _attribute = "_call_impl"  # with their hooks, to which input and output must be of as many tokens
+    _own_tables = False  # what runs a block again does so within them
 
     @override
     def _put_on(self, step: Step) -> None:

@@ -1,11 +1,12 @@
 """What a block is called with, and the same for fewer of its tokens."""
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_eff._core.blocks import hidden_of
 
@@ -93,11 +94,13 @@ class Plan:
         hidden: the path of the hidden state, (B, T, D) or (T, B, D).
         dim: its dimension along the tokens, 1 or 0.
         dims: by path, those of the other inputs that have any.
+        tables: by dotted name, those of the block's own buffers that have a row for each place, such as rotary tables.
     """
 
     hidden: Path
     dim: int
     dims: Mapping[Path, tuple[int, ...]] = field(default_factory=dict)
+    tables: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def fewer(self, call: Call, index: Tensor, hidden: Tensor | None = None) -> Call:
         """The call on the tokens at ``index``, ascending, of shape (k,) or (B, k); caches are left out.
@@ -118,6 +121,23 @@ class Plan:
             return value if dims is None else take_along(value, dims, index, size)
 
         return mapped(call, take)
+
+
+@contextmanager
+def tables_at(block: nn.Module, tables: Mapping[str, tuple[int, ...]], index: Tensor) -> Iterator[None]:
+    """The block's own ``tables`` hold the rows of the places ``index``, (k,), alone."""
+    held: list[tuple[dict[str, Any], str, Tensor]] = []
+    try:
+        for path, dims in tables.items():
+            owner, _, name = path.rpartition(".")
+            buffers: Any = getattr(block, "_orig_mod", block).get_submodule(owner)._buffers
+            held.append((buffers, name, buffers[name]))
+            for dim in dims:
+                buffers[name] = buffers[name].index_select(dim, index)
+        yield
+    finally:
+        for buffers, name, whole in held:
+            buffers[name] = whole
 
 
 def take_tokens(hidden: Tensor, index: Tensor, dim: int) -> Tensor:

@@ -28,6 +28,7 @@ from lightning_eff._core._tokens.inputs import (
     means_of,
     put_tokens,
     spread_out,
+    tables_at,
 )
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.blocks import BlockStack, hidden_of, refuse_compiled_around, split_output
@@ -95,7 +96,8 @@ class Tokens:
             on one rank is raised on all.
     """
 
-    _attribute = "forward"  # of a block, which is handed its calls
+    _attribute = "forward"  # of a block, which is handed its calls, also of those that run it again
+    _own_tables = True  # whether buffers of a block may go along
 
     def __init__(
         self,
@@ -266,7 +268,8 @@ class Tokens:
             return fewer.plain(*call[0], **call[1])
         if isinstance(choice, Kept):
             less = plan.fewer(call, place)
-            new, rest = split_output(fewer.plain(*less[0], **less[1]))
+            with tables_at(fewer.block, plan.tables, place):
+                new, rest = split_output(fewer.plain(*less[0], **less[1]))
             full = put_tokens(hidden, place, new, plan.dim)
         else:
             groups = choice.groups.to(hidden.device)
@@ -319,7 +322,9 @@ class Tokens:
         generator = self.session.generator(self.who, "trial", fewer.index)
         try:
             size = num_samples(fewer.step.given)  # other links may make several samples of one
-            found = find_plan(fewer.block, call, size, per_sample=self.per_sample, generator=generator)
+            found = find_plan(
+                fewer.block, call, size, per_sample=self.per_sample, generator=generator, tables=self._own_tables
+            )
         except CannotTake as error:
             raise ValueError(
                 f"{self.who}: block {fewer.index} of {self.stack} cannot be given fewer of its tokens: {error}. Take"

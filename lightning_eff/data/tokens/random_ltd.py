@@ -69,7 +69,8 @@ class RandomLTD(Technique):
         full_last: blocks at the end that run on all tokens, >= 0.
         always: tokens at the front of each sample that are never left out, >= 0, such as a class token.
         per_sample: draw other tokens for each sample, as the paper does; by default all samples of a micro-batch leave out
-            the same places, which needs no tables and masks of each sample's own.
+            the same places, which needs no masks and tables of each sample's own; blocks that hold their rotary tables
+            themselves need that.
         layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks; None finds the longest.
 
     Raises:
