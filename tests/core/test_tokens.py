@@ -834,6 +834,32 @@ def test_resume_equals_uninterrupted(name: str, tmp_path: Path) -> None:
     assert differences(whole, final_state(*fit(name, build, resume=next(tmp_path.glob("step=7*.ckpt"))))) == []
 
 
+def test_a_first_step_that_runs_no_block_is_not_looked_at() -> None:
+    class DropsAll(Technique):
+        """Passes over every block in the first step."""
+
+        saves = paper = "nothing"
+
+        def on_model(self, session: Any) -> None:
+            self.stack = session.stack(None, who="DropsAll")
+
+        def on_batch_start(self, session: Any, batch: Any, batch_idx: int) -> None:
+            self.stack.dropped = frozenset(() if session.trainer.global_step else range(3))
+
+    looked: list[int] = []
+    technique = SomeTokens(5)
+    net = Net(Causal)
+    attach = technique.attach
+
+    def watched(session: Any) -> None:
+        attach(session)
+        technique.tokens.also = lambda step, batch: looked.append(step.global_step)
+
+    technique.attach = watched  # type: ignore[method-assign]
+    fit_batches(net, [ids(), ids(), ids()], technique, DropsAll())
+    assert looked == [1] and [i for i, _ in technique.chosen] == [0, 1, 2] * 2
+
+
 def test_samples_are_those_that_the_step_gets() -> None:
     """Behind a link that makes 32 samples of 4 tokens of 4 samples of 32: what has 4 entries there are tokens."""
 

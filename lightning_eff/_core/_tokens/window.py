@@ -167,7 +167,7 @@ class Tokens:
         Raises:
             ValueError: on all ranks, if a block cannot be given fewer tokens, with its inputs and the reason.
         """
-        if not self._checked:
+        if not self._checked and self._running():  # other techniques may let none of them run in the first steps
             self._look(step, batch)
         if self._patches is not None:  # within a pass of another technique, whose backward pass is to come
             return proceed(batch)
@@ -206,12 +206,12 @@ class Tokens:
         self._looking = True
         try:
             step.forward_only(batch, num_samples(batch), around, transform=False)
-            if not self._plans and self._running():
+            if not self._plans:
                 raise ValueError(
                     f"{self.who}: training_step called none of the blocks {list(self.blocks)} of {self.stack}; expected"
                     " each step to call them. Name another stack by layers=."
                 )
-            if self.also is not None and self._plans:
+            if self.also is not None:
                 self.also(step, batch)
         except ValueError as error:
             problem = error
