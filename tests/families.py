@@ -118,7 +118,9 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
     elif "moe" in name or name == "mixtral":
         base = _EXPERTS
     images = {} if kind == "image" else {"PatchDropout": _NO_IMAGES}
-    fewer = {"RandomLTD": _NOT_FEWER} if name in _BY_PLACES else {}
+    fewer = dict.fromkeys(("RandomLTD", "TokenDropping"), _NOT_FEWER) if name in _BY_PLACES else {}
+    if kind in ("image", "speech"):
+        fewer = {"TokenDropping": "no nn.Embedding was called on the ids"}
     masks = {"MaskRateSchedule": _NO_IDS if kind in ("image", "speech") else _NOT_MASKED}
     return Family(
         kind, {**base, **settings}, images | fewer | masks | {**(refused or {})}, _NOT_FINITE.get(name, frozenset())
@@ -140,7 +142,7 @@ _MASKED = "bert roberta electra camembert deberta-v2 mpnet xlm-roberta roformer 
 _SWIN = {"embed_dim": 16, "depths": (2, 2), "num_heads": (2, 2), "window_size": 2, "image_size": 8, "patch_size": 2}
 _SWIN |= {"num_channels": 1, "num_labels": 5}
 _ON_BLOCKS = ("pp2", "ProgressiveLayerDropping", "ProgressiveStacking", "Rematerialization")
-_ON_BLOCKS += ("RandomLTD", "PatchDropout")
+_ON_BLOCKS += ("RandomLTD", "PatchDropout", "TokenDropping")
 _SAY_LAYERS = dict.fromkeys(_ON_BLOCKS, "layers=")
 _NO_SEQUENCE = {"SequenceLengthWarmup": "no integer tensor of shape .* keys=", "MaskRateSchedule": _NO_IDS}
 _OTHER_BLOCKS = {"ProgressiveStacking": "block 1 of .* has other parameters or buffers than block 0"}
@@ -150,7 +152,7 @@ _NO_LINEAR = dict.fromkeys(
     ("FP8Precision", "INT8Precision", "S2FP8Precision", "Wang2018FP8Precision"), "no linear map is left to run"
 )
 _SQUEEZEBERT = {"pp2": "A block returned dict", "Rematerialization": r"in the order \[\]; expected each", **_NO_LINEAR}
-_NO_TOKENS = dict.fromkeys(("RandomLTD", "PatchDropout"), _NOT_FEWER)
+_NO_TOKENS = dict.fromkeys(("RandomLTD", "PatchDropout", "TokenDropping"), _NOT_FEWER)
 _FLOAT_BUFFERS = {"StochasticRoundingBF16": "an operation was given different dtypes .* Buffers are not cast"}
 FAMILIES: dict[str, Family] = {
     **{name: _family(name) for name in _PLAIN.split()},

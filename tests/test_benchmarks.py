@@ -49,6 +49,7 @@ RECIPES = {
     "mask_rate": "MaskRateSchedule",
     "random_ltd": "RandomLTD",
     "patch_dropout": "PatchDropout",
+    "token_dropping": "TokenDropping",
     "ngram": "NgramEmbedding",
     "ngram_dense": "NgramEmbedding",
     "compile": "RegionalCompilation",
@@ -56,12 +57,19 @@ RECIPES = {
 COMPUTE = {"ngram", "ngram_dense", "compile"}
 WEIGHTS = {"muon", "soap", "schedule_free", "moving_average", "batch_warmup", "rate_schedule"}
 MEMORY = {"rematerialization", "activation_compression", "activation_offload", "optimizer_offload"}
-TOKENS = {"fused_head", "mask_rate", "random_ltd", "patch_dropout"}  # no comparison of theirs is on the page yet
+TOKENS = {
+    "fused_head",
+    "mask_rate",
+    "random_ltd",
+    "patch_dropout",
+    "token_dropping",
+}  # no comparison of theirs is on the page yet
 ONLY = {
     "mask_rate": ("bert",),
     "length_warmup": SEQUENCES,
     "fused_head": SEQUENCES,
     "patch_dropout": ("vit",),
+    "token_dropping": ("bert", "gpt2"),  # the GPT holds its rotary tables itself, and samples differ
     **dict.fromkeys(COMPUTE, ("gpt",)),
 }
 PAIRS = [(task, recipe) for task in TASKS for recipe in RECIPES if task in ONLY.get(recipe, TASKS)]
