@@ -181,11 +181,13 @@ def test_length_warm_up_is_marked_dynamic(afresh: None, capsys: pytest.CaptureFi
 )
 @pytest.mark.parametrize("first", [True, False])
 def test_beside_those_that_act_on_blocks_it_compiles_once(other: Any, first: bool, afresh: None) -> None:
-    technique = compiled()
-    both = [technique, other()] if first else [other(), technique]
+    technique, acting = compiled(), other()
+    both = [technique, acting] if first else [acting, technique]
     whole = final_state(*fit("tiny_gpt", lambda: [other()]))
     assert differences(whole, final_state(*fit("tiny_gpt", lambda: both))) == []
     assert technique.report()["compilations"] == 1 and technique.report()["blocks"] == 4
+    if isinstance(acting, Rematerialization):
+        assert acting.report()["recomputed_calls"] > 0, "and is not left out"
 
 
 @pytest.mark.parametrize("name", ["ImportanceSampling", "MESA", "NgramEmbedding"])
