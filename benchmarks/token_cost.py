@@ -76,9 +76,6 @@ def images(args: argparse.Namespace, steps: int) -> DataLoader[Any]:
 
 ARMS: dict[str, Arm] = {
     "RandomLTD, half the tokens": Arm(lambda: eff.RandomLTD(start=0.5, until=1.0), gpt, text),
-    "RandomLTD, half the tokens of each sample": Arm(
-        lambda: eff.RandomLTD(start=0.5, until=1.0, per_sample=True), gpt, text
-    ),
     "PatchDropout, half the patches": Arm(lambda: eff.PatchDropout(ratio=0.5), vit, images),
 }
 
