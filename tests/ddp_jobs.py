@@ -1,5 +1,6 @@
 """What each of the processes that ``tests.ddp.launch`` starts runs: ``python -m tests.ddp_jobs DIRECTORY JOB NAME ...``."""
 
+import hashlib
 import itertools
 import json
 import logging
@@ -80,7 +81,8 @@ def together(group: list[str], root: Path) -> str | None:
 
     def wrong(names: Stack) -> str | None:
         """By the first check that fails on any rank; every rank is told the same."""
-        directory = root / f"together_{'_'.join(group)}" / str(next(numbers))  # groups and their parts may be as large
+        # of this group and no other, whose parts may be as large; all its names in one would be longer than a path may be
+        directory = root / f"together_{hashlib.sha256(' '.join(group).encode()).hexdigest()[:16]}" / str(next(numbers))
 
         def build() -> list[Any]:
             return [ALL[name].active() for name in names]
