@@ -25,7 +25,8 @@ class Case:
         exact: whether it saves memory or time and leaves weights bit for bit those of plain training.
         figure: of an exact technique, whose effect weights do not show: the quantity of its report that is above zero once
             it has acted.
-        rounds: whether weights are those of plain training but for rounding, which coarser arithmetic beside it may hide.
+        rounds: whether weights are those of plain training but for rounding, which coarser arithmetic beside it may hide; of
+            an exact technique, whether that is so beside others.
         lossy: whether what it computes depends on which tensors autograd saves.
         saves_less: whether autograd saves other tensors with it.
         own_optimizer: whether its checkpoints hold the state of another optimizer than the module's, which a plain run

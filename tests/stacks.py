@@ -223,7 +223,8 @@ def checks(
         watched: those of them that are to be seen to change something here, beside which others.
     """
     known: Mapping[str, Case | PluginCase] = {**stacks.cases, **stacks.plugins}
-    exact = frozenset(name for name in stack if name in stacks.cases and stacks.cases[name].exact)
+    cases = {name: stacks.cases[name] for name in stack if name in stacks.cases}
+    exact = frozenset(name for name, case in cases.items() if case.exact and not case.rounds)
     saving = frozenset(name for name in exact if stacks.cases[name].saves_less)
     lossy = {name for name in stack if known[name].lossy}
     first, *later = RESUMED

@@ -110,6 +110,11 @@ class Technique(Callback):
         """True where these settings hand the network batches of other shapes as the run goes on."""
         return False
 
+    @property
+    def drops_blocks(self) -> bool:
+        """True where a training step of these settings may pass over all blocks of a stack."""
+        return False
+
     def on_budget(self, session: Session) -> None:
         """Tell ``session.progress`` of an end of the run that the Trainer has not; called before any technique's checks."""
 

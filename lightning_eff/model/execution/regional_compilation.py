@@ -243,11 +243,12 @@ class RegionalCompilation(Technique):
         rank_zero_info(f"{WHO}: compiles {', '.join(map(str, stacks))} in the first step{shapes}")
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
-        """The step as it is; the first that is trained on must call blocks."""
+        """The step as it is; the first that is trained on must call blocks, or the first that drops not all of them."""
         output = proceed(batch)
         if not self._looked and output is not None and torch.is_grad_enabled():
-            self._looked = True
-            if self._calls is not None and not self._calls.used:
+            used = self._calls is None or self._calls.used
+            self._looked = bool(used) or not any(t.drops_blocks for t in self.session.working)
+            if self._looked and not used:
                 raise ValueError(
                     f"{WHO}: training_step called none of the blocks {self._paths[0]!r} .. {self._paths[-1]!r}; expected each"
                     " step to call them as a whole, block(x), and not their forward or their parts, since it is such calls that"

@@ -140,6 +140,11 @@ class ProgressiveLayerDropping(Technique):
                 " other blocks are dropped at each step. Leave static_graph out, or take the technique out."
             )
 
+    @property
+    @override
+    def drops_blocks(self) -> bool:
+        return not self.neutral
+
     @override
     def attach(self, session: Session) -> None:
         self._reset()
