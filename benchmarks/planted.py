@@ -5,8 +5,8 @@
 A small GPT is held against copies of itself to which something was done whose true effect is known:
 
 - **speed**: a copy that is a tenth faster and one that takes a fifth longer. After its optimizer step, every arm goes on
-  spending processor time until the step has had a set number of times what steps of all arms took of late, so that the
-  factor is kept whatever the steps take and whatever else the machine does. What the steps came to, in processor time, is
+  spending processor time until the step has had a set number of times what it took by itself, so that the factor is kept
+  whatever the steps take and whatever else the machine does. What the steps came to, in processor time, is
   recorded, and the intervals are held against that too. Trained bit for bit alike, these arms are judged by their speed.
 - **metric**: a twin that draws other random numbers: as a member of the same family of runs it differs by 0 on average, by
   symmetry; a twin whose validation loss is lowered by a fixed amount all through the run: it differs by that amount on
@@ -25,7 +25,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -74,7 +73,6 @@ class Task:
     """A GPT and text, as small as it has to be for hundreds of runs."""
 
     spent: dict[str, Spent] = field(default_factory=dict)
-    late: deque[float] = field(default_factory=lambda: deque(maxlen=64))  #: processor seconds of all arms' latest steps
 
     def arm(
         self, name: str, factor: float = 1.0, *, lr: float = LR, other: int = 0, shift: float = 0.0
@@ -83,7 +81,7 @@ class Task:
 
         Args:
             name: under which the times are kept.
-            factor: how many times a plain step's time one is to take, >= 1.
+            factor: how many times its own time a step is to take, >= 1.
             lr: the peak of the learning rate.
             other: where not 0, the weights, the order of data and all else that is random are other draws.
             shift: is added to the validation loss.
@@ -94,18 +92,18 @@ class Task:
             if other:
                 torch.manual_seed(torch.initial_seed() + 1_000_003 * other)
             trainer = Trainer(accelerator="cpu", devices=1, max_steps=1)
-            model = Planted(factor, shift, spent, self.late, lr)
+            model = Planted(factor, shift, spent, lr)
             return trainer, model, StdlibText(block_size=32, batch_size=8, max_bytes=500_000, num_eval_windows=64)
 
         return build
 
 
 class Planted(GPT):
-    """The example's GPT; it takes ``factor`` times a plain step's time, and its validation loss is higher by ``shift``."""
+    """The example's GPT; it takes ``factor`` times its time, and its validation loss is higher by ``shift``."""
 
-    def __init__(self, factor: float, shift: float, spent: Spent, late: deque[float], lr: float) -> None:
+    def __init__(self, factor: float, shift: float, spent: Spent, lr: float) -> None:
         super().__init__(dim=32, num_layers=2, num_heads=2, block_size=32, lr=lr, warmup_steps=10, num_samples=0)
-        self.factor, self.shift, self.spent, self.late = factor, shift, spent, late
+        self.factor, self.shift, self.spent = factor, shift, spent
         self.began = 0.0
         self.batch: Any = None
 
@@ -119,17 +117,15 @@ class Planted(GPT):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Of this thread's processor time: another process that takes the core slows the step and the rest of it alike.
 
-        What steps of all arms took of late is what the factor is of. An arm's own would not do: the longer a step takes, the
-        colder are the caches that the next one finds, by 1 % in an arm that is planted a fifth slower, and the factor would
-        be of that too. It is spent on forward passes as long as one fits, which keeps caches warmer than an empty loop does.
+        It is spent on forward passes as long as one fits, which keeps caches warmer than an empty loop does: the longer a step
+        takes, the colder are those that the next one finds, still by 1 % in an arm that is planted a fifth slower.
         """
         super().optimizer_step(*args, **kwargs)
         if self.factor == 1:
             return
         begun = now = time.thread_time()
         own = now - self.began
-        self.late.append(own)
-        end = self.began + self.factor * statistics.median(self.late)
+        end = now + (self.factor - 1) * own
         one = 0.0
         with torch.no_grad():
             while now + one < end:
