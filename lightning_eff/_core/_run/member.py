@@ -21,6 +21,9 @@ class Member(Needing, Protocol):
     def changes_shapes(self) -> bool: ...
 
     @property
+    def drops_blocks(self) -> bool: ...
+
+    @property
     def state_key(self) -> str: ...
 
     @classmethod
