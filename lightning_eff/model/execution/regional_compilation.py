@@ -74,7 +74,8 @@ class RegionalCompilation(Technique):
     Blocks of one class and with parameters of the same shapes share one compiled code (``torch.compile`` on the call of a
     block, with the block itself as an input), so that what compiling takes does not grow with depth. It takes place in the
     first step, in tens of seconds for torch's own backend, ``inductor``. From then on a step's time falls by what fusing all
-    that lies between matrix products saves: a fifth of the time of a small GPT on a CPU.
+    that lies between matrix products saves: a twelfth to a tenth of the time of a small GPT on one thread of a CPU, which
+    showed no difference in its loss at equal time (docs/evidence.md); its authors report more on GPUs.
 
     The module stays what it is: no wrapper, the same names in checkpoints, which load strictly with and without the
     technique; copies and pickles of it are plain. Training steps alone are compiled, scoring passes within them included;
