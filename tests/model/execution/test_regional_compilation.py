@@ -437,7 +437,6 @@ def test_dropped_blocks_on_fewer_tokens_differ_by_rounding_alone(name: str) -> N
     assert float((ours - plain).norm() / plain.norm()) < 1e-11
 
 
-
 def test_unknown_backends_are_refused() -> None:
     refused(
         TinyGPT(),
