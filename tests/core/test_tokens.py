@@ -834,6 +834,22 @@ def test_resume_equals_uninterrupted(name: str, tmp_path: Path) -> None:
     assert differences(whole, final_state(*fit(name, build, resume=next(tmp_path.glob("step=7*.ckpt"))))) == []
 
 
+def test_who_listens_to_a_block_may_hold_what_cannot_be_copied() -> None:
+    """As what keeps activations of the step under way does: it has no part in the trial."""
+
+    class Keeps:
+        output: Any = None
+
+        def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+            self.output = output
+
+    net, keeps, technique = Net(Causal), Keeps(), SomeTokens(2)
+    for block in net.blocks:
+        next(m for m in block.modules() if isinstance(m, nn.Linear)).register_forward_hook(keeps)
+    fit_batches(net, [ids(length=4), ids(length=T)], technique)  # the longer one is tried within its step
+    assert keeps.output.grad_fn is not None and technique.chosen
+
+
 def test_a_first_step_that_runs_no_block_is_not_looked_at() -> None:
     class DropsAll(Technique):
         """Passes over every block in the first step."""

@@ -21,6 +21,7 @@ from lightning_eff import (
     Rematerialization,
     SequenceLengthWarmup,
 )
+from lightning_eff._core.technique import Technique
 from lightning_eff.model.execution import _compiled
 from lightning_eff.model.execution.regional_compilation import MODES
 from tests.cases import ALL, Case, no_blocks
@@ -476,6 +477,24 @@ def test_full_backward_hooks_within_blocks_are_refused() -> None:
     net, blocks = with_blocks()
     blocks[3].get_submodule("mlp").register_full_backward_hook(lambda m, into, out: None)
     refused(net, "'blocks.3.mlp' has full backward hooks")
+
+
+def test_a_first_step_that_drops_every_block_is_none_to_judge_by() -> None:
+    class DropsAll(Technique):
+        """Passes over every block in the first step."""
+
+        saves = paper = "nothing"
+        drops_blocks = True  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+
+        def on_model(self, session: Any) -> None:
+            self.stack = session.stack(None, who="DropsAll")
+
+        def on_batch_start(self, session: Any, batch: Any, batch_idx: int) -> None:
+            self.stack.dropped = frozenset(() if session.trainer.global_step else range(4))
+
+    technique = compiled()
+    fit("tiny_gpt", lambda: [technique, DropsAll()], max_steps=2)
+    assert technique.report()["blocks"] == 4
 
 
 def test_a_stack_may_be_named() -> None:
