@@ -26,7 +26,6 @@ def test_two_copies_train_alike(tmp_path: Path) -> None:
     state, seed, threads = torch.get_rng_state(), os.environ.get("PL_GLOBAL_SEED"), torch.get_num_threads()
     results = bench({"copy": arm()}, tmp_path).run(progress=False, report=False)
     assert results["calibration"]["copy"]["same_training"]
-    assert results["summary"]["copy"]["speedup_from"] == "throughput"
     runs = {(run["arm"], run["seed"]): run for run in results["runs"]}
     assert len(runs) == 4 and all(run["status"] == "finished" for run in runs.values())
     for run in runs.values():
