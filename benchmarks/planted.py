@@ -5,9 +5,9 @@
 A small GPT is held against copies of itself to which something was done whose true effect is known:
 
 - **speed**: a copy that is a tenth faster and one that takes a fifth longer. After its optimizer step, every arm goes on
-  spending processor time until the step has had a set number of times what it took by itself, so that the factor is kept
-  whatever the steps take and whatever else the machine does. What the steps came to, in processor time, is
-  recorded, and the intervals are held against that too. Trained bit for bit alike, these arms are judged by their speed.
+  spending processor time until the step has had a set number of times what steps of all arms took of late, so that the
+  factor is kept whatever the steps take and whatever else the machine does. What the steps came to, in processor time, is
+  recorded, as a check of what is planted. Trained bit for bit alike, these arms are judged by their speed.
 - **metric**: a twin that draws other random numbers: as a member of the same family of runs it differs by 0 on average, by
   symmetry; a twin whose validation loss is lowered by a fixed amount all through the run: it differs by that amount on
   average; and a rate that is known to be worse: known means measured apart, on many seeds that no repetition uses, at the
@@ -25,6 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -73,6 +74,7 @@ class Task:
     """A GPT and text, as small as it has to be for hundreds of runs."""
 
     spent: dict[str, Spent] = field(default_factory=dict)
+    late: deque[float] = field(default_factory=lambda: deque(maxlen=64))  #: processor seconds of all arms' latest steps
 
     def arm(
         self, name: str, factor: float = 1.0, *, lr: float = LR, other: int = 0, shift: float = 0.0
@@ -81,7 +83,7 @@ class Task:
 
         Args:
             name: under which the times are kept.
-            factor: how many times its own time a step is to take, >= 1.
+            factor: how many times a plain step's time one is to take, >= 1.
             lr: the peak of the learning rate.
             other: where not 0, the weights, the order of data and all else that is random are other draws.
             shift: is added to the validation loss.
@@ -92,18 +94,18 @@ class Task:
             if other:
                 torch.manual_seed(torch.initial_seed() + 1_000_003 * other)
             trainer = Trainer(accelerator="cpu", devices=1, max_steps=1)
-            model = Planted(factor, shift, spent, lr)
+            model = Planted(factor, shift, spent, self.late, lr)
             return trainer, model, StdlibText(block_size=32, batch_size=8, max_bytes=500_000, num_eval_windows=64)
 
         return build
 
 
 class Planted(GPT):
-    """The example's GPT; it takes ``factor`` times its time, and its validation loss is higher by ``shift``."""
+    """The example's GPT; it takes ``factor`` times a plain step's time, and its validation loss is higher by ``shift``."""
 
-    def __init__(self, factor: float, shift: float, spent: Spent, lr: float) -> None:
+    def __init__(self, factor: float, shift: float, spent: Spent, late: deque[float], lr: float) -> None:
         super().__init__(dim=32, num_layers=2, num_heads=2, block_size=32, lr=lr, warmup_steps=10, num_samples=0)
-        self.factor, self.shift, self.spent = factor, shift, spent
+        self.factor, self.shift, self.spent, self.late = factor, shift, spent, late
         self.began = 0.0
         self.batch: Any = None
 
@@ -117,15 +119,17 @@ class Planted(GPT):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Of this thread's processor time: another process that takes the core slows the step and the rest of it alike.
 
-        It is spent on forward passes as long as one fits, which keeps caches warmer than an empty loop does: the longer a step
-        takes, the colder are those that the next one finds, still by 1 % in an arm that is planted a fifth slower.
+        What steps of all arms took of late is what the factor is of. An arm's own would not do: the longer a step takes, the
+        colder are the caches that the next one finds, by 1 % in an arm that is planted a fifth slower, and the factor would
+        be of that too. It is spent on forward passes as long as one fits, which keeps caches warmer than an empty loop does.
         """
         super().optimizer_step(*args, **kwargs)
         if self.factor == 1:
             return
         begun = now = time.thread_time()
         own = now - self.began
-        end = now + (self.factor - 1) * own
+        self.late.append(own)
+        end = self.began + self.factor * statistics.median(self.late)
         one = 0.0
         with torch.no_grad():
             while now + one < end:
@@ -230,14 +234,10 @@ def mean(values: Sequence[float]) -> dict[str, float]:
     return {"mean": statistics.fmean(values), "error": deviation / math.sqrt(len(values)), "deviation": deviation}
 
 
-def truths(record: dict[str, Any]) -> dict[str, dict[str, float | list[float]]]:
-    """The true effects: of speed by construction and as they came to; of the metric by symmetry, construction, or measured.
-
-    Returns:
-        Of each arm and figure one number, or one for each repetition.
-    """
+def truths(record: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """The true effects of each arm: on speed by construction; on the metric by symmetry, by construction, or measured."""
     if record["kind"] == "speed":
-        return {name: {"speedup": value, "realised": realised(record["spent"], name)} for name, value in SPEED.items()}
+        return {name: {"speedup": value} for name, value in SPEED.items()}
     apart = record["apart"]
     return {
         "twin": {"difference": 0.0, "speedup": 1.0},
@@ -249,24 +249,22 @@ def truths(record: dict[str, Any]) -> dict[str, dict[str, float | list[float]]]:
     }
 
 
-def realised(spent: Sequence[dict[str, Sequence[float]]], name: str) -> list[float]:
-    """In each repetition, the baseline's processor time of a step by the arm's, what was spent on top included."""
+def realised(spent: Sequence[dict[str, Sequence[float]]], name: str) -> float:
+    """The baseline's processor time of a step by the arm's, over all repetitions, what was spent on top included."""
 
-    def seconds(of: Sequence[float]) -> float:
-        steps, more, count = of
+    def seconds(of: str) -> float:
+        steps, more, count = (sum(part) for part in zip(*(one[of] for one in spent), strict=True))
         return (steps + more) / count
 
-    return [seconds(one["baseline"]) / seconds(one[name]) for one in spent]
+    return seconds("baseline") / seconds(name)
 
 
-def counted(intervals: Sequence[dict[str, float] | None], truth: float | Sequence[float]) -> dict[str, Any]:
-    """How often the intervals hold the truth, or each its own, and where they lie."""
-    values = [truth] * len(intervals) if isinstance(truth, float) else truth
-    both = [(one, value) for one, value in zip(intervals, values, strict=True) if one is not None]
-    known = [one for one, _ in both]
+def counted(intervals: Sequence[dict[str, float] | None], truth: float) -> dict[str, Any]:
+    """How often the intervals hold the truth, and where they lie."""
+    known = [one for one in intervals if one is not None]
     return {
-        "planted": statistics.fmean(values),
-        "held": sum(one["low"] <= value <= one["high"] for one, value in both),
+        "planted": truth,
+        "held": sum(one["low"] <= truth <= one["high"] for one in known),
         "of": len(intervals),
         "mean": statistics.fmean(one["estimate"] for one in known),
         "mean_width": statistics.fmean(one["high"] - one["low"] for one in known),
@@ -279,11 +277,12 @@ def summary(record: dict[str, Any]) -> dict[str, Any]:
     for name, figures in truths(record).items():
         found = record["found"][name]
         words = [one["verdict"] for one in found]
-        of = {figure: "speedup" if figure == "realised" else figure for figure in figures}
         told[name] = {
-            **{figure: counted([one[of[figure]] for one in found], truth) for figure, truth in figures.items()},
+            **{figure: counted([one[figure] for one in found], truth) for figure, truth in figures.items()},
             "verdicts": {word: words.count(word) for word in sorted(set(words))},
         }
+        if record["kind"] == "speed":
+            told[name]["realised"] = realised(record["spent"], name)
     return told
 
 
