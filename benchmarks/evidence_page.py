@@ -212,10 +212,10 @@ def planted_section(planted: dict[str, Any]) -> list[str]:
         f"`benchmarks/planted.py`: {speed['repetitions']} benches on speed and {metric['repetitions']} on the metric, with"
         f" {speed['rounds']} rehearsals of each arm, on {speed['machine']['cpu']}. For speed, the steps of every arm take a set"
         f" share longer than they would; by the processor time of all steps the speed-ups came to {came}."
-        f" For the metric, over {metric['seeds']} seeds: a twin that draws other random numbers (0 by symmetry), a twin whose loss"
-        f" is lowered by a fixed amount, and a rate of {rates[1]:g} in place of {rates[0]:g}, known to be worse: measured apart,"
-        f" on {metric['seeds_apart']} other seeds, its loss is {apart['mean']:+.3f} ± {apart['error']:.3f} (standard error)"
-        " from the baseline's. An interval of 95 % that is right holds what was planted 19 times in 20."
+        f" For the metric, over {metric['seeds']} seeds: a twin that draws other random numbers (0 by symmetry), a twin whose"
+        f" loss is lowered by a fixed amount, and a rate of {rates[1]:g} in place of {rates[0]:g}, known to be worse: measured"
+        f" apart, on {metric['seeds_apart']} other seeds, its loss is {apart['mean']:+.3f} ± {apart['error']:.3f}"
+        " (standard error) from the baseline's. An interval of 95 % that is right holds what was planted 19 times in 20."
     )
     if count < 20:
         text += f" {count} repetitions are too few to tell how often these do: 20 are meant."
