@@ -446,8 +446,9 @@ def test_tokens_that_are_not_chosen_bypass_their_block_bit_for_bit() -> None:
         assert torch.equal(same, ~places(index, B, T))
 
 
-def test_time_first() -> None:
-    """nn.TransformerEncoderLayer on (T, B, D), with a square mask and a padding mask."""
+@pytest.mark.parametrize("size", [B, T])
+def test_time_first(size: int) -> None:
+    """nn.TransformerEncoderLayer on (T, B, D), with a square mask and a padding mask; also with T samples."""
 
     class First(Net):
         def __init__(self, *args: Any) -> None:
@@ -465,10 +466,10 @@ def test_time_first() -> None:
 
     def given(ids: Tensor) -> tuple[Any, ...]:
         hidden = torch.zeros(T, T).masked_fill(~_square(ids), float("-inf"))
-        return hidden, torch.zeros(B, T).masked_fill(torch.arange(T) > 9, float("-inf"))
+        return hidden, torch.zeros(size, T).masked_fill(torch.arange(T) > 9, float("-inf"))
 
-    technique = SomeTokens(7)
-    got = gradient(First(given), ids(), technique)
+    technique, batch = SomeTokens(7), ids(size)
+    got = gradient(First(given), batch, technique)
     chosen = dict(technique.chosen)
 
     class ByHand(First):
@@ -476,7 +477,7 @@ def test_time_first() -> None:
             s = chosen[index]
             return x.index_copy(0, s, super().run(index, x[s], given[0][s][:, s], given[1][:, s]))
 
-    torch.testing.assert_close(got, gradient(ByHand(given), ids()), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(got, gradient(ByHand(given), batch), rtol=1e-5, atol=1e-7)
 
 
 def test_rows_of_a_mask_that_would_see_nothing_see_themselves() -> None:

@@ -67,16 +67,19 @@ def _find(block: nn.Module, call: Call, size: int, per_sample: bool, generator: 
                 f"{told(path, value)} cannot be cut to fewer tokens; expected a mask that is a tensor, or none"
             )
     at = next(path for path, value in leaves(call) if value is hidden)
-    bases = [Plan(at, dim, dict(dims)) for dims in _candidates(call, at, tokens)]
-    if tables:
-        bases += [Plan(at, dim, plan.dims, held) for held in _own_tables(block, tokens) for plan in bases[:_TRIES]]
     reasons: list[str] = []
     for dtype in (torch.float64, torch.float32):
         try:
             trial = _Trial(block, call, dim, dtype, per_sample, generator)
+            if hidden.shape[0] == hidden.shape[1] and trial.mixes_samples():
+                trial = _Trial(block, call, 1 - dim, dtype, per_sample, generator)
         except Exception as error:  # a kernel without this dtype, or a block that cannot be copied
             reasons = [f"a copy of it in {str(dtype)[6:]} does not run ({_first_line(error)})"]
             continue
+        bases = [Plan(at, trial.dim, dict(dims)) for dims in _candidates(call, at, tokens)]
+        if tables:
+            held = _own_tables(block, tokens)
+            bases += [Plan(at, trial.dim, plan.dims, own) for own in held for plan in bases[:_TRIES]]
         reasons = []
         for plan in bases:
             reason = trial.refuted(plan)
@@ -177,6 +180,15 @@ class _Trial:
             for _ in range(self.size if self.per_sample else 1)
         ]
         return (torch.stack(rows) if self.per_sample else rows[0]).to(self.hidden.device)
+
+    def mixes_samples(self) -> bool:
+        """Whether one of what are taken for samples comes into another: with as many tokens as samples, they are tokens."""
+        turned, one = self.hidden.clone(), self.size // 2
+        turned.select(1 - self.dim, one).neg_()
+        call = mapped(self.call, lambda _, value: turned if value is self.hidden else value)
+        moved = (split_output(self._run(call))[0] - self.plain).movedim(1 - self.dim, 0)
+        others = torch.cat([moved[:one], moved[one + 1 :]])
+        return bool(others.abs().max() > _TOLERANCE[self.dtype] * moved[one].abs().max()) if len(others) else False
 
     def refuted(self, plan: Plan) -> str | None:
         """Why fewer tokens cannot be handed over in this way; None if they can."""
