@@ -19,7 +19,7 @@ from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.data.tokens._head.calls import Node
-from lightning_eff.data.tokens._head.finding import Maps, Site, Window, reader
+from lightning_eff.data.tokens._head.finding import Maps, Site, Window, reader, site_at
 from lightning_eff.data.tokens._head.loss import fused_loss
 
 WHO = "FusedLinearCrossEntropy"
@@ -132,6 +132,7 @@ class FusedLinearCrossEntropy(Technique):
 
     def _reset(self) -> None:
         self._sites: list[Site] | None = None
+        self._saved: list[list[Any]] = []  # the heads of a checkpoint, until its run goes on
         self._window: Window | None = None
         self._checked = False
         self.nodes: weakref.WeakSet[Node] = weakref.WeakSet()
@@ -202,17 +203,21 @@ class FusedLinearCrossEntropy(Technique):
     def _find(self, step: Step, batch: Any) -> None:
         sites, problem = None, None
         try:
-            sites = self._look(step, batch)
+            kept = [saved for saved in self._saved if saved[2] >= self.min_classes]
+            sites = kept or self._look(step, batch)
         except ValueError as error:
             problem = error
-        if all(agree(self.session, problem, sites is not None)) and sites is not None:
-            self._sites = sites
+        every = agree(self.session, problem, sites)
+        if all(found is not None for found in every):
+            # what any rank has seen, so that a checkpoint is of all
+            different = dict.fromkeys(tuple(saved) for found in every for saved in found)
+            sites = self._sites = [site_at(step.module, *saved) for saved in different]
             self._window = Window(step.module, self, sites)
             told = ", ".join(f"{site} ({site.classes:,} classes)" for site in sites)
             rank_zero_info(f"{WHO}: the loss is computed without the logits of {told}.{_few(sites)}")
 
-    def _look(self, step: Step, batch: Any) -> list[Site] | None:
-        """The heads, or None where the step skips this batch."""
+    def _look(self, step: Step, batch: Any) -> list[list[Any]] | None:
+        """The heads, as checkpoints hold them, or None where the step skips this batch."""
         try:
             look, maps, output = self._pass(step, batch, graph=False)
         except RuntimeError:  # a step that takes gradients by itself
@@ -220,7 +225,7 @@ class FusedLinearCrossEntropy(Technique):
         found = list(look.found.values())
         heads = [site for site in found if site.classes >= self.min_classes]
         if heads:
-            return heads
+            return [site.saved for site in heads]
         if loss_of(output) is None:
             return None
         if found:
@@ -280,6 +285,16 @@ class FusedLinearCrossEntropy(Technique):
         heads = ", ".join(map(str, self._sites))
         share = 1 - self._computed / self._positions if self._positions else 0.0
         return f"{heads}: {self._bytes / 2**20:,.1f} MiB of logits never made in the last step, {share:.0%} of them ignored"
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        sites = self._saved if self._sites is None else [site.saved for site in self._sites]
+        return {"heads": sites}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = state_dict["heads"]
+        self._checked = bool(self._saved)
 
 
 def _few(sites: Sequence[Site]) -> str:

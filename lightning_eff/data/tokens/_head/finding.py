@@ -49,6 +49,19 @@ class Site:
         """What tells it from other maps."""
         return id(self.weight if self.module is None else self.module)
 
+    @property
+    def saved(self) -> list[Any]:
+        """What :func:`site_at` makes it of."""
+        return [self.name, self.module is not None, self.classes, self.inputs]
+
+
+def site_at(root: nn.Module, name: str, called: bool, classes: int, inputs: int) -> Site:
+    """The map of this name: an ``nn.Linear``, or, where it is not called, a parameter."""
+    module = root.get_submodule(name) if called else None
+    weight = root.get_parameter(name) if module is None else module._parameters.get("weight")
+    assert module is None or isinstance(module, nn.Linear), "checkpoints are of the same module"
+    return Site(name, module, weight, classes, inputs)
+
 
 class Maps(TorchFunctionMode):
     """Lets calls of linear maps return stand-ins, while it is entered.
