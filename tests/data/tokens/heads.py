@@ -75,6 +75,7 @@ HEADS: dict[str, Head] = {
     "cap in steps": lambda net, h: (net.out(h) * 2).div(5).tanh().mul(2.5).float(),
     "scale": lambda net, h: net.out(h) * 0.25,
     "learned scale": lambda net, h: net.scale.exp() * net.out(h),
+    "learned scale, (1,)": lambda net, h: net.out(h) / net.scale.exp().view(1),
     "bias": lambda net, h: net.out(h) + net.extra,
     "bias before a cap": lambda net, h: ((net.out(h) * 0.7 + net.extra[None]) / 2).tanh() * 2,
 }

@@ -3,12 +3,14 @@
 import copy
 import logging
 import math
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -19,6 +21,7 @@ from tests import families
 from tests.cases import Case, own_loss
 from tests.data.tokens.heads import HEADS, LOGITS, LOSSES, B, D, Head, Largest, Loss, Net, T, V, data, flat, module
 from tests.models import trainer
+from tests.runs import differences, final_state
 
 CASES = {
     "FusedLinearCrossEntropy": Case(
@@ -323,13 +326,21 @@ def test_hugging_face_with_items_counted_by_the_caller() -> None:
 # -- precision, checkpoints, evaluation
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_bfloat16_is_as_near_as_the_plain_head(precision: str) -> None:
+@pytest.mark.parametrize(
+    ("precision", "head"),
+    [
+        ("bf16-mixed", "module"),
+        ("bf16-true", "module"),
+        ("bf16-mixed", "bias"),  # in float32, as BART's
+        ("bf16-mixed", "learned scale, (1,)"),
+    ],
+)
+def test_bfloat16_is_as_near_as_the_plain_head(precision: Any, head: str) -> None:
     errors = []
-    loss, wanted = exact(Net(module, shifted_float), next(iter(data())))
+    loss, wanted = exact(Net(HEADS[head], shifted_float), next(iter(data())))
     for callbacks in ([FusedLinearCrossEntropy()], []):
         seen = Gradients()
-        net = Net(module, shifted_float)
+        net = Net(HEADS[head], shifted_float)
         trainer(*callbacks, seen, max_steps=1, precision=precision).fit(net, data())
         assert {g.dtype for g in seen.found.values()} == {p.dtype for p in net.parameters()}
         far = max(float((seen.found[n].double() - g).norm() / g.norm()) for n, g in wanted.items())
@@ -380,6 +391,27 @@ def test_steps_without_a_loss_are_looked_at_later() -> None:
     technique = FusedLinearCrossEntropy()
     trainer(technique, max_epochs=1).fit(Skips(module, flat), data(3))
     assert technique.report()["logits_bytes"] == 4 * LOGITS
+
+
+def test_a_resumed_run_computes_the_heads_that_the_undisturbed_one_does(tmp_path: Path) -> None:
+    """Of two tasks by turns, the first batch has the one and the first after the checkpoint the other."""
+
+    class ByTurns(Net):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            h = self.hidden(batch["ids"])
+            return flat(self, h @ self.embed.weight.T if batch_idx % 2 else self.out(h), batch["labels"])
+
+    def run(resume: Path | None = None) -> tuple[dict[str, Tensor], str]:
+        technique, net = FusedLinearCrossEntropy(), ByTurns(module, flat)
+        saving = [] if resume else [ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")]
+        t = trainer(technique, *saving, max_steps=3, enable_checkpointing=resume is None)
+        t.fit(net, data(3), ckpt_path=resume)
+        return final_state(net, t), technique.summary()
+
+    whole, told = run()
+    again, told_again = run(tmp_path / "step=1.ckpt")
+    assert differences(whole, again) == []
+    assert told == told_again and told.startswith("out: ")
 
 
 # -- what cannot be

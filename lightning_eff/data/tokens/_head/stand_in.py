@@ -264,24 +264,36 @@ def _cast(node: Node, step: Any, name: str, rest: tuple[Any, ...], kwargs: dict[
     return _stood(_child(node, step, dtype=dtype))
 
 
-def _is_scalar(value: Any, dtype: torch.dtype) -> bool:
-    if isinstance(value, bool) or not isinstance(value, Tensor):
+def _is_scalar(value: Any, node: Node) -> bool:
+    """Whether it is a number, or a tensor of one by which the logits' shape stays."""
+    if not isinstance(value, Tensor):
         return isinstance(value, int | float) and not isinstance(value, bool)
-    return (
-        type(value) in (Tensor, nn.Parameter) and value.ndim == 0 and torch.promote_types(dtype, value.dtype) == dtype
-    )
+    return type(value) in (Tensor, nn.Parameter) and value.numel() == 1 and value.ndim <= len(node.rows.shape)
 
 
 def _scaled(node: Node, step: Any, by: Any, *, divide: bool) -> Tensor | None:
-    if not _is_scalar(by, node.dtype) or (node.cap is not None and isinstance(by, Tensor)):
+    if not _is_scalar(by, node) or (node.cap is not None and isinstance(by, Tensor)):
         return None
     if not isinstance(by, Tensor) and divide and by == 0:
         return None
+    dtype = _joined(node, by)
+    if dtype is None:
+        return None
+    by = by.reshape(()) if isinstance(by, Tensor) else by
     factor = 1 / by if divide else by
     if node.cap is not None:
         return _stood(_child(node, step, cap=node.cap * factor))
     scale = factor if node.scale is None else node.scale * factor
-    return _stood(_child(node, step, scale=scale, shift=None if node.shift is None else node.shift * factor))
+    shift = None if node.shift is None else node.shift * factor
+    return _stood(_child(node, step, dtype=dtype, scale=scale, shift=shift))
+
+
+def _joined(node: Node, by: Any) -> torch.dtype | None:
+    """Of the logits with a number or a tensor, as torch promotes them: float32 of bfloat16 with float32, say."""
+    if not isinstance(by, Tensor) or (by.ndim == 0 and by.is_floating_point()):
+        return node.dtype
+    dtype = torch.promote_types(node.dtype, by.dtype)
+    return dtype if dtype.is_floating_point else None
 
 
 def _shifted(node: Node, step: Any, by: Any) -> Tensor | None:
@@ -290,12 +302,11 @@ def _shifted(node: Node, step: Any, by: Any) -> Tensor | None:
     if type(by) not in (Tensor, nn.Parameter) or node.cap is not None or by.ndim > len(rows.shape):
         return None
     sizes = (1,) * (len(rows.shape) - by.ndim) + tuple(by.shape)
-    if any(size != (rows.classes if dim == rows.at else 1) for dim, size in enumerate(sizes)):
-        return None
-    if torch.promote_types(node.dtype, by.dtype) != node.dtype:
+    dtype = _joined(node, by)
+    if dtype is None or any(size != (rows.classes if dim == rows.at else 1) for dim, size in enumerate(sizes)):
         return None
     shift = by.reshape(-1)
-    return _stood(_child(node, step, shift=shift if node.shift is None else node.shift + shift))
+    return _stood(_child(node, step, dtype=dtype, shift=shift if node.shift is None else node.shift + shift))
 
 
 def _computed(
