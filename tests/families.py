@@ -117,7 +117,7 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
         base = _T5
     elif "moe" in name or name == "mixtral":
         base = _EXPERTS
-    images = {} if kind == "image" else {"PatchDropout": _NO_IMAGES}
+    images = {} if kind == "image" else {"PatchDropout": _NO_IMAGES, **_NOT_SMALLER}
     fewer = dict.fromkeys(("RandomLTD", "TokenDropping"), _NOT_FEWER) if name in _BY_PLACES else {}
     if kind in ("image", "speech"):
         fewer = {"TokenDropping": "no nn.Embedding was called on the ids"}
@@ -134,6 +134,8 @@ _NOT_FINITE = dict.fromkeys(("gemma2", "glm4", "helium"), frozenset({"Activation
 # Blocks of these go by where tokens stand, or hand on attention weights of them.
 _BY_PLACES = ("bloom", "mpt", "mamba", "rwkv", "roformer", "rembert", "squeezebert")
 _NOT_FEWER = "cannot be given fewer of its tokens"
+_ON_IMAGES = ("ProgressiveResizing",)
+_NOT_SMALLER = dict.fromkeys(_ON_IMAGES, "found no images in the batch")
 _NO_IMAGES = f"found no images in the batch|called none of the blocks|{_NOT_FEWER}"
 _NOT_MASKED, _NO_IDS = "all of the labels 'labels' count", "found no tokens 'input_ids' and labels 'labels'"
 _PLAIN = "gpt2 llama mistral qwen2 qwen3 gemma gemma2 phi phi3 gpt_neox bloom mpt stablelm starcoder2 olmo2 cohere"
@@ -147,6 +149,7 @@ _SAY_LAYERS = dict.fromkeys(_ON_BLOCKS, "layers=")
 _NO_SEQUENCE = {"SequenceLengthWarmup": "no integer tensor of shape .* keys=", "MaskRateSchedule": _NO_IDS}
 _OTHER_BLOCKS = {"ProgressiveStacking": "block 1 of .* has other parameters or buffers than block 0"}
 _NO_STACK = "found no stack of repeated blocks"
+_NOT_SO_SMALL = dict.fromkeys(_ON_IMAGES, "cannot do with images of 4 x 4 pixels")  # windows of 2 x 2 patches
 _ALBERT = dict.fromkeys(_ON_BLOCKS, _NO_STACK)
 _NO_LINEAR = dict.fromkeys(
     ("FP8Precision", "INT8Precision", "S2FP8Precision", "Wang2018FP8Precision"), "no linear map is left to run"
@@ -175,7 +178,7 @@ FAMILIES: dict[str, Family] = {
     "m2m_100": _family("m2m_100", "seq2seq", _FLOAT_BUFFERS),
     "t5": _family("t5", "seq2seq", {"pp2": "relative_attention_bias.* depends on what earlier blocks returned"}),
     **{name: _family(name, "image", _NO_SEQUENCE) for name in ["vit", "beit", "dinov2", "vit_msn"]},
-    "swin": Family("image", _SWIN, _NO_SEQUENCE | _SAY_LAYERS),
+    "swin": Family("image", _SWIN, _NO_SEQUENCE | _SAY_LAYERS | _NOT_SO_SMALL),
     **{name: _family(name, "speech", _NO_SEQUENCE) for name in ["wav2vec2", "hubert", "unispeech"]},
     "resnet": Family("own", {}, _NO_SEQUENCE | _NO_LINEAR | _NO_TOKENS, by_batch=True),
 }
