@@ -561,7 +561,9 @@ def test_beside_copies_of_the_module() -> None:
     assert flat(eff.export(net)).isfinite().all()
     with pytest.raises(ValueError, match=r"EMAWeightAveraging stands before it .* Move EMAWeightAveraging to the end"):
         train(build("classifier"), "classifier", EMAWeightAveraging(decay=0.5), LowRankAdapter())
-    with pytest.raises(ValueError, match=r"StochasticWeightAveraging copies the module at setup.*expected lightning_eff's"):
+    with pytest.raises(
+        ValueError, match=r"StochasticWeightAveraging copies the module at setup.*expected lightning_eff's"
+    ):
         train(build("classifier"), "classifier", LowRankAdapter(), StochasticWeightAveraging(0.1))
 
 
