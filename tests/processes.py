@@ -1,22 +1,26 @@
 """Starts gloo processes as torchrun would: one start serves many cases."""
 
+import atexit
 import fcntl
 import json
 import os
+import queue
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 
 def processor_seconds() -> float:
-    """What this process and those of its children that ended have had of processors, in seconds."""
+    """What this process, those of its children that ended, and ended launches have had of processors, in seconds."""
     times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    return times.user + times.system + times.children_user + times.children_system + FORKS.seconds
 
 
 def free_port() -> int:
@@ -121,42 +125,81 @@ def start(
         return codes, [log.read_text() for log in logs], json.loads(result.read_text()) if result.is_file() else None
 
 
+class Forks:
+    """The process of :mod:`tests.forked` that this one's launches are forks of, started by the first of them.
+
+    Attributes:
+        seconds: of processors, that ended launches had.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._process: subprocess.Popen[str] | None = None
+        self._settings: Any = None
+
+    def _started(self) -> "subprocess.Popen[str]":
+        """As it was started in this environment, which imports may have looked at, or anew."""
+        passing = ("PYTEST_", "PL_")  # what each test has of its own, and no import reads
+        settings = {name: value for name, value in os.environ.items() if not name.startswith(passing)}, os.getcwd()
+        if self._process is None or self._process.poll() is not None or settings != self._settings:
+            self.stop()
+            self._settings = settings
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.forked"],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        return self._process
+
+    def run(self, timeout: float, **asked: Any) -> bool:
+        """Let it run what is asked for; whether that ended in time."""
+        process = self._started()
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(json.dumps(asked) + "\n")
+        process.stdin.flush()
+        answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+        printed = process.stdout
+        threading.Thread(target=lambda: [answers.put(printed.readline()) for _ in range(2)], daemon=True).start()
+        in_time, end = True, time.monotonic() + timeout
+        head = answers.get()
+        assert head, "tests.forked ended before it had begun: see what it printed"
+        try:
+            taken = answers.get(timeout=max(0.0, end - time.monotonic()))
+        except queue.Empty:
+            in_time = False
+            os.killpg(int(head), signal.SIGKILL)
+            taken = answers.get()
+        self.seconds += float(taken or 0)
+        return in_time
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+
+FORKS = Forks()
+atexit.register(FORKS.stop)
+
+
 def fork(
     module: str, *arguments: str, world_size: int, timeout: float = 600, env: Mapping[str, str] | None = None
 ) -> tuple[list[int | str], list[str], Any]:
     """As :func:`start`, by forks of one process; all have ``timeout`` seconds together."""
     with tempfile.TemporaryDirectory() as directory:
-        command = [
-            sys.executable,
-            "-m",
-            "tests.forked",
-            str(free_port()),
-            str(world_size),
-            module,
-            directory,
-            *arguments,
-        ]
         settings = {**os.environ, **(env or {}), "OMP_NUM_THREADS": "1"}
-        parent = subprocess.Popen(
-            command, env=settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        codes: list[int | str] = ["timeout"] * world_size
-        printed = b""
-        try:
-            printed, _ = parent.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            if parent.poll() is None:
-                os.killpg(parent.pid, signal.SIGKILL)  # its forks too
-                printed, _ = parent.communicate()
+        asked = {"port": free_port(), "world_size": world_size, "module": module, "directory": directory}
+        in_time = FORKS.run(timeout, **asked, arguments=list(arguments), env=settings, cwd=os.getcwd())
         ended = Path(directory, "codes.json")
+        codes: list[int | str] = [1 if in_time else "timeout"] * world_size
         if ended.is_file():
             codes = json.loads(ended.read_text())
-        elif parent.returncode > 0:
-            codes = [parent.returncode] * world_size
+        head = Path(directory, "head.log")
         logs = [Path(directory, f"rank{rank}.log") for rank in range(world_size)]
-        texts = [log.read_text() if log.is_file() else printed.decode() for log in logs]
+        texts = [log.read_text() if log.is_file() else head.read_text() for log in logs]
         result = Path(directory, "result.json")
         return codes, texts, json.loads(result.read_text()) if result.is_file() else None
 

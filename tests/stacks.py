@@ -24,6 +24,7 @@ from tests.runs import NUM_STEPS, SaveBatches, differences, final_state, fit
 
 MODEL = "tiny_gpt"
 RESUMED = (3, 6, 9)  # of 12 steps, in epochs of 5 batches
+EARLY = 3  # batches in which most techniques have changed weights
 
 
 def declared(cases: Mapping[str, Case], plugins: Mapping[str, PluginCase]) -> dict[Pair, str]:
@@ -87,10 +88,15 @@ def model_of(names: Collection[str], cases: Mapping[str, Case]) -> str:
 
 
 class _Trace(pl.Callback):
-    """Notes all weights after each step, or compares them with those noted and stops the run where they differ."""
+    """Notes all weights after each batch, or compares them with those noted and stops the run where they differ.
 
-    def __init__(self, known: Sequence[Tensor] | None = None) -> None:
-        self.known = known
+    Args:
+        known: what is compared with.
+        batches: after so many the run is stopped, if given.
+    """
+
+    def __init__(self, known: Sequence[Tensor] | None = None, batches: int | None = None) -> None:
+        self.known, self.batches = known, batches
         self.seen: list[Tensor] = []
         self.differs = False
         self.figures: dict[str, set[str]] = {}  # of each technique, those that were above zero after some step
@@ -100,8 +106,11 @@ class _Trace(pl.Callback):
         for technique in (callback for callback in trainer.callbacks if isinstance(callback, Technique)):
             above = {figure for figure, value in technique.report().items() if value > 0}
             self.figures.setdefault(type(technique).__name__, set()).update(above)
-        if self.known is not None and not torch.equal(self.seen[-1], self.known[len(self.seen) - 1]):
-            self.differs = trainer.should_stop = True
+        if self.known is not None:
+            at = len(self.seen) - 1
+            self.differs = at >= len(self.known) or not torch.equal(self.seen[at], self.known[at])
+        if self.differs or len(self.seen) == self.batches:
+            trainer.should_stop = True
 
 
 @dataclass(frozen=True)
@@ -201,12 +210,20 @@ class Stacks:
         return None if said else f"lets {name} do nothing: {figure or 'each of its figures'} is zero after every step"
 
     def acts(self, name: str, names: Stack) -> str | None:
-        """Of all others: whether the run without it is another one, at the first step that shows it."""
+        """Of all others: whether the run without it is another one, at the first batch that shows it."""
         if name not in names:
             return None
+        rest = tuple(other for other in names if other != name)
+        if names not in self._whole:  # most show it early, and no more is run of these names
+            begun, trace = _Trace(batches=EARLY), _Trace(batches=EARLY)
+            self.run(names, begun)
+            trace.known = begun.seen
+            self.run(rest, trace)
+            if trace.differs:
+                return None
         whole = self.whole(names)
         trace = _Trace(whole.trace)
-        net, _ = self.run(tuple(other for other in names if other != name), trace)
+        net, _ = self.run(rest, trace)
         if trace.differs or not torch.equal(flat(net).cpu(), whole.weights):
             return None
         return f"{name} changes nothing: without it, every step and the end are the same"

@@ -202,7 +202,7 @@ def test_resume_within_accumulation_windows(name: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def under_ddp(once: Once, request: pytest.FixtureRequest) -> dict[str, Any]:
-    """One start of two processes for all: each technique alone, and groups of them in every mode and from every step."""
+    """One start of two processes for all: each technique alone, and groups of them in every mode and from some steps."""
     name = chosen(request.config)
     what = [f"alone:{name}" for name in ([*ALL, *EXAMPLES] if name is None else [name])]
     what += [f"together:{'+'.join(group)}" for group in groups(request.config)]
@@ -222,7 +222,10 @@ def test_alone_under_ddp(name: str, under_ddp: dict[str, Any]) -> None:
 
 @pytest.mark.timeout(TIMEOUT)
 def test_groups_under_ddp(group: Stack, under_ddp: dict[str, Any]) -> None:
-    """In every mode; and they resume from every step, and within accumulation windows, where each rank has its own sums."""
+    """In every mode; and they resume, also within accumulation windows, where each rank has its own sums.
+
+    One by one, they do so from every step behind the ``slow`` marker, as all do in one process above.
+    """
     assert under_ddp[f"together:{'+'.join(group)}"] is None
 
 

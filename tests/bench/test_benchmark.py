@@ -1,8 +1,11 @@
 """The bench as a whole, over functions: verdicts, refusals, failures, controls, and taking up where it was."""
 
+import copy
 import json
 import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from lightning_eff.bench.arms import lay_out, named
 from lightning_eff.bench.benchmark import Benchmark
 from lightning_eff.bench.pace import Budget, Incomparable
 from tests.bench.tasks import Constant, Delay, Fail, Small, arm, dataset
+from tests.conftest import Once
 from tests.models import TinyGPT, loader, module
 
 DEFAULTS = {"target": "val_loss", "budget": "0.4rs", "seeds": 2, "rounds": 2, "evaluations": 3}
@@ -22,34 +26,62 @@ def bench(recipes: dict, folder: Path, baseline=None, **more) -> Benchmark:
     return Benchmark(baseline or arm(), recipes, out=folder, **{**DEFAULTS, "threads": 1, **more})
 
 
-def test_two_copies_train_alike(tmp_path: Path) -> None:
-    state, seed, threads = torch.get_rng_state(), os.environ.get("PL_GLOBAL_SEED"), torch.get_num_threads()
-    results = bench({"copy": arm()}, tmp_path).run(progress=False, report=False)
+@pytest.fixture(scope="module")
+def several(once: Once, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One bench for several tests: a copy, an arm with a delay of several times a step, another rate, and a ladder."""
+
+    def run() -> dict[str, Any]:
+        state, seed, threads = torch.get_rng_state(), os.environ.get("PL_GLOBAL_SEED"), torch.get_num_threads()
+        folder = tmp_path_factory.mktemp("several")
+        recipes = {
+            "copy": arm(),
+            "slow": arm(callbacks=lambda: [Delay(0.01)]),
+            "faster": arm(lambda: Small(lr=0.2)),
+        }
+        results = bench(recipes, folder, ladder=[0.5, 2.0]).run(progress=False, report=False)
+        untouched = torch.equal(state, torch.get_rng_state()) and torch.get_num_threads() == threads
+        return {
+            "results": results,
+            "written": json.loads((folder / "results.json").read_text()),
+            "untouched": untouched and os.environ.get("PL_GLOBAL_SEED") == seed,
+            "folder": str(folder),
+        }
+
+    return once("bench_several", run)
+
+
+def test_two_copies_train_alike(several: dict[str, Any]) -> None:
+    results = several["results"]
     assert results["calibration"]["copy"]["same_training"]
-    runs = {(run["arm"], run["seed"]): run for run in results["runs"]}
-    assert len(runs) == 4 and all(run["status"] == "finished" for run in runs.values())
+    runs = {(run["arm"], run["seed"]): run for run in results["runs"] if run["arm"] in ("baseline", "copy")}
+    assert len(runs) == 4 and all(run["status"] == "finished" for run in results["runs"])
     for run in runs.values():
         assert run["seconds"] == pytest.approx(0.4, rel=0.1) and len(run["points"]) == 3
         assert run["lr_last_share"] < 0.1 and run["samples"] == 8 * run["steps"] and run["peak_memory_bytes"] > 1e6
     assert runs["baseline", 1]["losses"][0] != runs["baseline", 2]["losses"][0], "seeds draw alike"
     assert runs["baseline", 1]["losses"][0][1] == runs["copy", 1]["losses"][0][1], "arms of one seed do not"
-    assert json.loads((tmp_path / "results.json").read_text())["summary"] == results["summary"]
-    assert torch.equal(state, torch.get_rng_state()) and os.environ.get("PL_GLOBAL_SEED") == seed
-    assert torch.get_num_threads() == threads
+    assert several["written"]["summary"] == results["summary"] and several["untouched"]
 
 
-def test_a_slower_arm_makes_fewer_steps_in_the_same_budget(tmp_path: Path) -> None:
+def test_a_slower_arm_makes_fewer_steps_in_the_same_budget(several: dict[str, Any]) -> None:
     """A delay of several times a step is found on any machine."""
-    results = bench({"slow": arm(callbacks=lambda: [Delay(0.01)])}, tmp_path).run(progress=False, report=False)
+    results = several["results"]
     steps = {name: found["steps"] for name, found in results["calibration"].items()}
     assert steps["slow"] * 3 < steps["baseline"]
     assert results["calibration"]["slow"]["same_training"]
-    assert results["summary"]["slow"]["speedup"]["estimate"] < 1 / 3
+    assert results["summary"]["slow"]["throughput"]["estimate"] < 1 / 3
 
 
-def test_another_rate_is_not_the_same_training(tmp_path: Path) -> None:
-    results = bench({"faster": arm(lambda: Small(lr=0.2))}, tmp_path).run(progress=False, report=False)
-    assert not results["calibration"]["faster"]["same_training"]
+def test_another_rate_is_not_the_same_training(several: dict[str, Any]) -> None:
+    assert not several["results"]["calibration"]["faster"]["same_training"]
+
+
+def test_a_ladder_gives_the_baseline_other_budgets(several: dict[str, Any]) -> None:
+    runs = several["results"]["runs"]
+    steps = {run["arm"]: run["steps"] for run in runs if run["seed"] == 1}
+    assert steps["baseline × 0.5"] == pytest.approx(steps["baseline"] / 2, abs=1)
+    assert steps["baseline × 2"] == pytest.approx(steps["baseline"] * 2, abs=1)
+    assert all(run["lr_last_share"] < 0.15 for run in runs if run["arm"].startswith("baseline"))
 
 
 @pytest.mark.parametrize(
@@ -143,18 +175,18 @@ def test_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
     assert again["runs"] == results["runs"] and again["calibration"] == results["calibration"]
 
 
-def test_another_plan_does_not_go_on_in_the_same_folder(tmp_path: Path) -> None:
-    bench({"copy": arm()}, tmp_path).run(progress=False, report=False)
-    with pytest.raises(ValueError, match="differs in seeds"):
-        bench({"copy": arm()}, tmp_path, seeds=3).run(progress=False, report=False)
-    (tmp_path / "plan.json").unlink()
+def test_another_plan_does_not_go_on_in_the_same_folder(several: dict[str, Any], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(several["folder"], tmp_path / "copy"))
+    with pytest.raises(ValueError, match=r"differs in .*seeds"):
+        bench({"copy": arm()}, folder, seeds=3).run(progress=False, report=False)
+    (folder / "plan.json").unlink()
     with pytest.raises(ValueError, match="other results"):
-        bench({"copy": arm()}, tmp_path).run(progress=False, report=False)
+        bench({"copy": arm()}, folder).run(progress=False, report=False)
 
 
-def test_prices_of_another_machine_count(tmp_path: Path) -> None:
+def test_prices_of_another_machine_count(several: dict[str, Any], tmp_path: Path) -> None:
     """At ten times the price a budget holds a tenth of the steps."""
-    first = bench({"copy": arm()}, tmp_path / "a").run(progress=False, report=False)
+    first = copy.deepcopy(several["results"])
     for calibration in first["calibration"].values():
         for price in calibration["prices"]:
             price["seconds"] *= 10
@@ -162,8 +194,8 @@ def test_prices_of_another_machine_count(tmp_path: Path) -> None:
     second = bench({"copy": arm()}, tmp_path / "c", budget="4rs", reference=tmp_path / "b.json").run(
         progress=False, report=False
     )
-    steps = [{run["arm"]: run["steps"] for run in results["runs"]} for results in (first, second)]
-    assert steps[0] == steps[1]
+    before, after = ({run["arm"]: run["steps"] for run in results["runs"]} for results in (first, second))
+    assert after == {arm: before[arm] for arm in ("baseline", "copy")}
 
 
 def test_a_reference_second_is_as_many_steps_in_every_bench(tmp_path: Path) -> None:
@@ -209,14 +241,6 @@ def test_controls_stand_in_for_their_techniques(tmp_path: Path) -> None:
     assert small[0].stages == ((0.0, 1),) or list(small[0].stages) == [(0.0, 1)]
     assert [type(c).__name__ for c in arms[4].build(1).trainer.callbacks[:2]] == ["ProgressiveStacking", "RandomSubset"]
     assert len(lay_out(("baseline", gpt()), {"both": recipe}, controls=False, ladder=[])) == 2
-
-
-def test_a_ladder_gives_the_baseline_other_budgets(tmp_path: Path) -> None:
-    results = bench({"copy": arm()}, tmp_path, ladder=[0.5, 2.0]).run(progress=False, report=False)
-    steps = {run["arm"]: run["steps"] for run in results["runs"] if run["seed"] == 1}
-    assert steps["baseline × 0.5"] == pytest.approx(steps["baseline"] / 2, abs=1)
-    assert steps["baseline × 2"] == pytest.approx(steps["baseline"] * 2, abs=1)
-    assert all(run["lr_last_share"] < 0.15 for run in results["runs"])
 
 
 @pytest.mark.parametrize("name", ["gpt2", "vit"])
