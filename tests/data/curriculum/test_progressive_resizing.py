@@ -152,7 +152,8 @@ class HandWritten(ViT):
 def test_a_table_is_interpolated_and_learns_at_all_sizes() -> None:
     net = HandWritten()
     first = net.position.detach().clone()
-    train(net, ProgressiveResizing(until=0.5), data=batches(8))
+    evaluated: Any = {"limit_val_batches": 1, "val_check_interval": 1}  # at full size, between steps at others
+    train(net, ProgressiveResizing(until=0.5), data=batches(8), **evaluated)
     assert [(side, table.shape[1]) for side, table in net.tables] == [(8, 5)] * 3 + [(12, 10)] + [(16, 17)] * 4
     assert net.position.shape == (1, 17, 12) and isinstance(net.position, nn.Parameter)
     trained = [table for _, table in net.tables]
