@@ -94,7 +94,8 @@ class TokenDropping(Technique):
     Raises:
         ValueError: if an argument is out of its range; at setup, if there is no stack, or none of its blocks is in the
             middle; at the first batch, before any weight has changed, if no embedding is called on ids of the blocks' tokens,
-            no loss on the vocabulary can be seen, or a block cannot be given fewer of its tokens.
+            no loss on the vocabulary can be seen, or a block cannot be given fewer of its tokens; where a step runs several
+            texts through blocks that are checkpointed.
 
     Sources:
         Hou et al. 2022, arXiv:2203.13240.
@@ -163,6 +164,7 @@ class TokenDropping(Technique):
         self._kept, self._full = 0, 0  # of the last step
         self._embedding: nn.Module | None = None
         self._called: dict[nn.Module, Tensor] = {}  # by the embedding, its latest ids
+        self._given: list[Tensor] = []  # all ids that it got in this step
         self._handles: list[RemovableHandle] = []
         self._index: tuple[Tensor, Tensor] | None = None  # ids, and the places that were chosen for them
         self._sums: Tensor | None = None  # of this micro-batch, losses and counts, (2, V)
@@ -199,6 +201,8 @@ class TokenDropping(Technique):
     def _note(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if args and isinstance(args[0], Tensor) and (self._embedding is None or module is self._embedding):
             self._called[module] = args[0].detach()
+            if module is self._embedding:
+                self._given.append(self._called[module])
 
     @override
     def detach(self, session: Session) -> None:
@@ -261,7 +265,7 @@ class TokenDropping(Technique):
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
         if torch.is_grad_enabled():  # not a pass that scores samples
-            self._recording = True
+            self._recording, self._given = True, []
         return self._tokens.run(step, batch, proceed)
 
     def _choose(self, at: At) -> Kept | None:
@@ -270,6 +274,12 @@ class TokenDropping(Technique):
         if not first <= at.block < active - self.full_last:
             return None
         assert self._embedding is not None and self.importance is not None, "they were found with the first batch"
+        if torch._C._current_graph_task_id() >= 0 and not all(map(self._given[0].equal, self._given)):
+            raise ValueError(
+                f"{WHO}: the step has called the embedding on several texts, and block {at.block} runs again in the backward"
+                " pass, as gradient checkpointing lets it; expected one text, since it cannot be told which of them this call"
+                " is on. Switch checkpointing off, hand the texts over in one batch, or take the technique out."
+            )
         ids, (size, full) = self._called[self._embedding], at.hidden.shape[:2]
         if self._index is None or self._index[0] is not ids:
             if ids.shape != (size, full):
@@ -341,7 +351,7 @@ class TokenDropping(Technique):
         if session.trainer.world_size > 1:
             torch.distributed.all_reduce(sums)
         self.importance = updated(self.importance.to(sums.device), sums[0], sums[1], beta=self.beta)
-        self._sums, self._index = None, None
+        self._sums, self._index, self._given = None, None, []
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:

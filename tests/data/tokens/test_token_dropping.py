@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import lightning_eff as eff
@@ -231,6 +232,41 @@ def test_losses_are_in_checkpoints(tmp_path: Path) -> None:
 def test_arguments_out_of_their_range(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"TokenDropping.*{message}"):
         TokenDropping(**kwargs)
+
+
+class TwoTexts(TinyGPT):
+    """Two texts a step, or one twice, through blocks that may be checkpointed."""
+
+    def __init__(self, other: int, *, checkpointed: bool) -> None:
+        super().__init__(dropout=0.0)
+        self.other, self.checkpointed = other, checkpointed
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.position.weight[: ids.shape[1]]
+        for block in self.blocks or ():
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return self.head(self.norm(x))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        texts = (batch["input_ids"], (batch["input_ids"] + self.other) % VOCAB)
+        return sum(
+            (F.cross_entropy(self(text).flatten(0, 1), batch["labels"].flatten()) for text in texts), torch.zeros(())
+        )
+
+
+def test_several_texts_in_checkpointed_blocks_are_refused() -> None:
+    """Since a block that runs again would drop the tokens of the last."""
+
+    def run(other: int, *, checkpointed: bool) -> Tensor:
+        torch.manual_seed(0)
+        net = TwoTexts(other, checkpointed=checkpointed)
+        trainer(TokenDropping(beta=0.5), max_steps=3).fit(net, loader("tiny_gpt", shuffle=False))
+        return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+    assert run(5, checkpointed=False).isfinite().all()
+    torch.testing.assert_close(run(0, checkpointed=True), run(0, checkpointed=False))
+    with pytest.raises(ValueError, match=r"on several texts, and block 2 runs again .* Switch checkpointing off"):
+        run(5, checkpointed=True)
 
 
 def test_other_losses_and_modules_are_refused() -> None:
