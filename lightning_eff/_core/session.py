@@ -187,7 +187,7 @@ class Session:
     def _training(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def training_step(*args: Any, **kwargs: Any) -> Any:
-            if not self.working or self._asleep() or not args:
+            if not self.working or self._asleep() or self._evaluating() or not args:
                 return original(*args, **kwargs)
             self.end_step()
             for stack in self._stacks.values():
@@ -222,6 +222,11 @@ class Session:
     def _asleep(self) -> bool:
         """Lightning's tuners swap the callbacks for their trial runs, which are then plain ones."""
         return not any(c is self.techniques[0] for c in self.trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _evaluating(self) -> bool:
+        """A module may evaluate by its own training_step, which is then the plain one."""
+        stage = self.trainer.state.stage
+        return stage is not None and stage.evaluating
 
     # -- what techniques ask for
 
