@@ -32,6 +32,7 @@ from lightning_eff.data.tokens.mask_rate_schedule import MaskRateSchedule as Mas
 from lightning_eff.data.tokens.patch_dropout import PatchDropout as PatchDropout
 from lightning_eff.data.tokens.random_ltd import RandomLTD as RandomLTD
 from lightning_eff.data.tokens.token_dropping import TokenDropping as TokenDropping
+from lightning_eff.data.tokens.token_merging import TokenMerging as TokenMerging
 from lightning_eff.memory.act_precision import ACTPrecision as ACTPrecision
 from lightning_eff.memory.activation_compression import ActivationCompression as ActivationCompression
 from lightning_eff.memory.activation_offload import ActivationOffload as ActivationOffload

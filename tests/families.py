@@ -117,7 +117,7 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
         base = _T5
     elif "moe" in name or name == "mixtral":
         base = _EXPERTS
-    images = {} if kind == "image" else {"PatchDropout": _NO_IMAGES, **_NOT_SMALLER}
+    images = {} if kind == "image" else {"PatchDropout": _NO_IMAGES, "TokenMerging": _NOT_MERGED, **_NOT_SMALLER}
     fewer = dict.fromkeys(("RandomLTD", "TokenDropping"), _NOT_FEWER) if name in _BY_PLACES else {}
     if kind in ("image", "speech"):
         fewer = {"TokenDropping": "no nn.Embedding was called on the ids"}
@@ -137,6 +137,7 @@ _NOT_FEWER = "cannot be given fewer of its tokens"
 _ON_IMAGES = ("ProgressiveResizing", "EfficientTrain")
 _NOT_SMALLER = dict.fromkeys(_ON_IMAGES, "found no images in the batch")
 _NO_IMAGES = f"found no images in the batch|called none of the blocks|{_NOT_FEWER}"
+_NOT_MERGED = f"{_NO_IMAGES}|cannot merge tokens"
 _NOT_MASKED, _NO_IDS = "all of the labels 'labels' count", "found no tokens 'input_ids' and labels 'labels'"
 _PLAIN = "gpt2 llama mistral qwen2 qwen3 gemma gemma2 phi phi3 gpt_neox bloom mpt stablelm starcoder2 olmo2 cohere"
 _PLAIN += " granite glm4 helium nemotron persimmon smollm3 biogpt gpt_bigcode ernie4_5 exaone4 arcee seed_oss"
@@ -144,7 +145,7 @@ _MASKED = "bert roberta electra camembert deberta-v2 mpnet xlm-roberta roformer 
 _SWIN = {"embed_dim": 16, "depths": (2, 2), "num_heads": (2, 2), "window_size": 2, "image_size": 8, "patch_size": 2}
 _SWIN |= {"num_channels": 1, "num_labels": 5}
 _ON_BLOCKS = ("pp2", "ProgressiveLayerDropping", "ProgressiveStacking", "Rematerialization")
-_ON_BLOCKS += ("RandomLTD", "PatchDropout", "TokenDropping")
+_ON_BLOCKS += ("RandomLTD", "PatchDropout", "TokenDropping", "TokenMerging")
 _SAY_LAYERS = dict.fromkeys(_ON_BLOCKS, "layers=")
 _NO_SEQUENCE = {"SequenceLengthWarmup": "no integer tensor of shape .* keys=", "MaskRateSchedule": _NO_IDS}
 _OTHER_BLOCKS = {"ProgressiveStacking": "block 1 of .* has other parameters or buffers than block 0"}
@@ -155,7 +156,7 @@ _NO_LINEAR = dict.fromkeys(
     ("FP8Precision", "INT8Precision", "S2FP8Precision", "Wang2018FP8Precision"), "no linear map is left to run"
 )
 _SQUEEZEBERT = {"pp2": "A block returned dict", "Rematerialization": r"in the order \[\]; expected each", **_NO_LINEAR}
-_NO_TOKENS = dict.fromkeys(("RandomLTD", "PatchDropout", "TokenDropping"), _NOT_FEWER)
+_NO_TOKENS = dict.fromkeys(("RandomLTD", "PatchDropout", "TokenDropping", "TokenMerging"), _NOT_FEWER)
 _FLOAT_BUFFERS = {"StochasticRoundingBF16": "an operation was given different dtypes .* Buffers are not cast"}
 FAMILIES: dict[str, Family] = {
     **{name: _family(name) for name in _PLAIN.split()},

@@ -50,6 +50,7 @@ RECIPES = {
     "random_ltd": "RandomLTD",
     "patch_dropout": "PatchDropout",
     "token_dropping": "TokenDropping",
+    "token_merging": "TokenMerging",
     "ngram": "NgramEmbedding",
     "ngram_dense": "NgramEmbedding",
     "compile": "RegionalCompilation",
@@ -63,12 +64,14 @@ TOKENS = {
     "random_ltd",
     "patch_dropout",
     "token_dropping",
+    "token_merging",
 }  # no comparison of theirs is on the page yet
 ONLY = {
     "mask_rate": ("bert",),
     "length_warmup": SEQUENCES,
     "fused_head": SEQUENCES,
     "patch_dropout": ("vit",),
+    "token_merging": ("vit",),
     "token_dropping": ("bert", "gpt2"),  # the GPT holds its rotary tables itself, and samples differ
     **dict.fromkeys(COMPUTE, ("gpt",)),
 }

@@ -70,9 +70,9 @@ def _find(block: nn.Module, call: Call, size: int, per_sample: bool, generator: 
     reasons: list[str] = []
     for dtype in (torch.float64, torch.float32):
         try:
-            trial = _Trial(block, call, dim, dtype, per_sample, generator)
+            trial = Trial(block, call, dim, dtype, per_sample, generator)
             if hidden.shape[0] == hidden.shape[1] and trial.mixes_samples():
-                trial = _Trial(block, call, 1 - dim, dtype, per_sample, generator)
+                trial = Trial(block, call, 1 - dim, dtype, per_sample, generator)
         except Exception as error:  # a kernel without this dtype, or a block that cannot be copied
             reasons = [f"a copy of it in {str(dtype)[6:]} does not run ({_first_line(error)})"]
             continue
@@ -135,7 +135,7 @@ def _own_tables(block: nn.Module, tokens: int) -> list[dict[str, tuple[int, ...]
     return [] if not along else options[: 1 if options[0] == options[1] else 2]
 
 
-class _Trial:
+class Trial:
     """A copy of a block with weights and inputs moved at random, run on all tokens, some, and some of them twice."""
 
     def __init__(
@@ -148,7 +148,7 @@ class _Trial:
         self.hidden = hidden_of(*self.call)
         self.size, self.tokens = hidden.shape[1 - dim], hidden.shape[dim]
         self.per_sample = per_sample
-        self.plain, self.rest = split_output(self._run(self.call))
+        self.plain, self.rest = split_output(self.run(self.call))
         if self.plain.shape != self.hidden.shape:
             raise CannotTake(
                 f"it returns a hidden state of shape {tuple(self.plain.shape)} for one of {tuple(self.hidden.shape)}"
@@ -165,7 +165,7 @@ class _Trial:
             return noise
         return torch.where(value > BLIND, value.to(self.dtype) + 0.1 * noise, value.to(self.dtype))
 
-    def _run(self, call: Call, tables: Mapping[str, tuple[int, ...]] | None = None, index: Tensor | None = None) -> Any:
+    def run(self, call: Call, tables: Mapping[str, tuple[int, ...]] | None = None, index: Tensor | None = None) -> Any:
         # what the block changes of its inputs is of no concern to the next run
         args, kwargs = mapped(call, lambda _, v: v.clone() if isinstance(v, Tensor) else copy.deepcopy(v))
         if not tables or index is None:
@@ -186,7 +186,7 @@ class _Trial:
         turned, one = self.hidden.clone(), self.size // 2
         turned.select(1 - self.dim, one).neg_()
         call = mapped(self.call, lambda _, value: turned if value is self.hidden else value)
-        moved = (split_output(self._run(call))[0] - self.plain).movedim(1 - self.dim, 0)
+        moved = (split_output(self.run(call))[0] - self.plain).movedim(1 - self.dim, 0)
         others = torch.cat([moved[:one], moved[one + 1 :]])
         return bool(others.abs().max() > _TOLERANCE[self.dtype] * moved[one].abs().max()) if len(others) else False
 
@@ -194,11 +194,11 @@ class _Trial:
         """Why fewer tokens cannot be handed over in this way; None if they can."""
         try:
             whole, half = self._some(self.tokens), self._some(self.tokens // 2)
-            every = split_output(self._run(plan.fewer(self.call, whole), plan.tables, whole))[0]
+            every = split_output(self.run(plan.fewer(self.call, whole), plan.tables, whole))[0]
             fewer = plan.fewer(self.call, half)
-            some, rest = split_output(self._run(fewer, plan.tables, half))
+            some, rest = split_output(self.run(fewer, plan.tables, half))
             pairs = half.repeat_interleave(2, dim=-1)
-            twice = split_output(self._run(_doubled(fewer, plan), plan.tables, pairs))[0]
+            twice = split_output(self.run(_doubled(fewer, plan), plan.tables, pairs))[0]
         except Exception as error:
             caches = [told(path, value) for path, value in leaves(self.call) if is_cache(value)]
             without = f" and without {caches[0]}" if caches else ""

@@ -50,18 +50,31 @@ def find_layout(step: Step, batch: Any, stack: BlockStack, generator: Generator,
         ValueError: if the batch holds no images, none of the tokens comes of them, other tokens stand between them, or what
             comes after the stack goes by the patches' places or number.
     """
-    blocks = stack.running()
-    every = [*step.module.modules()]
-    device = next(step.module.parameters()).device.type
-    with in_evaluation(every), unrounded(), torch.autocast(device, enabled=False), _none_zero(step.module, generator):
-        layout, dim = _look_at_tokens(step, batch, blocks[0], stack, generator, who)
-        _try_head(step, batch, blocks[-1], stack, layout, dim, generator, who)
+    with _trying(step, generator):
+        layout, dim = _look_at_tokens(step, batch, stack, generator, who)
+        _try_head(step, batch, stack, layout, dim, generator, who)
     return layout
 
 
-def _look_at_tokens(
-    step: Step, batch: Any, block: nn.Module, stack: BlockStack, generator: Generator, who: str
-) -> tuple[Layout, int]:
+def find_patches(step: Step, batch: Any, stack: BlockStack, generator: Generator, *, who: str) -> Layout:
+    """As :func:`find_layout`, whatever comes after the stack: it gets as many tokens as without."""
+    with _trying(step, generator):
+        return _look_at_tokens(step, batch, stack, generator, who)[0]
+
+
+@contextmanager
+def _trying(step: Step, generator: Generator) -> Iterator[None]:
+    device = next(step.module.parameters()).device.type
+    with (
+        in_evaluation([*step.module.modules()]),
+        unrounded(),
+        torch.autocast(device, enabled=False),
+        _none_zero(step.module, generator),
+    ):
+        yield
+
+
+def _look_at_tokens(step: Step, batch: Any, stack: BlockStack, generator: Generator, who: str) -> tuple[Layout, int]:
     size = num_samples(batch)
     images = [(path, t) for path, t in tensors(batch) if _is_image(t, size)]
     if not images:
@@ -70,7 +83,7 @@ def _look_at_tokens(
             f"{who}: found no images in the batch: {held}; expected a tensor of ({size}, ...) with three dimensions or more,"
             " of floating point or uint8. Take the technique out."
         )
-    found = [_entered(step, _noisy(batch, size, generator), size, block) for _ in range(2)]
+    found = [_entered(step, _noisy(batch, size, generator), size, stack.running()[0]) for _ in range(2)]
     dim = token_dim(found[0], size)
     first, second = (t if dim == 1 else t.transpose(0, 1) for t in found)
     same = ((first == second) & (first == first[:1])).all(dim=-1).all(dim=0)
@@ -94,7 +107,6 @@ def _look_at_tokens(
 def _try_head(
     step: Step,
     batch: Any,
-    block: nn.Module,
     stack: BlockStack,
     layout: Layout,
     dim: int,
@@ -127,7 +139,7 @@ def _try_head(
 
     for arrange in (patches_twice, all_twice):  # a mean over all tokens counts class tokens, too
         try:
-            with _handled(block, turned(arrange)):
+            with _handled(stack.running()[-1], turned(arrange)):
                 loss = _loss(step, batch, size)
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
             text = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]

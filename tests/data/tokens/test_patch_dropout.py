@@ -16,6 +16,18 @@ import lightning_eff as eff
 from examples.vit.module import EncoderBlock, ViT
 from lightning_eff.data.tokens.patch_dropout import PatchDropout, kept_patches
 from tests.cases import Case, classifier
+from tests.data.tokens.images import (
+    PATCHES,
+    AttentionPool,
+    B,
+    D,
+    MeanOfAll,
+    MeanOfPatches,
+    Net,
+    Registers,
+    gradients,
+    hugging_face,
+)
 from tests.models import HuggingFace, make_batch, trainer
 from tests.runs import differences, final_state, fit
 
@@ -30,97 +42,6 @@ CASES = {
         lost=(classifier, "classifier", r"has the shape \(4, 8\); expected \(B, T, D\)"),
     )
 }
-
-B, PATCHES, D = 4, 16, 24
-
-
-class Net(pl.LightningModule):
-    """Images (B, 1, 8, 8) in 16 patches through pre-norm blocks; special tokens and the head are for subclasses to say."""
-
-    before, after = 1, 0
-
-    def __init__(self, num_layers: int = 3) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.patches = nn.Conv2d(1, D, 2, 2)
-        self.special = nn.Parameter(torch.randn(1, self.before + self.after, D))
-        self.position = nn.Parameter(torch.randn(1, PATCHES, D))
-        self.blocks = nn.ModuleList(EncoderBlock(D, 3, 0.0) for _ in range(num_layers))
-        self.head = nn.Linear(D, 5)
-        self.places: Tensor | None = None  # where a test says it, the patches that are computed, (B, k)
-        self.lengths: list[int] = []
-
-    def embed(self, images: Tensor) -> Tensor:
-        x = self.patches(images).flatten(2).transpose(1, 2) + self.position
-        if self.places is not None:
-            x = torch.stack([row[at] for row, at in zip(x, self.places, strict=True)])
-        special = self.special.expand(len(x), -1, -1)
-        return torch.cat([special[:, : self.before], x, special[:, self.before :]], dim=1)
-
-    def pool(self, x: Tensor) -> Tensor:
-        return x[:, 0]
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.embed(images)
-        for block in self.blocks:
-            x = block(x)
-            self.lengths.append(x.shape[1])
-        return self.head(self.pool(x))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return F.cross_entropy(self(batch["pixel_values"]), batch["labels"])
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.training_step(batch, batch_idx))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class MeanOfPatches(Net):
-    before = 0
-
-    def pool(self, x: Tensor) -> Tensor:
-        return x.mean(dim=1)
-
-
-class MeanOfAll(Net):
-    def pool(self, x: Tensor) -> Tensor:
-        return x.mean(dim=1)
-
-
-class Registers(Net):
-    """A class token and three registers in front, two behind; the class token beside the patches' mean."""
-
-    before, after = 4, 2
-
-    def pool(self, x: Tensor) -> Tensor:
-        return x[:, 0] + x[:, 4:-2].mean(dim=1) + x[:, -1]
-
-
-class AttentionPool(Net):
-    """A query of its own over the patches alone."""
-
-    before = 0
-
-    def pool(self, x: Tensor) -> Tensor:
-        query = self.special.new_ones(len(x), 1, D)
-        return F.scaled_dot_product_attention(query, x, x)[:, 0]
-
-
-class Gradients(pl.Callback):
-    def __init__(self) -> None:
-        self.found: dict[str, Tensor] = {}
-
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.found = {name: p.grad.clone() for name, p in pl_module.named_parameters() if p.grad is not None}
-
-
-def gradients(net: pl.LightningModule, *callbacks: pl.Callback, batch: Any = None) -> dict[str, Tensor]:
-    keep = Gradients()
-    data = DataLoader([make_batch("vit", B) if batch is None else batch], batch_size=None)
-    trainer(*callbacks, keep, max_steps=1).fit(net, data)
-    return keep.found
 
 
 class Noting(PatchDropout):
@@ -169,35 +90,11 @@ def test_gradients_are_those_of_the_kept_patches_alone(cls: type[Net], per_image
     assert not torch.allclose(got["patches.weight"], gradients(cls())["patches.weight"], rtol=1e-2)
 
 
-def _hugging_face(name: str) -> Any:
-    settings: dict[str, Any] = {
-        "hidden_size": 32,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "intermediate_size": 64,
-        "image_size": 8,
-        "patch_size": 2,
-        "num_channels": 1,
-        "num_labels": 5,
-    }
-    torch.manual_seed(0)
-    if name == "deit":
-        return hf.DeiTForImageClassification(hf.DeiTConfig(**settings))
-    if name == "dinov2":
-        return hf.Dinov2ForImageClassification(hf.Dinov2Config(**settings))
-    if name == "dinov2_with_registers":
-        return hf.Dinov2WithRegistersForImageClassification(hf.Dinov2WithRegistersConfig(**settings))
-    return hf.ViTForImageClassification(hf.ViTConfig(**settings))
-
-
 @pytest.mark.parametrize(("name", "special"), [("vit", 1), ("deit", 2), ("dinov2", 1), ("dinov2_with_registers", 5)])
 def test_hugging_face_models(name: str, special: int) -> None:
     """Against the model on all tokens, where attention is kept from those that were dropped, and the head from them, too."""
     technique = Noting(ratio=0.5)
-    net = HuggingFace(_hugging_face(name).train())
-    for m in net.modules():
-        if isinstance(m, nn.Dropout):
-            m.p = 0.0
+    net = hugging_face(name)
     lengths: list[int] = []
     blocks = next(list(m) for m in net.modules() if isinstance(m, nn.ModuleList) and len(m) == 3)
 
@@ -211,10 +108,7 @@ def test_hugging_face_models(name: str, special: int) -> None:
     assert all(row[:special] == [*range(special)] for row in index.tolist())
     for handle in handles:
         handle.remove()
-    other = HuggingFace(_hugging_face(name).train())
-    for m in other.modules():
-        if isinstance(m, nn.Dropout):
-            m.p = 0.0
+    other = hugging_face(name)
     first = next(list(m) for m in other.modules() if isinstance(m, nn.ModuleList) and len(m) == 3)[0]
 
     def pick(m: Any, args: Any, kwargs: Any) -> Any:

@@ -1,0 +1,162 @@
+"""Proportional attention: a token counts as many times as it stands for tokens (Bolya et al. 2022), in any attention.
+
+``softmax(Q K^T / sqrt(d) + log s) V`` is attention as if each token were there ``s`` times. The logarithm is added where
+a block calls torch's ``scaled_dot_product_attention``, or the softmax of a product ``Q K^T`` of its own. Whether it arrives is
+tried: a block on tokens with sizes must return what it does with each token there as often.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from lightning_eff._core import rng
+from lightning_eff._core._tokens.checking import Trial
+from lightning_eff._core._tokens.inputs import Call, mapped
+from lightning_eff._core.blocks import hidden_of, split_output
+
+_PRODUCTS = frozenset({torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__})
+_SOFTMAX = frozenset({F.softmax, torch.softmax, Tensor.softmax})
+_NAMES = ("attn_mask", "dropout_p", "is_causal")
+_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
+
+
+class Proportional(TorchFunctionMode):
+    """Adds ``log s`` to the scores of attention on all tokens, while it is entered.
+
+    Args:
+        samples: how many samples the tokens are of.
+        tokens: n, of each; attention on other numbers of queries or keys is left alone.
+        sizes: s, (B, n); None for ones, which leaves attention as it is bit for bit.
+
+    Attributes:
+        keys: of the latest attention on all tokens, their mean over the heads, (B, n, d), without a graph.
+        causal: whether one was causal.
+        runs_again: whether one will run again by itself in the backward pass, by a checkpoint within the block, without this.
+    """
+
+    def __init__(self, samples: int, tokens: int, sizes: Tensor | None) -> None:
+        super().__init__()
+        self.samples, self.tokens = samples, tokens
+        self.keys: Tensor | None = None
+        self.causal = False
+        self.runs_again = False
+        self._around = _saving()
+        self._log = None if sizes is None else sizes.log()
+        self._right: Tensor | None = None  # what the latest square product was with, perhaps K^T
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is F.scaled_dot_product_attention:
+            return self._fused(func, args, kwargs)
+        if func in _SOFTMAX:
+            return self._softmax(func, args, kwargs)
+        output = func(*args, **kwargs)
+        if func in _PRODUCTS and self._of_tokens(output) and len(args) == 2:
+            self._right = args[1]
+        return output
+
+    def _fused(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        query, key, value = (*args[:3], *(kwargs.pop(name) for name in ("query", "key", "value")[len(args) :]))
+        kwargs.update(zip(_NAMES, args[3:], strict=False))
+        if query.shape[-2] == key.shape[-2] == self.tokens and key.ndim > 2 and key.shape[0] % self.samples == 0:
+            self.causal |= bool(kwargs.get("is_causal"))
+            self._note(key)
+            if self._log is not None:
+                kwargs["attn_mask"] = self._added(query, kwargs.get("attn_mask"))
+        return func(query, key, value, **kwargs)
+
+    def _softmax(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        scores: Any = args[0] if args else kwargs.get("input")
+        dim = args[1] if len(args) > 1 else kwargs.get("dim")
+        if self._right is None or not self._of_tokens(scores) or dim not in (-1, scores.ndim - 1):
+            return func(*args, **kwargs)
+        self._note(self._right.transpose(-1, -2))
+        self._right = None
+        if self._log is None:
+            return func(*args, **kwargs)
+        scores = scores + self._added(scores, None)
+        return func(scores, *args[1:], **{key: value for key, value in kwargs.items() if key != "input"})
+
+    def _of_tokens(self, scores: Any) -> bool:
+        """Whether it may hold the scores of all tokens with all, (B, H, n, n) or (B H, n, n)."""
+        shape = tuple(scores.shape) if isinstance(scores, Tensor) else ()
+        return len(shape) > 2 and shape[-2:] == (self.tokens, self.tokens) and shape[0] % self.samples == 0
+
+    def _note(self, key: Tensor) -> None:
+        grad, pack = _saving()
+        checkpoints = pack is not self._around[1] and getattr(pack, "__qualname__", "").startswith("_checkpoint_hook.")
+        self.runs_again |= checkpoints or grad != self._around[0]
+        by_sample = key.detach().reshape(self.samples, -1, *key.shape[-2:])
+        self.keys = by_sample.mean(dim=1)
+
+    def _added(self, like: Tensor, mask: Tensor | None) -> Tensor:
+        """``log s`` for scores of as many rows as ``like`` has, and the mask that they have besides."""
+        assert self._log is not None, "it is asked for where there are sizes"
+        rows = self._log.repeat_interleave(like.shape[0] // self.samples, dim=0)
+        bias = rows.reshape(len(rows), *(1,) * (like.ndim - 2), self.tokens).to(like.dtype)
+        if mask is None:
+            return bias
+        return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else bias + mask
+
+
+def _saving() -> tuple[bool, Any]:
+    """Whether autograd records, and who packs what it saves: checkpoints of either kind are told by one of them."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
+    return torch.is_grad_enabled(), None if hooks is None else hooks[0]
+
+
+def refuted(block: nn.Module, call: Call, generator: Generator) -> str | None:
+    """Why the tokens' sizes do not come into a block's attention; None if they do, as a trial on a copy of it shows.
+
+    With ``s_i`` copies of each token ``x_i`` a block must return, for the first of them, what it returns for ``x_i`` of size
+    ``s_i``. A block that lets a token see the earlier alone, in whatever way, does not, since the first copy does not see the
+    others.
+
+    Args:
+        block: on (B, n, D), which takes nothing else that runs along its tokens.
+        call: a real call of it.
+        generator: of what is drawn.
+    """
+    reason = None
+    with torch.no_grad(), rng.fork(), torch.autocast(hidden_of(*call).device.type, enabled=False):
+        for dtype in (torch.float64, torch.float32):
+            try:
+                trial = Trial(block, call, 1, dtype, False, generator)
+            except Exception as error:  # a kernel without this dtype
+                reason = f"a copy of it in {str(dtype)[6:]} does not run ({error})"
+                continue
+            return _refuted(trial, dtype, generator)
+    return reason
+
+
+def _refuted(trial: Trial, dtype: torch.dtype, generator: Generator) -> str | None:
+    hidden = trial.hidden
+    samples, tokens = hidden.shape[:2]
+    sizes = (torch.randperm(tokens, generator=generator) % 3 + 1).to(hidden.device)
+    many = hidden.repeat_interleave(sizes, dim=1)
+    with Proportional(samples, tokens, sizes.to(dtype).expand(samples, -1)) as attention:
+        got = split_output(trial.run(trial.call))[0]
+    if attention.keys is None:
+        return (
+            "its attention is neither torch's scaled_dot_product_attention nor the softmax of a product of its own, so the"
+            " sizes of merged tokens cannot come into it. Let it call scaled_dot_product_attention (of transformers:"
+            " attn_implementation='sdpa')"
+        )
+    if attention.causal:
+        return "its attention is causal, and a merged token would tell of later ones"
+    expected = split_output(trial.run(mapped(trial.call, lambda _, v: many if v is hidden else v)))[0]
+    expected = expected.index_select(1, sizes.cumsum(0) - sizes)
+    scale = (expected - hidden).abs().max()
+    if bool((got - expected).abs().max() <= _TOLERANCE[dtype] * scale + 1e-12):
+        return None
+    return (
+        "with sizes it computes something else than with as many copies of its tokens: not all of its attention takes them, or"
+        " each of its tokens sees some alone"
+    )

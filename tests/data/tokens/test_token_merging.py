@@ -1,0 +1,420 @@
+"""TokenMerging: the matching by hand, duplicates that merge without a trace, sizes that add up, FLOPs that fall, refusals."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+from torch.utils.flop_counter import FlopCounterMode
+
+import lightning_eff as eff
+from examples.vit.module import EncoderBlock
+from lightning_eff._core._tokens import merging
+from lightning_eff._core._tokens.merging import Held
+from lightning_eff._core.rng import keyed_generator
+from lightning_eff.data.tokens.token_merging import TokenMerging, match, mergeable
+from tests.cases import Case, classifier
+from tests.data.tokens.images import B, D, MeanOfAll, Net, Registers, gradients, hugging_face
+from tests.models import make_batch, module, trainer
+from tests.runs import differences, final_state, fit
+
+CASES = {
+    "TokenMerging": Case(
+        active=lambda: TokenMerging(r=3),
+        neutral=lambda: TokenMerging(r=0),
+        model="vit",
+        refuses={
+            "tiny_gpt": "block 0 of .* cannot merge tokens: its attention is causal",
+            **dict.fromkeys(("gpt2", "llama"), "block 0 of .* cannot merge tokens: it is handed .*position_"),
+            "bert": "found no images in the batch",
+        },
+        lost=(classifier, "classifier", r"has the shape \(4, 8\); expected \(B, T, D\)"),
+    )
+}
+
+
+class OwnProducts(nn.Module):
+    """A block whose attention is written out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = EncoderBlock(D, 3, 0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.inner
+        q, k, v = inner.attention.qkv(inner.norm1(x)).view(len(x), -1, 3, 3, D // 3).permute(2, 0, 3, 1, 4)
+        weights = self.weights(q, k)
+        x = x + inner.attention.proj((weights @ v).transpose(1, 2).flatten(2))
+        return x + inner.mlp(inner.norm2(x))
+
+    def weights(self, q: Tensor, k: Tensor) -> Tensor:
+        return (q @ k.transpose(-2, -1) * (D // 3) ** -0.5).softmax(dim=-1)
+
+
+class Written(Net):
+    """A net of such blocks."""
+
+    block: Callable[[], nn.Module] = OwnProducts
+
+    def __init__(self, num_layers: int = 3) -> None:
+        super().__init__(num_layers)
+        self.blocks = nn.ModuleList(type(self).block() for _ in range(num_layers))
+
+
+class Watched(TokenMerging):
+    """Keeps what stood for what at each block of the latest step."""
+
+    def attach(self, session: Any) -> None:
+        super().attach(session)
+        self.held: list[Held] = []
+        plain = self._tokens._next
+
+        def note(index: int, hidden: Tensor) -> tuple[Held, Tensor]:
+            found = plain(index, hidden)
+            self.held.append(found[0])
+            return found
+
+        self._tokens._next = note
+
+
+def close(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, grad in expected.items():
+        torch.testing.assert_close(got[name], grad, rtol=1e-4, atol=2e-6, msg=name)
+
+
+# -- the rule
+
+
+def by_hand(keys: Tensor, r: int, protected: list[int]) -> list[set[int]]:
+    """The groups of one sample's tokens, in the order of the tokens that stay."""
+    n = len(keys)
+    pairs = []
+    for a in range(0, n, 2):
+        found = [(float(F.cosine_similarity(keys[a], keys[b], dim=0)), b) for b in range(1, n, 2) if b not in protected]
+        if a not in protected:
+            pairs.append((*max(found), a))
+    groups = {i: {i} for i in range(n)}
+    for _, b, a in sorted(pairs, reverse=True)[:r]:
+        groups[b] |= groups.pop(a)
+    return [groups[i] for i in sorted(groups)]
+
+
+@pytest.mark.parametrize("n", [8, 9])
+def test_the_matching_is_that_of_loops_over_pairs(n: int) -> None:
+    keys = torch.randn(5, n, 4, generator=keyed_generator(1))
+    special = [0, n - 1]
+    protected = torch.zeros(n, dtype=torch.bool)
+    protected[special] = True
+    assert mergeable(protected) == 3 and mergeable(torch.tensor([False, True, False, True])) == 0
+    for r in (1, 3):
+        groups = match(keys, r, protected)
+        for k, row in zip(keys, groups.tolist(), strict=True):
+            got = [{i for i, g in enumerate(row) if g == group} for group in range(n - r)]
+            assert got == by_hand(k, r, special)
+
+
+# -- T: sizes add up; merged tokens count as many times as they stand for
+
+
+def test_sizes_add_up_and_class_tokens_stay() -> None:
+    technique = Watched(r=3)
+    net = Registers()
+    gradients(net, technique)
+    assert net.lengths[-3:] == [22, 19, 22]  # after each block: those of a group are apart again after the last
+    for held, tokens in zip(technique.held[-3:], (22, 19, 16), strict=True):
+        sizes = torch.ones(B, 22) if held.sizes is None else held.sizes
+        assert sizes.shape == (B, tokens) and (sizes.sum(dim=1) == 22).all()
+        assert (sizes[:, [0, 1, 2, 3, -2, -1]] == 1).all()
+        assert torch.equal(sizes, torch.stack([row.bincount(minlength=tokens) for row in held.places]).float())
+    assert technique.report() == {"kept": 16, "share": 16 / 22}
+    assert technique.summary() == "22 tokens of an image merged to 16 at the last block of 'blocks' (3 x EncoderBlock)"
+
+
+@pytest.mark.parametrize("cls", [Net, MeanOfAll, Written])
+def test_gradients_are_those_of_all_tokens_with_groups_of_equal_ones(cls: type[Net]) -> None:
+    """A merged token is as many equal ones: the plain blocks on all tokens, of which each group holds its mean."""
+    technique = Watched(r=3)
+    got = gradients(cls(), technique)
+    places = [held.places for held in technique.held[-3:]]
+    groups: list[Tensor] = []
+
+    class AllTokens(cls):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]
+        def forward(self, images: Tensor) -> Tensor:
+            x = self.embed(images)
+            for block, place in zip(self.blocks, places, strict=True):
+                groups.append(place)
+                same = (place[:, :, None] == place[:, None, :]).float()
+                x = block(same @ x / same.sum(dim=-1, keepdim=True))
+            return self.head(self.pool(x))
+
+    close(got, gradients(AllTokens()))
+    assert len(groups) == 3 and not torch.equal(groups[0], groups[2])
+
+
+def doubled(net: pl.LightningModule, position: Tensor, special: int) -> dict[str, Tensor]:
+    """Images and positions of which each two neighbouring patches are alike: the net is changed, the batch returned."""
+    patches = position[:, special:]
+    patches.data.copy_(patches[:, ::2].repeat_interleave(2, dim=1))
+    batch = make_batch("vit", B)
+    halves = batch["pixel_values"].unflatten(-1, (2, 4))[..., :2]  # (B, 1, 8, 2, 2): a patch of each two
+    return {**batch, "pixel_values": torch.cat([halves, halves], dim=-1).flatten(-2)}
+
+
+@pytest.mark.parametrize("name", ["net", "written", "vit", "eager", "dinov2_with_registers"])
+def test_merging_duplicates_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks, of which the second runs on one of each two that are alike, and counts it twice."""
+
+    def run(*techniques: pl.Callback) -> dict[str, Tensor]:
+        if name in ("net", "written"):
+            net: Any = (Net if name == "net" else Written)(2)
+            position, special = net.position, 0
+        else:
+            how = {"attn_implementation": "eager"} if name == "eager" else {}
+            net = hugging_face("vit" if name == "eager" else name, num_hidden_layers=2, **how)
+            position = next(p for key, p in net.named_parameters() if key.endswith("position_embeddings"))
+            position.data.normal_(generator=keyed_generator(2))
+            special = 1
+        return gradients(net, *techniques, batch=doubled(net, position, special))
+
+    technique = Watched(r=8)
+    got = run(technique)
+    held = technique.held[-1]
+    assert held.sizes is not None and held.sizes.max() == 2 and int((held.sizes == 2).sum()) == 8 * B
+    plain = run()
+    close(got, plain)
+    # and it is the sizes that make it so
+    monkeypatch.setattr(merging, "Proportional", lambda *args: ONES(*args[:2], None))
+    other = run(TokenMerging(r=8))
+    assert any(not torch.allclose(other[key], plain[key], rtol=1e-3, atol=1e-5) for key in plain)
+
+
+ONES = merging.Proportional
+
+
+def test_merging_none_is_the_plain_module_bit_for_bit() -> None:
+    plain = final_state(*fit("vit", list, max_steps=2))
+    assert differences(final_state(*fit("vit", lambda: [TokenMerging(r=0)], max_steps=2)), plain) == []
+    assert differences(final_state(*fit("vit", lambda: [TokenMerging(r=2)], max_steps=2)), plain) != []
+
+
+def test_evaluation_sees_all_tokens() -> None:
+    net = Net()
+    net.configure_optimizers = lambda: torch.optim.SGD(net.parameters(), lr=0.0)  # type: ignore[method-assign]
+    data = DataLoader([make_batch("vit", B)], batch_size=None)
+    t = trainer(TokenMerging(r=4), max_steps=1, limit_val_batches=1, val_check_interval=1, num_sanity_val_steps=0)
+    t.fit(net, data, DataLoader([make_batch("vit", B)], batch_size=None))
+    assert net.lengths[-6:] == [17, 13, 17, 17, 17, 17]
+    plain = F.cross_entropy(net(make_batch("vit", B)["pixel_values"]), make_batch("vit", B)["labels"])
+    assert t.callback_metrics["val_loss"].item() == plain.item()
+
+
+# -- T: FLOPs fall as predicted
+
+
+def test_flops_fall_by_those_of_the_blocks_on_fewer_tokens() -> None:
+    def block_flops(tokens: int) -> int:
+        with FlopCounterMode(display=False) as counter:
+            EncoderBlock(D, 3, 0.0)(torch.randn(B, tokens, D, requires_grad=True)).sum().backward()
+        return counter.get_total_flops()
+
+    class Counts(pl.Callback):
+        def on_train_batch_start(self, *args: Any) -> None:
+            self.counter = FlopCounterMode(display=False)
+            self.counter.__enter__()
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.counter.__exit__(None, None, None)
+            self.last = self.counter.get_total_flops()
+
+    def step(*techniques: pl.Callback) -> int:
+        count = Counts()
+        data = DataLoader([make_batch("vit", B)] * 2, batch_size=None)
+        trainer(*techniques, count, max_steps=2).fit(Net(), data)
+        return count.last
+
+    full, less, least = map(block_flops, (17, 13, 9))
+    cosines = sum(2 * B * (n // 2 + 1) * (n // 2) * D // 3 for n in (17, 13))
+    assert step(TokenMerging(r=4)) == step() - (full - less) - (full - least) + cosines
+
+
+# -- beside others
+
+
+class TwoViews(Net):
+    """Two passes over the blocks before one backward pass, each block run again in it."""
+
+    how: bool | None = None  # use_reentrant; None runs none again
+
+    def forward(self, images: Tensor) -> Tensor:
+        found = []
+        for view in (images, images.flip(-1)):
+            x = self.embed(view)
+            for block in self.blocks:
+                x = block(x) if self.how is None else checkpoint(block, x, use_reentrant=self.how)
+            found.append(x[:, 0])
+        return self.head(found[0] * found[1])
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of the pass that looks
+def test_blocks_that_run_again_do_so_on_the_tokens_that_they_had() -> None:
+    expected = gradients(TwoViews(), TokenMerging(r=3))
+    for how in (False, True):
+        net = TwoViews()
+        net.how = how
+        close(gradients(net, TokenMerging(r=3)), expected)
+    plain = gradients(hugging_face(), TokenMerging(r=3))
+    for policy in ("full", "sqrt"):
+        close(gradients(hugging_face(), TokenMerging(r=3), eff.Rematerialization(policy=policy)), plain)
+
+
+def test_with_techniques_that_change_which_blocks_run() -> None:
+    for other in (
+        eff.ProgressiveLayerDropping(theta_min=0.3, gamma=20.0),
+        eff.SharpnessAwareMinimization(rho=0.05),
+    ):
+        technique = TokenMerging(r=2)
+        net, t = fit("vit", lambda technique=technique, other=other: [technique, other], max_steps=4)
+        assert t.global_step == 4 and all(p.isfinite().all() for p in net.parameters())
+        assert 11 <= technique.report()["kept"] < 17
+
+
+def test_smaller_images_later() -> None:
+    class AnySize(Net):
+        def embed(self, images: Tensor) -> Tensor:
+            x = self.patches(images).flatten(2).transpose(1, 2)
+            return torch.cat([self.special.expand(len(x), -1, -1), x + self.position[:, : x.shape[1]]], dim=1)
+
+    net, small = AnySize(), make_batch("vit", B)
+    small = {**small, "pixel_values": small["pixel_values"][..., :4]}
+    technique = TokenMerging(r=6)
+    trainer(technique, max_steps=2).fit(net, DataLoader([make_batch("vit", B), small], batch_size=None))
+    assert net.lengths[-6:] == [17, 11, 17, 9, 5, 9]  # of five tokens no more than two are at even places
+    assert technique.report() == {"kept": 3, "share": 3 / 9}
+
+
+# -- what is refused
+
+
+class ByExponentials(OwnProducts):
+    """Attention without a softmax that can be seen."""
+
+    def weights(self, q: Tensor, k: Tensor) -> Tensor:
+        scores = (q @ k.transpose(-2, -1)).exp()
+        return scores / scores.sum(dim=-1, keepdim=True)
+
+
+class OwnMask(OwnProducts):
+    """Causal by a mask of its own."""
+
+    def weights(self, q: Tensor, k: Tensor) -> Tensor:
+        hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+        return (q @ k.transpose(-2, -1)).masked_fill(hidden, -torch.inf).softmax(dim=-1)
+
+
+class TwoHalves(OwnProducts):
+    """Some heads by a softmax of a product, others by exponentials."""
+
+    def weights(self, q: Tensor, k: Tensor) -> Tensor:
+        scores = q @ k.transpose(-2, -1)
+        other = scores.exp() / scores.exp().sum(dim=-1, keepdim=True)
+        return (scores.softmax(dim=-1) + other) / 2
+
+
+class Checkpoints(OwnProducts):
+    """Its attention runs again by itself."""
+
+    how = False  # use_reentrant
+
+    def weights(self, q: Tensor, k: Tensor) -> Tensor:
+        return checkpoint(super().weights, q, k, use_reentrant=self.how)  # pyright: ignore[reportReturnType]
+
+
+class ChecksReentrantly(Checkpoints):
+    how = True
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(D, D, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv(x.transpose(1, 2)).transpose(1, 2)
+
+
+def of(block: Callable[[], nn.Module]) -> pl.LightningModule:
+    return type("Other", (Written,), {"block": staticmethod(block)})()
+
+
+def shared() -> pl.LightningModule:
+    net = Net()
+    net.blocks[2] = net.blocks[1]
+    return net
+
+
+def compiled() -> pl.LightningModule:
+    net = Net()
+    for block in net.blocks:
+        block.compile(backend="eager")
+    return net
+
+
+class Backwards(Net):
+    """From the last block to the first."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.embed(images)
+        for block in [*self.blocks][::-1]:
+            x = block(x)
+        return self.head(x[:, 0])
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: of(ByExponentials), "block 0 .* cannot merge tokens: its attention is neither .*attn_implementation"),
+        (lambda: of(OwnMask), "block 0 .* cannot merge tokens: with sizes it computes something else"),
+        (lambda: of(TwoHalves), "block 0 .* cannot merge tokens: with sizes it computes something else"),
+        (lambda: of(Convolution), "block 0 .* cannot be given fewer of its tokens: its output goes by where tokens"),
+        (lambda: of(Checkpoints), "block 0 .* cannot merge tokens: its own code checkpoints its attention"),
+        (lambda: of(ChecksReentrantly), "block 0 .* cannot merge tokens: its own code checkpoints its attention"),
+        (shared, "holds the same block several times"),
+        (compiled, "block 0 .* cannot merge tokens: it is compiled"),
+        (Backwards, r"calls the blocks \[2, 1, 0\] of .* in this order; expected each of \[0, 1, 2\] once in a pass"),
+        (lambda: Net(1), "gets 17 tokens of an image, of which 1 come of none; expected two blocks or more"),
+    ],
+)
+def test_what_is_refused(build: Callable[[], pl.LightningModule], message: str) -> None:
+    net = build()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    with pytest.raises(ValueError, match=f"TokenMerging.*{message}"):
+        gradients(net, TokenMerging(r=2, layers="blocks"))
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+@pytest.mark.parametrize("r", [-1, 1.5, True])
+def test_arguments_out_of_their_range(r: Any) -> None:
+    with pytest.raises(ValueError, match=rf"TokenMerging\(r={r}\): expected an integer >= 0"):
+        TokenMerging(r=r)
+
+
+def test_tables_and_checkpoints_of_transformers_are_refused_and_compiled_blocks_conflict() -> None:
+    with pytest.raises(ValueError, match=r"cannot merge tokens: it is handed .*position_embeddings\.0"):
+        gradients(module("llama"), TokenMerging(), batch=make_batch("llama"))
+    net = hugging_face()
+    for m in net.modules():
+        if hasattr(m, "gradient_checkpointing"):
+            m.gradient_checkpointing = True
+            m._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
+    with pytest.raises(ValueError, match=r"its own code checkpoints its attention \(transformers"):
+        gradients(net, TokenMerging(r=3))
+    with pytest.raises(ValueError, match="compiled code hides the blocks' attention"):
+        gradients(Net(), TokenMerging(), eff.RegionalCompilation())
