@@ -1,0 +1,1 @@
+"""A masked autoencoder of transformers on scikit-learn's handwritten digits."""
