@@ -1,4 +1,4 @@
-"""What fewer tokens and smaller images save: a step's measured time over what its counted FLOPs predict.
+"""What fewer tokens save: a step's measured time over what its counted FLOPs predict.
 
     python benchmarks/token_cost.py [--only RandomLTD ...] [--rounds 7] [--steps 6] [--threads N] [--out token_cost.json]
 
@@ -63,6 +63,21 @@ def text(args: argparse.Namespace, steps: int) -> DataLoader[Any]:
     return DataLoader(TensorDataset(ids), args.batch_size, collate_fn=collate)
 
 
+def padded_text(args: argparse.Namespace, steps: int) -> DataLoader[Any]:
+    """Samples of drawn lengths, half of all places padding, with a mask of it; the module ignores labels there."""
+    ids = torch.randint(0, VOCAB_SIZE, (steps * args.batch_size, args.length + 1))
+    some = torch.randint(1, args.length, (len(ids) // 2, 1))
+    lengths = torch.cat([some, args.length - some], dim=1).flatten()
+
+    def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
+        ids, lengths = torch.stack([row[0] for row in rows]), torch.stack([row[1] for row in rows])
+        keep = torch.arange(args.length) < lengths.unsqueeze(1)
+        labels = ids[:, 1:].masked_fill(~keep, -100)
+        return {"input_ids": ids[:, :-1].contiguous(), "attention_mask": keep, "labels": labels}
+
+    return DataLoader(TensorDataset(ids, lengths), args.batch_size, collate_fn=collate)
+
+
 def vit(args: argparse.Namespace) -> LightningModule:
     side = round(args.length**0.5)  # as many patches as there are tokens of text, or fewer
     return ViT(image_size=4 * side, patch_size=4, dim=args.dim, num_layers=args.layers, num_heads=4, dropout=0.0)
@@ -76,8 +91,8 @@ def images(args: argparse.Namespace, steps: int) -> DataLoader[Any]:
 
 ARMS: dict[str, Arm] = {
     "RandomLTD, half the tokens": Arm(lambda: eff.RandomLTD(start=0.5, until=1.0), gpt, text),
+    "SequencePacking, half of it padding": Arm(eff.SequencePacking, gpt, padded_text),
     "PatchDropout, half the patches": Arm(lambda: eff.PatchDropout(ratio=0.5), vit, images),
-    "ProgressiveResizing, half the side": Arm(lambda: eff.ProgressiveResizing(until=1.0, hold=1.0), vit, images),
 }
 
 

@@ -31,6 +31,7 @@ from lightning_eff.data.tokens.fused_linear_cross_entropy import FusedLinearCros
 from lightning_eff.data.tokens.mask_rate_schedule import MaskRateSchedule as MaskRateSchedule
 from lightning_eff.data.tokens.patch_dropout import PatchDropout as PatchDropout
 from lightning_eff.data.tokens.random_ltd import RandomLTD as RandomLTD
+from lightning_eff.data.tokens.sequence_packing import SequencePacking as SequencePacking
 from lightning_eff.data.tokens.token_dropping import TokenDropping as TokenDropping
 from lightning_eff.data.tokens.token_merging import TokenMerging as TokenMerging
 from lightning_eff.memory.act_precision import ACTPrecision as ACTPrecision

@@ -32,6 +32,7 @@ class Case:
         own_optimizer: whether its checkpoints hold the state of another optimizer than the module's, which a plain run
             refuses to go on from.
         sharded: whether tests of its own run it under strategies that shard parameters.
+        idle: models of ``tests.models`` whose batches leave it nothing to do, so that it is plain training there.
         refuses: models of ``tests.models`` on which ``active`` is refused, with what the error must say.
         neutral_by_machine: whether it is the machine, and not its settings, that decides if it is neutral.
         outside_surveys: whether it stands in neither of the surveys.
@@ -55,6 +56,7 @@ class Case:
     saves_less: bool = False
     own_optimizer: bool = False
     sharded: bool = False
+    idle: tuple[str, ...] = ()
     refuses: Mapping[str, str] = field(default_factory=dict)
     neutral_by_machine: bool = False
     outside_surveys: bool = False

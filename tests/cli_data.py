@@ -10,3 +10,10 @@ class Classes(pl.LightningDataModule):
 
     def train_dataloader(self):
         return loader("classifier")
+
+
+class Padded(pl.LightningDataModule):
+    """Padded batches of tokens, with a mask, for ``TinyGPT``."""
+
+    def train_dataloader(self):
+        return loader("padded")

@@ -121,7 +121,7 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
     fewer = dict.fromkeys(("RandomLTD", "TokenDropping"), _NOT_FEWER) if name in _BY_PLACES else {}
     if kind in ("image", "speech"):
         fewer = {"TokenDropping": "no nn.Embedding was called on the ids"}
-    masks = {"MaskRateSchedule": _NO_IDS if kind in ("image", "speech") else _NOT_MASKED}
+    masks = {"SequencePacking": _NO_MASK, "MaskRateSchedule": _NO_IDS if kind in ("image", "speech") else _NOT_MASKED}
     return Family(
         kind, {**base, **settings}, images | fewer | masks | {**(refused or {})}, _NOT_FINITE.get(name, frozenset())
     )
@@ -138,6 +138,7 @@ _ON_IMAGES = ("ProgressiveResizing", "EfficientTrain")
 _NOT_SMALLER = dict.fromkeys(_ON_IMAGES, "found no images in the batch")
 _NO_IMAGES = f"found no images in the batch|called none of the blocks|{_NOT_FEWER}"
 _NOT_MERGED = f"{_NO_IMAGES}|cannot merge tokens"
+_NO_MASK = "found no mask of padding in the batch"
 _NOT_MASKED, _NO_IDS = "all of the labels 'labels' count", "found no tokens 'input_ids' and labels 'labels'"
 _PLAIN = "gpt2 llama mistral qwen2 qwen3 gemma gemma2 phi phi3 gpt_neox bloom mpt stablelm starcoder2 olmo2 cohere"
 _PLAIN += " granite glm4 helium nemotron persimmon smollm3 biogpt gpt_bigcode ernie4_5 exaone4 arcee seed_oss"
@@ -145,18 +146,18 @@ _MASKED = "bert roberta electra camembert deberta-v2 mpnet xlm-roberta roformer 
 _SWIN = {"embed_dim": 16, "depths": (2, 2), "num_heads": (2, 2), "window_size": 2, "image_size": 8, "patch_size": 2}
 _SWIN |= {"num_channels": 1, "num_labels": 5}
 _ON_BLOCKS = ("pp2", "ProgressiveLayerDropping", "ProgressiveStacking", "Rematerialization")
-_ON_BLOCKS += ("RandomLTD", "PatchDropout", "TokenDropping", "TokenMerging")
+_ON_BLOCKS += ("RandomLTD", "PatchDropout", "TokenDropping", "TokenMerging", "SequencePacking")
 _SAY_LAYERS = dict.fromkeys(_ON_BLOCKS, "layers=")
 _NO_SEQUENCE = {"SequenceLengthWarmup": "no integer tensor of shape .* keys=", "MaskRateSchedule": _NO_IDS}
 _OTHER_BLOCKS = {"ProgressiveStacking": "block 1 of .* has other parameters or buffers than block 0"}
 _NO_STACK = "found no stack of repeated blocks"
-_NOT_SO_SMALL = dict.fromkeys(_ON_IMAGES, "cannot do with images of 4 x 4 pixels")  # windows of 2 x 2 patches
 _ALBERT = dict.fromkeys(_ON_BLOCKS, _NO_STACK)
 _NO_LINEAR = dict.fromkeys(
     ("FP8Precision", "INT8Precision", "S2FP8Precision", "Wang2018FP8Precision"), "no linear map is left to run"
 )
 _SQUEEZEBERT = {"pp2": "A block returned dict", "Rematerialization": r"in the order \[\]; expected each", **_NO_LINEAR}
 _NO_TOKENS = dict.fromkeys(("RandomLTD", "PatchDropout", "TokenDropping", "TokenMerging"), _NOT_FEWER)
+_NO_TOKENS |= {"SequencePacking": _NO_MASK}
 _FLOAT_BUFFERS = {"StochasticRoundingBF16": "an operation was given different dtypes .* Buffers are not cast"}
 FAMILIES: dict[str, Family] = {
     **{name: _family(name) for name in _PLAIN.split()},
@@ -179,7 +180,7 @@ FAMILIES: dict[str, Family] = {
     "m2m_100": _family("m2m_100", "seq2seq", _FLOAT_BUFFERS),
     "t5": _family("t5", "seq2seq", {"pp2": "relative_attention_bias.* depends on what earlier blocks returned"}),
     **{name: _family(name, "image", _NO_SEQUENCE) for name in ["vit", "beit", "dinov2", "vit_msn"]},
-    "swin": Family("image", _SWIN, _NO_SEQUENCE | _SAY_LAYERS | _NOT_SO_SMALL),
+    "swin": Family("image", _SWIN, _NO_SEQUENCE | _SAY_LAYERS),
     **{name: _family(name, "speech", _NO_SEQUENCE) for name in ["wav2vec2", "hubert", "unispeech"]},
     "resnet": Family("own", {}, _NO_SEQUENCE | _NO_LINEAR | _NO_TOKENS, by_batch=True),
 }

@@ -212,7 +212,7 @@ def hugging_face(name: str, num_layers: int = 4, dropout: float = 0.0) -> Huggin
 
 
 def make_batch(name: str, size: int = 4, length: int = LENGTH, seed: int = 0) -> Any:
-    """A batch for ``tiny_gpt``, ``classifier`` or a Hugging Face name; what is to be learnt is learnable."""
+    """A batch for ``tiny_gpt``, ``padded``, ``classifier`` or a Hugging Face name; what is to be learnt is learnable."""
     g = torch.Generator().manual_seed(seed)
     if name == "classifier":
         x = torch.randn(size, 8, generator=g)
@@ -225,6 +225,10 @@ def make_batch(name: str, size: int = 4, length: int = LENGTH, seed: int = 0) ->
     ids = (start + step * torch.arange(length + 1)) % VOCAB
     if name == "tiny_gpt":
         return {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
+    if name == "padded":
+        keep = torch.arange(length) < torch.randint(length // 8, length // 2, (size, 1), generator=g)
+        labels = ids[:, 1:].masked_fill(~keep, -100)
+        return {"input_ids": ids[:, :-1].masked_fill(~keep, 0), "attention_mask": keep, "labels": labels}
     ids = ids[:, :-1].contiguous()
     if name == "bert":
         masked = torch.rand(size, length, generator=g) < 0.3
@@ -261,7 +265,7 @@ def loader(
 
 def module(name: str, **kwargs: Any) -> pl.LightningModule:
     """The module that ``make_batch(name)`` is for."""
-    if name == "tiny_gpt":
+    if name in ("tiny_gpt", "padded"):
         return TinyGPT(**kwargs)
     return TinyClassifier(**kwargs) if name == "classifier" else hugging_face(name, **kwargs)
 

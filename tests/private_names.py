@@ -77,7 +77,6 @@ ON_MODULES_AND_CLASSES = {
     "_compiled_call_impl": "torch.nn:Module",
     "_current_graph_task_id": "torch._C",
     "_configure_launcher": "lightning.pytorch.strategies:ModelParallelStrategy",
-    "_current_graph_task_id": "torch._C",
     "_fused_sdp_choice": "torch",
     "_get_fsdp_state": "torch.distributed.fsdp:FSDPModule",
     "_global_backward_hooks": "torch.nn.modules.module",

@@ -126,14 +126,31 @@ def resume_from_every_step(model: str, build: Build, directory: Path, **kwargs: 
     return {name: names for name, names in found.items() if names}
 
 
-def fit_yaml(folder: Path, technique: str, arguments: dict[str, Any], **settings: Any) -> None:
-    """Train ``TinyClassifier`` by the command line, from a YAML whose trainer has these settings and the one technique."""
+def fit_yaml(
+    folder: Path,
+    technique: str,
+    arguments: dict[str, Any],
+    *,
+    model: str = "TinyClassifier",
+    data: str = "Classes",
+    **settings: Any,
+) -> None:
+    """Train ``TinyClassifier`` by the command line, from a YAML whose trainer has these settings and the one technique.
+
+    Args:
+        folder: of the YAML.
+        technique: its name.
+        arguments: of it.
+        model: another module of ``tests.models``.
+        data: of ``tests.cli_data``, what it trains on.
+        settings: of the trainer.
+    """
     quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "default_root_dir": str(folder)}
     named = [{"class_path": technique, "init_args": arguments}]
     config = {
         "trainer": {**quiet, **settings, "callbacks": named},
-        "model": {"class_path": "tests.models.TinyClassifier"},
-        "data": {"class_path": "tests.cli_data.Classes"},
+        "model": {"class_path": f"tests.models.{model}"},
+        "data": {"class_path": f"tests.cli_data.{data}"},
     }
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(config))

@@ -86,7 +86,9 @@ def test_trains_hugging_face_models(name: str, model: str) -> None:
     plain, _ = fit(model, list)
     assert t.global_step == NUM_STEPS
     assert flat(net).isfinite().all()
-    if CASES[name].exact:
+    if model in CASES[name].idle:
+        assert torch.equal(flat(net), flat(plain)), "there is nothing to do, and weights are others"
+    elif CASES[name].exact:
         assert torch.equal(flat(net), flat(plain))
         assert technique.report()[CASES[name].figure] > 0, "the technique did nothing"
     else:

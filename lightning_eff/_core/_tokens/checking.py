@@ -23,8 +23,8 @@ from lightning_eff._core import rng
 from lightning_eff._core._tokens.inputs import BLIND, Call, Path, Plan, is_cache, leaves, mapped, tables_at, told
 from lightning_eff._core.blocks import hidden_of, split_output
 
-_TRIES = 512
-_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
+TRIES = 512
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 
 
 class CannotTake(ValueError):
@@ -74,12 +74,12 @@ def _find(block: nn.Module, call: Call, size: int, per_sample: bool, generator: 
             if hidden.shape[0] == hidden.shape[1] and trial.mixes_samples():
                 trial = Trial(block, call, 1 - dim, dtype, per_sample, generator)
         except Exception as error:  # a kernel without this dtype, or a block that cannot be copied
-            reasons = [f"a copy of it in {str(dtype)[6:]} does not run ({_first_line(error)})"]
+            reasons = [f"a copy of it in {str(dtype)[6:]} does not run ({first_line(error)})"]
             continue
-        bases = [Plan(at, trial.dim, dict(dims)) for dims in _candidates(call, at, tokens)]
+        bases = [Plan(at, trial.dim, dict(dims)) for dims in candidates(call, at, tokens)]
         if tables:
             held = _own_tables(block, tokens)
-            bases += [Plan(at, trial.dim, plan.dims, own) for own in held for plan in bases[:_TRIES]]
+            bases += [Plan(at, trial.dim, plan.dims, own) for own in held for plan in bases[:TRIES]]
         reasons = []
         for plan in bases:
             reason = trial.refuted(plan)
@@ -108,7 +108,7 @@ def token_dim(hidden: Tensor, size: int) -> int:
     )
 
 
-def _candidates(call: Call, hidden: Path, tokens: int) -> Iterator[Mapping[Path, tuple[int, ...]]]:
+def candidates(call: Call, hidden: Path, tokens: int) -> Iterator[Mapping[Path, tuple[int, ...]]]:
     """What may run along the tokens: dimensions of their number, in the likeliest order."""
     named: list[list[tuple[Path, tuple[int, ...]]]] = []
     for path, value in leaves(call):
@@ -120,7 +120,7 @@ def _candidates(call: Call, hidden: Path, tokens: int) -> Iterator[Mapping[Path,
             options.sort(key=lambda dims: (-len(dims), [-d for d in dims]))
         if along:
             named.append([(path, dims) for dims in options])
-    for chosen in itertools.islice(itertools.product(*named), _TRIES):
+    for chosen in itertools.islice(itertools.product(*named), TRIES):
         yield {path: dims for path, dims in chosen if dims}
 
 
@@ -142,7 +142,7 @@ class Trial:
         self, block: nn.Module, call: Call, dim: int, dtype: torch.dtype, per_sample: bool, generator: Generator
     ) -> None:
         self.generator, self.dim, self.dtype = generator, dim, dtype
-        self.block = _moved(block, dtype, generator)
+        self.block = moved(block, dtype, generator)
         hidden = hidden_of(*call)
         self.call = mapped(call, lambda _, value: self._input(value, value is hidden))
         self.hidden = hidden_of(*self.call)
@@ -188,7 +188,7 @@ class Trial:
         call = mapped(self.call, lambda _, value: turned if value is self.hidden else value)
         moved = (split_output(self.run(call))[0] - self.plain).movedim(1 - self.dim, 0)
         others = torch.cat([moved[:one], moved[one + 1 :]])
-        return bool(others.abs().max() > _TOLERANCE[self.dtype] * moved[one].abs().max()) if len(others) else False
+        return bool(others.abs().max() > TOLERANCE[self.dtype] * moved[one].abs().max()) if len(others) else False
 
     def refuted(self, plan: Plan) -> str | None:
         """Why fewer tokens cannot be handed over in this way; None if they can."""
@@ -202,7 +202,7 @@ class Trial:
         except Exception as error:
             caches = [told(path, value) for path, value in leaves(self.call) if is_cache(value)]
             without = f" and without {caches[0]}" if caches else ""
-            return f"on some of its tokens{without} it fails ({_first_line(error)})"
+            return f"on some of its tokens{without} it fails ({first_line(error)})"
         if not self._close(every, self.plain, self.hidden):
             return "on all tokens, handed over one by one and without caches, it computes something else than plainly"
         hidden = hidden_of(*fewer)
@@ -224,7 +224,7 @@ class Trial:
         if got.shape != expected.shape:
             return False
         scale = (expected - hidden).abs().max() if expected.shape == hidden.shape else expected.abs().max()
-        return bool((got - expected).abs().max() <= _TOLERANCE[self.dtype] * scale + 1e-12)
+        return bool((got - expected).abs().max() <= TOLERANCE[self.dtype] * scale + 1e-12)
 
 
 def _is_bias(part: Tensor, call: Call) -> bool:
@@ -245,7 +245,7 @@ def _doubled(call: Call, plan: Plan) -> Call:
     return mapped(call, double)
 
 
-def _moved(block: nn.Module, dtype: torch.dtype, generator: Generator) -> nn.Module:
+def moved(block: nn.Module, dtype: torch.dtype, generator: Generator) -> nn.Module:
     """A copy of the block in ``dtype`` and evaluation mode, each parameter moved by about as much as it is large."""
     block = getattr(block, "_orig_mod", block)
     # who handle the block's calls, watch it or record what its parts return have no part, and may hold what cannot be copied
@@ -268,5 +268,5 @@ def _moved(block: nn.Module, dtype: torch.dtype, generator: Generator) -> nn.Mod
     return other
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

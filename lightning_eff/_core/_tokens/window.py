@@ -315,7 +315,7 @@ class Tokens:
         """How the block is given fewer tokens: as found before for inputs of these kinds, or tried now."""
         hidden = hidden_of(*call)
         tokens = max(hidden.shape[:2]) if hidden.ndim == 3 else 0
-        key = (fewer.index, _kinds(call, hidden))
+        key = (fewer.index, kinds(call, hidden))
         longest, plan = self._plans.get(key, (0, None))
         if plan is not None and hidden.shape[plan.dim] <= longest:
             return plan
@@ -349,7 +349,7 @@ class Fewer:
         return self.plain
 
 
-def _kinds(call: Call, hidden: Tensor) -> _Key:
+def kinds(call: Call, hidden: Tensor) -> _Key:
     """What inputs a call has, without their lengths."""
     size, tokens = hidden.shape[0], hidden.shape[1] if hidden.ndim > 1 else 0
 

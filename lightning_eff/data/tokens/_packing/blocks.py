@@ -1,0 +1,304 @@
+"""The way in: blocks of a stack that training steps call on rows of tokens, without padding.
+
+Each block is handed the tokens of a padded batch in rows, and returns them in their places: the module's own code, before,
+between and after the blocks, sees a padded batch, and so do embeddings, heads and losses. What it finds at padding is what
+entered the stack there.
+"""
+
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_eff._core._samples.scoring import agree
+from lightning_eff._core._tokens.checking import CannotTake
+from lightning_eff._core._tokens.inputs import Call, given_back, leaves
+from lightning_eff._core._tokens.window import Fewer, Tokens, kinds
+from lightning_eff._core.batches import num_samples
+from lightning_eff._core.blocks import BlockStack, hidden_of, split_output
+from lightning_eff._core.losses import loss_of
+from lightning_eff._core.session import Session
+from lightning_eff._core.steps import Proceed, Step, in_evaluation
+from lightning_eff._core.wrapping import unrounded
+from lightning_eff.data.tokens._packing.attention import Attention
+from lightning_eff.data.tokens._packing.inputs import Plan, find_plan, sees_padding
+from lightning_eff.data.tokens._packing.padding import Padding
+from lightning_eff.data.tokens._packing.rows import Rows, in_rows, unpacked
+
+
+class PackedBlocks(Tokens):
+    """All blocks of a stack, which training steps call on rows where that holds fewer slots than the batch has places.
+
+    The first batch with padding is looked at before it is trained on: each block is tried on a copy (see
+    :mod:`~lightning_eff.data.tokens._packing.inputs`), and the module's loss with noise at padding, and with packing, must be
+    the plain one. A later batch that calls a block with other kinds of inputs, has longer rows, two samples in a row for the
+    first time, or tokens that are not the first places, is tried in its turn, before the block runs. In each step it is looked
+    at whether masks still hide padding, and whether any gradient comes back to it.
+
+    Args:
+        session: the run.
+        who: the technique's name.
+        capacity: tokens of a row, at most; None for those of the batch's longest sample.
+        find: how a batch tells its padding.
+    """
+
+    def __init__(self, session: Session, who: str, capacity: int | None, find: Callable[[Any], Padding]) -> None:
+        super().__init__(session, who, lambda at: None)
+        self.capacity = capacity
+        self.rows: Rows | None = None  #: of the last batch; None where it was not packed
+        self.places = 0  #: of the last batch
+        self._find_padding = find
+        self._padding: Padding | None = None
+        self._attention = Attention(who)
+        self._noise = False
+        self._own_look = False
+        self._of_batch: Rows | None = None
+        self._one_row: Rows | None = None
+        self._given: Any = None
+        self._held: dict[Any, tuple[Tensor, Tensor]] = {}
+        self._tried: dict[Any, tuple[int, Plan]] = {}
+        self._flags: list[tuple[str, Tensor]] = []
+
+    @override
+    def find(self, layers: str | None) -> BlockStack:
+        stack = super().find(layers)
+        for index, block in enumerate(stack.blocks):
+            for path, m in block.named_modules():
+                if m._compiled_call_impl is not None or hasattr(m, "_orig_mod"):
+                    raise ValueError(
+                        f"{self.who}: block {index} of {stack} is compiled{f' in {path}' if path else ''}; expected it not to"
+                        " be, since each batch has rows of other lengths, and attention within compiled code is not met."
+                        " Do not compile, or take the technique out."
+                    )
+        return stack
+
+    @override
+    def run(self, step: Step, batch: Any, proceed: Proceed) -> Any:
+        """``proceed(batch)`` with the blocks called on rows, in its backward pass too.
+
+        Raises:
+            ValueError: on all ranks, if a block cannot be called so, or the loss reads padding.
+        """
+        if not self._checked:
+            self._look_first(step, batch)
+        if self._patches is not None or not self._own_look:  # within a pass of another technique; no padding so far
+            return proceed(batch)
+        self._put_on(step)
+        if torch.is_grad_enabled():
+            self.session.when_step_ends(self._take_off)
+            return self._seen(proceed(batch))
+        try:
+            return self._seen(proceed(batch))
+        finally:
+            self._take_off()
+
+    def _seen(self, output: Any) -> Any:
+        self._raise_flags()
+        return output
+
+    @override
+    def _put_on(self, step: Step) -> None:
+        self._given, self.rows, self._one_row, self.places = None, None, None, 0
+        self._held.clear()
+        self._flags.clear()
+        super()._put_on(step)
+
+    @override
+    def _take_off(self) -> None:
+        super()._take_off()
+        self._held.clear()
+        self._given = None
+        if sys.exc_info()[0] is None:
+            self._raise_flags()
+
+    # -- the first batch with padding
+
+    def _look_first(self, step: Step, batch: Any) -> None:
+        problem: ValueError | None = None
+        try:
+            if self._padding is None:
+                self._padding = self._find_padding(batch)
+            if not self._own_look and self._running():
+                self._own_look = self._look_at(step, batch, self._padding)
+        except ValueError as error:
+            problem = error
+        self._checked = all(agree(self.session, problem, self._own_look))
+
+    def _look_at(self, step: Step, batch: Any, padding: Padding) -> bool:
+        """Whether the batch has padding, and what it is for can be done."""
+        keep = padding.keep(batch)
+        rows = None if keep is None else in_rows(keep, self.capacity)
+        if rows is None:
+            return False
+        size = num_samples(batch)
+        device = next(step.module.parameters()).device.type
+
+        def passed(*, looking: bool = False, noise: bool = False, packing: bool = False) -> float | None:
+            def around(run: Proceed, batch: Any) -> Any:
+                if not (looking or noise or packing):
+                    return run(batch)
+                self._looking, self._noise = looking, noise
+                self._put_on(step)
+                try:
+                    return run(batch)
+                finally:
+                    self._looking = self._noise = False
+                    self._take_off()
+
+            loss = loss_of(step.forward_only(batch, size, around, transform=False))
+            return None if loss is None or not math.isfinite(float(loss)) else float(loss)
+
+        with in_evaluation([*step.module.modules()]), unrounded():
+            passed(looking=True)
+            if not self._tried:
+                raise ValueError(
+                    f"{self.who}: training_step called none of the blocks of {self.stack}; expected each step to call them."
+                    " Name another stack by layers=."
+                )
+            plain = passed()
+            if plain is None:  # the step skips this batch
+                return False
+            self._compare(
+                plain, passed(noise=True), "with other values at padding, as the blocks return them,", 1e-6, ""
+            )
+            try:
+                packed = passed(packing=True)
+            except (RuntimeError, IndexError, TypeError) as error:
+                raise ValueError(
+                    f"{self.who}: training_step, which ran on the padded batch, fails with rows in the blocks of {self.stack}:"
+                    f" {error}. Something outside of them takes what is inside of them to be padded, such as a router's loss:"
+                    " switch that off, or take the technique out."
+                ) from error
+            exact = all(p.dtype.itemsize >= 4 for p in step.module.parameters()) and not torch.is_autocast_enabled(
+                device
+            )
+            inside = (
+                " Something inside of the blocks is read beside their output, such as a router's loss: switch that off."
+            )
+            self._compare(plain, packed, "without padding in the blocks", 2e-5 if exact else 3e-2, inside)
+        rank_zero_info(
+            f"{self.who}: {rows.keep.numel()} places of the first batch with padding are {rows.count} rows of {rows.length}"
+            f" tokens in {self.stack}"
+        )
+        return True
+
+    def _compare(self, plain: float, loss: float | None, what: str, tolerance: float, why: str) -> None:
+        if loss is not None and abs(loss - plain) <= tolerance * max(abs(plain), 1e-3):
+            return
+        why = why or (
+            " The loss or what comes before it reads padding (a mean over all places, labels that are not ignored there, the"
+            " first token after padding on the left, which is predicted there): let it ignore padding."
+        )
+        raise ValueError(
+            f"{self.who}: {what} the loss is {loss} instead of {plain}; expected the same.{why} Otherwise take the technique"
+            " out."
+        )
+
+    # -- the blocks of one step
+
+    @override
+    def call(self, fewer: Fewer, call: Call) -> Any:
+        hidden = hidden_of(*call)
+        rows = self._rows(fewer, hidden)
+        if rows is None:
+            return fewer.plain(*call[0], **call[1])
+        plan = self._planned(fewer, call, hidden, rows)
+        if self._looking:
+            return fewer.plain(*call[0], **call[1])
+        if self._noise:
+            return self._with_noise(fewer, call, plan, rows)
+        rows = self._rows_of(plan, rows)
+        self.rows = rows
+        self._look_at_masks(call, plan, rows)
+        less = plan.in_rows(call, rows, self._held)
+        with self._attention.within(rows):
+            new, rest = split_output(fewer.plain(*less[0], **less[1]))
+        full = unpacked(hidden, new, rows, plan.dim, self._watch)
+        return full if rest is None else (full, *given_back(rest, less, call))
+
+    def _rows(self, fewer: Fewer, hidden: Tensor) -> Rows | None:
+        """The rows of the batch that the module's step was given last."""
+        batch = fewer.step.given
+        if batch is not self._given:
+            assert self._padding is not None, "it was found with the first batch"
+            keep = self._padding.keep(batch)
+            self._given, self._one_row = batch, None
+            self.places = 0 if keep is None else keep.numel()
+            self.rows = self._of_batch = None if keep is None else in_rows(keep, self.capacity)
+        return self._of_batch
+
+    def _rows_of(self, plan: Plan, rows: Rows) -> Rows:
+        if not plan.one_row:
+            return rows
+        if self._one_row is None:
+            self._one_row = in_rows(rows.keep, rows.keep.numel())
+            assert self._one_row is not None, "where rows hold fewer slots than places, one row does"
+        return self._one_row
+
+    def _planned(self, fewer: Fewer, call: Call, hidden: Tensor, rows: Rows) -> Plan:
+        """How the block is called on rows: as found before for inputs of these kinds, or tried now."""
+        shared, first = rows.kind
+        of_kind = kinds(call, hidden)
+        for other in (shared, True):  # what is right with several samples in a row is right with one
+            longest, plan = self._tried.get((fewer.index, of_kind, other, first), (0, None))
+            if plan is None or rows.length > longest:
+                continue
+            if (hidden.shape[1 - plan.dim], hidden.shape[plan.dim]) == rows.keep.shape:
+                return plan
+        try:
+            generator = self.session.generator(self.who, "trial", fewer.index)
+            plan = find_plan(fewer.block, call, rows.keep, self.capacity, self._attention, generator)
+        except CannotTake as error:
+            raise ValueError(
+                f"{self.who}: block {fewer.index} of {self.stack} cannot be called without padding: {error}. Name another stack"
+                " by layers=, another mask by mask=, or take the technique out."
+            ) from None
+        self._tried[fewer.index, of_kind, shared, first] = rows.length, plan
+        return plan
+
+    def _with_noise(self, fewer: Fewer, call: Call, plan: Plan, rows: Rows) -> Any:
+        hidden, rest = split_output(fewer.plain(*call[0], **call[1]))
+        shape = hidden.shape
+        generator = self.session.generator(self.who, "noise", fewer.index)
+        noise = torch.randn(shape, generator=generator).to(hidden.device, hidden.dtype)
+        keep = (rows.keep if plan.dim == 1 else rows.keep.t()).unsqueeze(-1)
+        hidden = torch.where(keep, hidden, noise * (1 + hidden.abs().mean()))
+        return hidden if rest is None else (hidden, *rest)
+
+    # -- what a later batch could change
+
+    def _look_at_masks(self, call: Call, plan: Plan, rows: Rows) -> None:
+        for path, value in leaves(call):
+            if path not in plan.hides or (id(value), "hides") in self._held:
+                continue
+            self._held[id(value), "hides"] = value, value
+            seen = sees_padding(value, plan.dims[path], rows, true_hides=plan.true_hides)
+            if seen is not None:
+                self._flags.append(
+                    (f"the mask {'.'.join(map(str, path))} that blocks are handed lets tokens see padding", seen)
+                )
+        if not hidden_of(*call).is_cuda:
+            self._raise_flags()
+
+    def _watch(self, gradient: Tensor) -> None:
+        """Gradients at padding: where a loss reads it, it does not train what it would."""
+        self._flags.append(
+            ("the loss reads what the blocks return at padding", ((gradient != 0) & gradient.isfinite()).any())
+        )
+        if not gradient.is_cuda:
+            self._raise_flags()
+
+    def _raise_flags(self) -> None:
+        flags, self._flags = self._flags, []
+        for text, flag in flags:
+            if bool(flag):
+                raise ValueError(
+                    f"{self.who}: in this batch {text}, and not in the one that was looked at; expected padding to be without"
+                    " effect, since it is not computed. Mend the batch's mask or labels (padding on the left predicts a first"
+                    " token), or take the technique out."
+                )

@@ -1,0 +1,281 @@
+"""How a block's inputs are handed over in rows, and whether the block then computes the same: tried on a copy of it."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from lightning_eff._core import rng
+from lightning_eff._core._tokens.checking import TOLERANCE, TRIES, CannotTake, candidates, first_line, moved, token_dim
+from lightning_eff._core._tokens.inputs import BLIND, Call, Path, is_cache, leaves, mapped, told
+from lightning_eff._core.blocks import hidden_of, split_output
+from lightning_eff.data.tokens._packing.attention import Attention
+from lightning_eff.data.tokens._packing.rows import Rows, in_rows, packed
+
+Dims = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a block's call is made one on rows.
+
+    Attributes:
+        hidden: the path of the hidden state, (B, T, D) or (T, B, D).
+        dim: its dimension along the tokens, 1 or 0.
+        dims: by path, those of the other inputs.
+        true_hides: what a boolean mask of which two tokens see each other has where they do not.
+        one_row: all samples stand in one row, since an input has no dimension for samples.
+        hides: paths of masks that let no token see padding.
+    """
+
+    hidden: Path
+    dim: int
+    dims: Mapping[Path, Dims]
+    true_hides: bool = False
+    one_row: bool = False
+    hides: frozenset[Path] = frozenset()
+
+    def in_rows(self, call: Call, rows: Rows, held: dict[Any, tuple[Tensor, Tensor]] | None = None) -> Call:
+        """The call on rows; caches of keys and values are left out.
+
+        Args:
+            call: on the padded batch.
+            rows: where tokens stand.
+            held: inputs in rows that other blocks of this step were handed, by what they were made of.
+        """
+
+        def take(path: Path, value: Any) -> Any:
+            if path == self.hidden:
+                return packed(value, rows, self.dim)
+            if is_cache(value):
+                return None
+            dims = self.dims.get(path)
+            if dims is None:
+                return value
+            if held is None or value.requires_grad:
+                return taken(value, dims, rows, true_hides=self.true_hides)
+            key = (id(value), dims, self.true_hides, id(rows))
+            if key not in held:
+                held[key] = value, taken(value, dims, rows, true_hides=self.true_hides)
+            return held[key][1]
+
+        return mapped(call, take)
+
+
+def taken(value: Tensor, dims: Dims, rows: Rows, *, true_hides: bool) -> Tensor:
+    """An input of the padded batch in rows.
+
+    Args:
+        value: with a dimension for samples in front, (B or 1, ..), or, if all samples stand in one row, without.
+        dims: along tokens: one, or the two of a mask of which token sees which. A mask of which tokens are seen, (B, H, 1, T),
+            becomes one of which token sees which.
+        rows: where tokens stand.
+        true_hides: what a boolean mask has where a token does not see another.
+    """
+    size = rows.keep.shape[0]
+    if not _by_sample(value, dims, size):
+        place = rows.place[0]
+        for dim in dims:
+            value = value.index_select(dim, place)
+        return value if len(dims) == 1 else _apart(value, dims, rows.same[0], true_hides)
+    if _of_keys(value, dims):
+        value, dims = value.expand(-1, -1, rows.keep.shape[1], -1), (2, 3)
+    sample = rows.sample if value.shape[0] == size else torch.zeros_like(rows.sample)
+    if len(dims) == 1:
+        return value.movedim(dims[0], 1)[sample, rows.place].movedim(1, dims[0])
+    found = value.movedim(dims, (1, 2))[sample[:, :, None], rows.place[:, :, None], rows.place[:, None, :]]
+    return _apart(found.movedim((1, 2), dims), dims, rows.same, true_hides)
+
+
+def _by_sample(value: Tensor, dims: Dims, size: int) -> bool:
+    return 0 not in dims and value.ndim > len(dims) and value.shape[0] in (1, size)
+
+
+def _of_keys(value: Tensor, dims: Dims) -> bool:
+    return value.ndim == 4 and dims == (3,) and value.shape[2] == 1
+
+
+def _apart(mask: Tensor, dims: Dims, same: Tensor, true_hides: bool) -> Tensor:
+    """A mask in which no token sees another sample's; ``same`` is (R, L, L), or (L, L) where there are no rows."""
+    shape = list(mask.shape) if same.ndim == 2 else [same.shape[0], *mask.shape[1:]]
+    other = (~same).reshape([n if d in dims or (d == 0 and same.ndim == 3) else 1 for d, n in enumerate(shape)])
+    if mask.dtype == torch.bool:
+        return mask.masked_fill(other, true_hides)
+    return mask.masked_fill(other, torch.finfo(mask.dtype).min if mask.is_floating_point() else 0)
+
+
+def sees_padding(value: Tensor, dims: Dims, rows: Rows, *, true_hides: bool) -> Tensor | None:
+    """Whether a mask lets any token see padding, as a tensor; None where it does not tell samples apart or is no mask."""
+    size = rows.keep.shape[0]
+    if not _by_sample(value, dims, size) or value.shape[0] != size:
+        return None
+    if _of_keys(value, dims):
+        value, dims = value.expand(-1, -1, rows.keep.shape[1], -1), (2, 3)
+    if len(dims) != 2:
+        return None
+    hidden = true_hides if value.dtype == torch.bool else 0
+    seen = value > BLIND if value.is_floating_point() else value != hidden
+    return _reaches(seen.movedim(dims, (1, 2)), rows)
+
+
+def _reaches(seen: Tensor, rows: Rows) -> Tensor:
+    while seen.ndim > 3:
+        seen = seen.any(dim=-1)
+    return (seen & rows.keep.unsqueeze(2) & ~rows.keep.unsqueeze(1)).any()
+
+
+def find_plan(
+    block: nn.Module, call: Call, keep: Tensor, capacity: int | None, attention: Attention, generator: Generator
+) -> Plan:
+    """How ``block`` is called on rows, tried on a copy of it in float64, with weights and inputs moved at random.
+
+    Args:
+        block: the block.
+        call: a real call of it.
+        keep: which places hold tokens, (B, T), bool.
+        capacity: tokens of a row, see :func:`in_rows`.
+        attention: of samples in rows.
+        generator: of what is drawn.
+
+    Raises:
+        CannotTake: with the reason, and all inputs.
+    """
+    inputs = ", ".join(told(path, value) for path, value in leaves(call) if value is not None)
+    try:
+        with torch.no_grad(), rng.fork(), torch.autocast(hidden_of(*call).device.type, enabled=False):
+            return _find(block, call, keep, capacity, attention, generator)
+    except CannotTake as error:
+        raise CannotTake(f"{error}. It is called with {inputs}") from None
+
+
+def _find(
+    block: nn.Module, call: Call, keep: Tensor, capacity: int | None, attention: Attention, generator: Generator
+) -> Plan:
+    hidden = hidden_of(*call)
+    dim = token_dim(hidden, keep.shape[0])
+    if hidden.shape[dim] != keep.shape[1]:
+        raise CannotTake(
+            f"its hidden state has {hidden.shape[dim]} tokens of a sample, and the mask of padding {keep.shape[1]} places"
+        )
+    for path, value in leaves(call):
+        if type(value).__name__ == "BlockMask" or (isinstance(value, Tensor) and value.is_nested):
+            raise CannotTake(
+                f"{told(path, value)} cannot be taken apart; expected a mask that is a tensor, or none (with Hugging Face,"
+                " attn_implementation='sdpa' or 'eager')"
+            )
+    at = next(path for path, value in leaves(call) if value is hidden)
+    reasons: list[str] = []
+    for dtype in (torch.float64, torch.float32):
+        reasons = []
+        square = hidden.shape[0] == hidden.shape[1]  # as many tokens as samples
+        for along in (dim, 1 - dim)[: 1 + square]:
+            try:
+                trial = _Trial(block, call, along, dtype, generator)
+            except Exception as error:  # a kernel without this dtype, or a block that cannot be copied
+                reasons = [f"a copy of it in {str(dtype)[6:]} does not run ({first_line(error)})"]
+                break
+            for plan in _plans(call, at, along, keep):
+                rows = in_rows(keep, keep.numel() if plan.one_row else capacity)
+                reason = None if rows is None else trial.refuted(plan, rows, attention)
+                if rows is not None and reason is None:
+                    hiding = _hiding(plan, call, rows)
+                    return Plan(at, along, plan.dims, plan.true_hides, plan.one_row, hiding)
+                reasons += [] if reason is None else [reason]
+        else:
+            break
+    raise CannotTake(min(reasons, key=lambda reason: reason.startswith("in rows it fails")) if reasons else "no rows")
+
+
+def _plans(call: Call, at: Path, dim: int, keep: Tensor) -> Iterator[Plan]:
+    """What may run along tokens, in the likeliest order; all samples in one row where an input knows no samples."""
+    size, tokens = keep.shape
+    values = dict(leaves(call))
+    found = [dict(dims) for dims in islice(candidates(call, at, tokens), TRIES)]
+    for one_row in (False, True):
+        for dims in found:
+            alone = [path for path, d in dims.items() if not _by_sample(values[path], d, size)]
+            if bool(alone) != one_row:
+                continue
+            masks = any(len(d) == 2 or _of_keys(values[p], d) for p, d in dims.items() if values[p].dtype == torch.bool)
+            for true_hides in (False, True)[: 1 + masks]:
+                yield Plan(at, dim, dims, true_hides, one_row)
+
+
+def _hiding(plan: Plan, call: Call, rows: Rows) -> frozenset[Path]:
+    found: set[Path] = set()
+    for path, value in leaves(call):
+        if path in plan.dims:
+            seen = sees_padding(value, plan.dims[path], rows, true_hides=plan.true_hides)
+            if seen is not None and not bool(seen):
+                found.add(path)
+    return frozenset(found)
+
+
+class _Trial:
+    """A copy of a block with weights and inputs moved at random, run on the padded batch and on rows."""
+
+    def __init__(self, block: nn.Module, call: Call, dim: int, dtype: torch.dtype, generator: Generator) -> None:
+        self.dtype, self.dim, self.generator = dtype, dim, generator
+        self.block = moved(block, dtype, generator)
+        for m in self.block.modules():  # their statistics would be of tokens alone
+            m.training = isinstance(m, _NormBase)
+        hidden = hidden_of(*call)
+        self.call = mapped(call, lambda _, value: self._input(value, value is hidden))
+        self.hidden = hidden_of(*self.call)
+        self.plain = split_output(self._run(self.call))[0]
+        if self.plain.shape != self.hidden.shape:
+            raise CannotTake(
+                f"it returns a hidden state of shape {tuple(self.plain.shape)} for one of {tuple(self.hidden.shape)}"
+            )
+
+    def _input(self, value: Any, hidden: bool) -> Any:
+        if not isinstance(value, Tensor):
+            return copy.deepcopy(value)
+        value = value.detach()
+        if not value.is_floating_point():
+            return value.clone()
+        noise = torch.randn(value.shape, generator=self.generator, dtype=self.dtype).to(value.device)
+        if hidden:
+            return noise
+        return torch.where(value > BLIND, value.to(self.dtype) + 0.1 * noise, value.to(self.dtype))
+
+    def _run(self, call: Call) -> Any:
+        args, kwargs = mapped(call, lambda _, v: v.clone() if isinstance(v, Tensor) else copy.deepcopy(v))
+        return self.block(*args, **kwargs)
+
+    def refuted(self, plan: Plan, rows: Rows, attention: Attention) -> str | None:
+        """Why the block cannot be called on these rows in this way; None if it can."""
+        try:
+            call = plan.in_rows(self.call, rows)
+            with attention.within(rows):
+                new, rest = split_output(self._run(call))
+        except Exception as error:
+            return f"in rows it fails ({first_line(error)})"
+        if new.shape != hidden_of(*call).shape:
+            return f"of {tuple(hidden_of(*call).shape)} tokens it makes {tuple(new.shape)}"
+        got, expected, entered = (
+            (t if self.dim == 1 else t.transpose(0, 1)).flatten(0, 1) for t in (new, self.plain, self.hidden)
+        )
+        got = got if rows.slots is None else got[rows.slots]
+        expected, entered = expected[rows.flat], entered[rows.flat]
+        if not bool((got - expected).abs().max() <= TOLERANCE[self.dtype] * (expected - entered).abs().max() + 1e-12):
+            return (
+                "without padding, or with several samples in a row, it computes something else: its tokens see padding, or it"
+                " mixes tokens otherwise than by F.scaled_dot_product_attention or a mask that it is handed (convolutions"
+                " over tokens, recurrences, attention written out with a mask of its own), or it goes by statistics of the"
+                " batch"
+            )
+        for value in rest or ():
+            if isinstance(value, Tensor) and not _handed(value, call):
+                return f"it returns {tuple(value.shape)} beside the hidden state, which cannot be put back from rows"
+        return None
+
+
+def _handed(part: Tensor, call: Call) -> bool:
+    """Whether an output has the shape and value of an input that is handed on."""
+    return any(isinstance(v, Tensor) and v.shape == part.shape and torch.equal(v, part) for _, v in leaves(call))
