@@ -1,4 +1,4 @@
-"""What fewer tokens save: a step's measured time over what its counted FLOPs predict.
+"""What fewer tokens and smaller images save: a step's measured time over what its counted FLOPs predict.
 
     python benchmarks/token_cost.py [--only RandomLTD ...] [--rounds 7] [--steps 6] [--threads N] [--out token_cost.json]
 
@@ -93,6 +93,7 @@ ARMS: dict[str, Arm] = {
     "RandomLTD, half the tokens": Arm(lambda: eff.RandomLTD(start=0.5, until=1.0), gpt, text),
     "SequencePacking, half of it padding": Arm(eff.SequencePacking, gpt, padded_text),
     "PatchDropout, half the patches": Arm(lambda: eff.PatchDropout(ratio=0.5), vit, images),
+    "ProgressiveResizing, half the side": Arm(lambda: eff.ProgressiveResizing(until=1.0, hold=1.0), vit, images),
 }
 
 

@@ -15,6 +15,7 @@ CLASSES = {cls.__name__: cls for cls in technique_classes()}
 RICH = RunProfile(
     num_blocks=12,
     sequence_length=512,
+    image_side=224,
     batch_size=32,
     visible_loss=True,
     epochs=3.0,
@@ -76,6 +77,8 @@ def test_stand_ins_are_not_searched(name: str) -> None:
         ("Rematerialization", {"memory_bound": False}),
         ("SequenceLengthWarmup", {"sequence_length": None}),
         ("SequenceLengthWarmup", {"sequence_length": 16}),
+        ("ProgressiveResizing", {"image_side": None}),
+        ("ProgressiveResizing", {"image_side": 8}),
         ("ImportanceSampling", {"visible_loss": False}),
         ("SelectiveBackprop", {"batch_size": 1}),
         ("SharpnessAwareMinimization", {"epochs": 0.3}),

@@ -6,12 +6,10 @@ begins from that state again, the batches already used are passed over, and the 
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from copy import copy, deepcopy
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
-from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_eff._core import rng
@@ -145,7 +143,7 @@ class ResumableLoader:
         """The loader as it was before."""
         if self._recorder is not None:
             name = "sampler" if self._loader.batch_sampler is None else "batch_sampler"
-            self._loader.__dict__[name] = _original(self._recorder)
+            self._loader.__dict__[name] = original(self._recorder)
         return self._loader
 
     @property
@@ -294,7 +292,7 @@ class ResumableLoader:
     def _samplers(self) -> list[Any]:
         batch_sampler = getattr(self._loader, "batch_sampler", None)
         found = [getattr(self._loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
-        return [_original(sampler) for sampler in found if sampler is not None]
+        return [original(sampler) for sampler in found if sampler is not None]
 
     def _epoch_samplers(self) -> list[Any]:
         return list({id(s): s for s in self._samplers() if callable(getattr(s, "set_epoch", None))}.values())
@@ -345,7 +343,7 @@ class ResumableLoader:
 _END = object()
 
 
-def _original(sampler: Any) -> Any:
+def original(sampler: Any) -> Any:
     """The user's own sampler, behind those of this package."""
     sampler = sampler.inner if isinstance(sampler, RecordingSampler) else sampler
     return sampler.original if isinstance(sampler, ChosenBatches) else sampler
@@ -357,53 +355,3 @@ def _has_length(loader: Any) -> bool:
     except (TypeError, NotImplementedError):
         return False
     return True
-
-
-def apart(combined: CombinedLoader, epoch: int) -> CombinedLoader:
-    """Loaders over the same data, with the same samplers, whose iteration leaves those of ``combined`` untouched.
-
-    Data sets are shared and samplers copied; generators that samplers hold are seeded from the global random state, and
-    worker processes are started anew, also where the original's persist.
-
-    Args:
-        combined: the run's training loaders.
-        epoch: the epoch that samplers with ``set_epoch`` are told.
-
-    Raises:
-        ValueError: if a loader, its samplers or its streaming data set cannot be copied.
-    """
-    again = copy(combined)
-    again._iterator = None
-    again.flattened = [_apart(loader, epoch) for loader in combined.flattened]
-    again.limits = combined.limits
-    return again
-
-
-def _apart(loader: Any, epoch: int) -> Any:
-    loader = loader._loader if isinstance(loader, ResumableLoader) else loader
-    if isinstance(loader, Sequence):
-        return loader
-    try:
-        if not isinstance(loader, DataLoader):
-            return deepcopy(loader)
-        again = copy(loader)
-        streams = isinstance(loader.dataset, IterableDataset) and loader.num_workers == 0
-        memo: dict[int, Any] = {} if streams else {id(loader.dataset): loader.dataset}
-        for name in ("dataset", "sampler", "batch_sampler"):
-            original = getattr(loader, name)
-            original = _original(original)
-            again.__dict__[name] = deepcopy(original, memo)
-    except (TypeError, RuntimeError, NotImplementedError) as error:
-        raise ValueError(
-            f"The training loader ({type(loader).__name__}) cannot be copied ({error}), so its data cannot be gone over"
-            " beside the running epoch. Give a DataLoader over a data set that can be copied."
-        ) from error
-    again.__dict__.update(_iterator=None, persistent_workers=False)
-    owners: list[Any] = [again, again.sampler, again.batch_sampler, getattr(again.batch_sampler, "sampler", None)]
-    for owner in owners:
-        if isinstance(getattr(owner, "generator", None), torch.Generator):
-            seed = int(torch.empty((), dtype=torch.int64).random_())
-            owner.__dict__["generator"] = torch.Generator().manual_seed(seed)
-        if callable(getattr(owner, "set_epoch", None)):
-            owner.set_epoch(epoch)
-    return again

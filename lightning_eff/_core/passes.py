@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_eff._core import rng
+from lightning_eff._core._run.apart import apart
 from lightning_eff._core.batches import num_samples
-from lightning_eff._core.loaders import apart
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import in_evaluation, silent, takes_index
 

@@ -412,7 +412,7 @@ class Session:
             self._rng = state["rng"][self.rank]
             gradients = state.get("gradients")  # checkpoints of earlier versions have none
             self._gradients = gradients[self.rank] if gradients else {}
-            self.loaders.states = state["loaders"]
+            self.loaders.take_up(state["loaders"])
         else:
             rank_zero_info(
                 f"The checkpoint is of {len(state['rng'])} processes and this run has {self.trainer.world_size}: random"

@@ -1,10 +1,11 @@
-"""What two processes run of budget techniques: ``python -m tests.budget.budget_jobs DIRECTORY JOB``."""
+"""What two processes run of budget techniques: ``python -m tests.budget.budget_jobs DIRECTORY``."""
 
 import json
 import logging
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_eff import BatchSizeWarmup, GradientNoiseScale, LinearScaling
+from tests import processes
 from tests.models import TinyClassifier, flat, loader, trainer
 from tests.runs import SaveBatches, differences, final_state, fit
 
@@ -117,12 +119,17 @@ def linear(root: Path) -> dict[str, Any]:
     return found
 
 
+def two_processes(once: Callable[[str, Callable[[], Any]], Any]) -> dict[str, Any]:
+    """What each job found, by its name: one start of processes serves all tests of budget techniques."""
+    return once("budget", lambda: processes.launch("tests.budget.budget_jobs", forked=True))
+
+
 def main() -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     root = Path(sys.argv[1])
-    result = {"batch": batch, "linear": linear, "noise": noise}[sys.argv[2]](root)
+    result = {job.__name__: job(root) for job in (batch, noise, linear)}
     if torch.distributed.get_rank() == 0:
         (root / "result.json").write_text(json.dumps(result))
     torch.distributed.barrier()

@@ -17,7 +17,7 @@ from transformers import BatchEncoding
 from lightning_eff import BatchSizeWarmup, LearningRateSchedule, Muon, OptimizerOffload, ReplaceOptimizer
 from lightning_eff._core.batches import join, like, plain
 from lightning_eff.budget.batch_size_warmup import batch_at, batch_sizes
-from tests import processes
+from tests.budget.budget_jobs import two_processes
 from tests.budget.budget_jobs import without_dropout as still
 from tests.cases import Case
 from tests.conftest import Once
@@ -259,7 +259,7 @@ def test_a_plain_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
 
 def test_two_processes(once: Once) -> None:
     """Batches put together on each rank: alike ends, and a resumed run as the undisturbed one, within a window too."""
-    found = once("batch_size_warmup", lambda: processes.launch("tests.budget.budget_jobs", "batch", forked=True))
+    found = two_processes(once)["batch"]
     for by in ("accumulation", "batch"):
         assert found[by] == {"alike": True, "differences": [[], []], "window": found[by]["window"]}
         assert found[by]["window"] > 1

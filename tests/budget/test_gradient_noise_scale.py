@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_eff import BatchSizeWarmup, GradientNoiseScale, SharpnessAwareMinimization
 from lightning_eff.budget.gradient_noise_scale import signal_and_noise
-from tests import processes
-from tests.budget.budget_jobs import Known, known_samples
+from tests.budget.budget_jobs import Known, known_samples, two_processes
 from tests.cases import Case
 from tests.conftest import Once
 from tests.models import flat, loader, trainer
@@ -159,7 +158,7 @@ def test_it_goes_on_with_its_means(tmp_path: Path) -> None:
 
 def test_two_processes(once: Once) -> None:
     """Ranks are small batches, alone and with micro-batches; all tell the same."""
-    found = once("gradient_noise_scale", lambda: processes.launch("tests.budget.budget_jobs", "noise", forked=True))
+    found = two_processes(once)["noise"]
     x = known_samples(320).view(-1, 2, 4)  # of two ranks in turn
     for window in (1, 4):
         own = (

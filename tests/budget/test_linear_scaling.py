@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from lightning_eff import BatchSizeWarmup, LearningRateSchedule, LinearScaling
 from lightning_eff._core.search_space import RunProfile
 from lightning_eff.budget.linear_scaling import factor_at
-from tests import processes
+from tests.budget.budget_jobs import two_processes
 from tests.budget.budget_jobs import without_dropout as still
 from tests.cases import Case
 from tests.conftest import Once
@@ -178,7 +178,7 @@ def test_a_batch_that_is_not_known_is_refused_and_may_be_given(kind: str, messag
 
 def test_two_processes(once: Once) -> None:
     """Ranks with batches of 2 and 4, in windows of 3; and a batch that one rank alone does not know stops both."""
-    found = once("linear_scaling", lambda: processes.launch("tests.budget.budget_jobs", "linear", forked=True))
+    found = two_processes(once)["linear"]
     assert found["reports"] == [{"batch": 18, "rate_factor": 3.0}] * 2 and found["alike"]
     assert len(found["refused"]) == 2 and "got a DataLoader that tells no batch_size" in found["refused"][0]
     assert "got batches of 4 here, and on another rank" in found["refused"][1]

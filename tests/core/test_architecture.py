@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from torch import Tensor, nn
 
 import lightning_eff as eff
@@ -561,6 +561,10 @@ def test_beside_copies_of_the_module() -> None:
     assert flat(eff.export(net)).isfinite().all()
     with pytest.raises(ValueError, match=r"EMAWeightAveraging stands before it .* Move EMAWeightAveraging to the end"):
         train(build("classifier"), "classifier", EMAWeightAveraging(decay=0.5), LowRankAdapter())
+    with pytest.raises(
+        ValueError, match=r"StochasticWeightAveraging copies the module at setup.*expected lightning_eff's"
+    ):
+        train(build("classifier"), "classifier", LowRankAdapter(), StochasticWeightAveraging(0.1))
 
 
 def test_export_in_mid_run_is_refused() -> None:

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
 
 from lightning_eff._core.loaders import RecordingSampler, ResumableLoader
+from lightning_eff.strategies._hybrid.batches import stage
 from tests.core.nop import Nop
 from tests.models import trainer
 
@@ -126,6 +128,20 @@ def test_resume_sees_the_batches_that_were_to_come(kind: str, tmp_path: Path) ->
         for i, (a, b) in enumerate(zip(whole.seen[step:], resumed.seen, strict=True)):
             assert torch.equal(a, b), f"from step {step}, batch {i} after it"
         assert torch.equal(whole.weight, resumed.weight)
+
+
+def test_resume_goes_on_in_loaders_that_are_asked_for_before_the_checkpoint_is_read(tmp_path: Path) -> None:
+    """As strategies do that check a batch at setup."""
+
+    class Early(Nop):
+        def on_open(self, session: Any) -> None:
+            with stage(session.trainer, RunningStage.TRAINING):
+                session.trainer.fit_loop.setup_data()
+
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    whole = run("shuffle", Nop(), saver, enable_checkpointing=True)
+    resumed = run("shuffle", Early(), resume=tmp_path / "step=2.ckpt")
+    assert len(resumed.seen) == 10 and all(map(torch.equal, whole.seen[2:], resumed.seen))
 
 
 def test_sample_indices_are_those_of_the_batch() -> None:

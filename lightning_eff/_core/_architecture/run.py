@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 from torch.optim import Optimizer
@@ -42,6 +42,12 @@ def check(session: "Session", who: str) -> None:
             f" {who}(...))) without {who} among the callbacks."
         )
     callbacks = list(trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
+    if any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks):
+        raise ValueError(
+            f"{who}: Lightning's StochasticWeightAveraging copies the module at setup, wherever it stands, before it is"
+            " changed, and would average other parameters than are trained; expected lightning_eff's own. Or change the"
+            f" module before: Trainer.fit(lightning_eff.apply(module, {who}(...))) without {who} among the callbacks."
+        )
     first = min(callbacks.index(technique) for technique in session.techniques)
     for callback in callbacks[:first]:
         if isinstance(callback, WeightAveraging):

@@ -1,4 +1,4 @@
-"""The schedulers that ``configure_optimizers`` returned: found, taken out, and put around a :class:`CombinedOptimizer`."""
+"""The schedulers that ``configure_optimizers`` returned: found, put to rest, and put around a :class:`CombinedOptimizer`."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -32,12 +32,6 @@ def schedulers_of(configured: Any) -> list[Any]:
         else:
             return [s for item in configured for s in schedulers_of(item)]
     return [s["scheduler"] if isinstance(s, dict) else s for s in found]
-
-
-def without_schedulers(configured: Any) -> Any:
-    """It without any scheduler: an optimizer, or a list of them."""
-    found = optimizers_of(configured)
-    return found[0] if len(found) == 1 else found
 
 
 def _is_pair(configured: list[Any] | tuple[Any, ...]) -> bool:

@@ -64,6 +64,12 @@ class TrainLoaders:
             self.unwrap()
             self.states, self._before_these = [], running
 
+    def take_up(self, states: list[dict[str, Any]]) -> None:
+        """Go on from what a checkpoint says: loaders to come, and those that a strategy has asked for before it is restored."""
+        self.states = states
+        for loader, state in zip(self._loaders, states, strict=False):
+            loader.load_state_dict(state)
+
     def unwrap(self) -> None:
         """Put the user's loaders back as they were."""
         for loader in self._loaders:

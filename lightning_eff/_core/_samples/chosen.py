@@ -105,10 +105,16 @@ class ChosenBatches:
         """Let the next epoch have the batches that :meth:`plain` has met."""
         self._batches, self._weights = self._own, None
 
-    def _cut(self, indices: Tensor) -> list[list[int]]:
-        size = getattr(self.original, "batch_size", None) if self.batched else 1
-        if not isinstance(size, int):
+    @property
+    def batch_size(self) -> int | None:
+        """Samples of a full batch of this process, once :meth:`plain` has been called; None for a loader without batches."""
+        size = getattr(self.original, "batch_size", None) if self.batched else None
+        if self.batched and not isinstance(size, int):
             size = max((len(batch) for batch in self._own), default=1)
+        return size
+
+    def _cut(self, indices: Tensor) -> list[list[int]]:
+        size = self.batch_size or 1
         cut = [batch.tolist() for batch in indices.split(size)] if len(indices) else []
         if cut and len(cut[-1]) < size and getattr(self.original, "drop_last", False):
             cut.pop()

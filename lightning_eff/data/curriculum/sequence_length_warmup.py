@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from lightning.pytorch import Callback
@@ -13,6 +13,7 @@ from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Su
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
+from lightning_eff.data.curriculum._ranks import on_all_ranks
 from lightning_eff.data.curriculum._sequences import Sequences, find_sequences, shorten
 
 WHO = "SequenceLengthWarmup"
@@ -190,7 +191,7 @@ class SequenceLengthWarmup(Technique):
         if self._full:
             found, length, short = self._shorten(batch)
         else:
-            found, length, short = self._on_all_ranks(lambda: self._shorten(batch, first=True))
+            found, length, short = on_all_ranks(self.session, lambda: self._shorten(batch, first=True))
         self._full = max(self._full, found.full)
         self._count(step, length)
         return proceed(short)
@@ -231,21 +232,6 @@ class SequenceLengthWarmup(Technique):
             f" at least {self.start}. Possible starts: {possible or 'none'} (with another multiple_of: {others})."
             " Choose one of them, load sequences of another length, or use mode='truncate'."
         )
-
-    def _on_all_ranks(self, fn: Callable[[], Any]) -> Any:
-        """``fn()``; where it raises on one rank, all ranks raise, so that none waits for another."""
-        result, error = None, None
-        try:
-            result = fn()
-        except Exception as raised:
-            error = raised
-        messages = self.session.gather(None if error is None else str(error))
-        if error is not None:
-            raise error
-        for rank, message in enumerate(messages):
-            if message is not None:
-                raise ValueError(f"On rank {rank}: {message}")
-        return result
 
     def _count(self, step: Step, length: int) -> None:
         self._length = length

@@ -188,6 +188,9 @@ class MaskRateSchedule(Technique):
         for name, value in (("mask_token_id", mask_token_id), ("vocab_size", vocab_size)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
                 raise ValueError(f"{WHO}({name}={value!r}): expected an integer >= 0, or None.")
+        ids = special_tokens
+        if ids is not None and (not isinstance(ids, list | tuple) or not all(type(i) is int and i >= 0 for i in ids)):
+            raise ValueError(f"{WHO}({special_tokens=}): expected a list of tokens >= 0, such as [101, 102], or None.")
         if keys is not None and (isinstance(keys, str) or not isinstance(keys, Sequence) or len(keys) != 2):
             raise ValueError(
                 f"{WHO}({keys=}): expected two names or positions, of the tokens and of their labels, such as"
@@ -349,5 +352,6 @@ _SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep
 
 def _named_special(configs: Sequence[Any]) -> set[int]:
     """Special tokens that Hugging Face's configs name."""
-    found = {getattr(config, name, None) for config in configs for name in _SPECIAL}
-    return {token for token in found if isinstance(token, int)}
+    found = [getattr(config, name, None) for config in configs for name in _SPECIAL]
+    listed = [token for one in found for token in (one if isinstance(one, list | tuple) else [one])]
+    return {token for token in listed if isinstance(token, int)}

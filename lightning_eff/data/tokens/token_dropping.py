@@ -139,7 +139,8 @@ class TokenDropping(Technique):
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"{WHO}({beta=}): expected a number in [0, 1), how much of a running mean stays.")
         for name, ids in (("special_ids", special_ids), ("padding_ids", padding_ids)):
-            if ids is not None and (isinstance(ids, str) or not all(type(i) is int and i >= 0 for i in ids)):
+            listed = isinstance(ids, list | tuple)
+            if ids is not None and not (listed and all(type(i) is int and i >= 0 for i in ids)):
                 raise ValueError(f"{WHO}({name}={ids!r}): expected a list of ids >= 0, such as [101, 102], or None.")
         for name, value in (("full_first", full_first), ("full_last", full_last)):
             if name == "full_first" and value is None:

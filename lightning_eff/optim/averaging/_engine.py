@@ -8,9 +8,11 @@ from typing import Any, ClassVar
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._run.checks import is_plain
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import OtherWeights
 from lightning_eff.optim.averaging._batch_norm import batch_norms, modes, recompute_statistics
@@ -32,6 +34,23 @@ def wide(tensor: Tensor) -> torch.dtype:
 def is_count(value: object) -> bool:
     """Whether ``value`` is an integer >= 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def pieces(session: Session) -> dict[str, Tensor]:
+    """What this process has of the module's parameters and buffers, by their names; to write to it is to write to them.
+
+    That is all of them, but under a strategy that shards: its own part of each DTensor, also where FSDP2 has left
+    parameters whole after a forward pass.
+    """
+    module = session.module
+    if not is_plain(session.trainer.strategy):
+        from torch.distributed.fsdp import FSDPModule
+
+        for m in (session.trainer.strategy.model or module).modules():
+            if isinstance(m, FSDPModule):
+                m.reshard()
+    held = (t for t in (*module.named_parameters(), *module.named_buffers()))
+    return {name: t.detach().to_local() if hasattr(t, "to_local") else t.detach() for name, t in held}  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def check_bn_batches(who: str, bn_batches: object) -> None:
@@ -123,8 +142,16 @@ class AveragedWeights(OtherWeights):
     def check_checkpoint(self, session: Session, state: dict[str, Any] | None) -> None:
         if not session.fitting or not state:
             return
-        held = {**dict(session.module.named_parameters()), **dict(session.module.named_buffers())}
-        saved = self.saved_weights(state)
+        here = session.trainer.world_size if _divided(session) else 1
+        there = len(state.get("ranks", [state]))
+        if here != there or _divided(session) != ("ranks" in state):
+            was, is_here = (f"the pieces of {n} processes" if n > 1 else "whole tensors" for n in (there, here))
+            raise ValueError(
+                f"{type(self).__name__}: the checkpoint's averages are {was}, and this run's are {is_here}; expected the same"
+                " strategy and as many processes. Resume with those, or begin a new fit from the checkpoint's weights, which"
+                " are the average."
+            )
+        held, saved = pieces(session), self.saved_weights(_own(session, state))
         wrong = [name for name, w in saved.items() if name not in held or held[name].shape != w.shape]
         if wrong:
             raise ValueError(
@@ -146,6 +173,18 @@ class AveragedWeights(OtherWeights):
                 return deepcopy(original())  # tied weights stay one tensor
 
         session.patches.set(strategy, "lightning_module_state_dict", averaged_state_dict)
+        if not is_plain(strategy):
+            save = strategy.save_checkpoint
+
+            def save_averaged(
+                *args: Any, **kwargs: Any
+            ) -> None:  # where each rank writes its pieces, it reads them here
+                if self._raw is not None or not self.names:
+                    return save(*args, **kwargs)
+                with self.shown(session):
+                    return save(*args, **kwargs)
+
+            session.patches.set(strategy, "save_checkpoint", save_averaged)
 
     @override
     def on_model(self, session: Session) -> None:
@@ -163,8 +202,7 @@ class AveragedWeights(OtherWeights):
 
     @override
     def on_optimizers(self, session: Session) -> None:
-        module = session.module
-        self.to_devices({name: t.device for name, t in (*module.named_parameters(), *module.named_buffers())})
+        self.to_devices({name: t.device for name, t in pieces(session).items()})
 
     @override
     def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
@@ -192,11 +230,11 @@ class AveragedWeights(OtherWeights):
         """Put the other weights into the module, if there are any and they are not there."""
         if self._raw is not None or not self.names:
             return
-        held = {**dict(session.module.named_parameters()), **dict(session.module.named_buffers())}
+        held = pieces(session)
         with torch.inference_mode(False), torch.no_grad():
             raw: dict[str, Tensor] = {}
             for name, value in self.average(session):
-                raw[name] = held[name].detach().clone()
+                raw[name] = held[name].clone()
                 held[name].copy_(value)
             self._raw = raw
             if self._statistics is None and self.recomputes:
@@ -209,7 +247,7 @@ class AveragedWeights(OtherWeights):
     @torch.no_grad()
     def take_out(self, session: Session) -> None:
         """Put the trained weights back, if the others are in the module."""
-        held = {**dict(session.module.named_parameters()), **dict(session.module.named_buffers())}
+        held = pieces(session) if self._raw is not None else {}
         for name, value in (self._raw or {}).items():
             held[name].copy_(value)
         self._raw = None
@@ -220,22 +258,38 @@ class AveragedWeights(OtherWeights):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         if not self.neutral:
-            self.take_out(self.session)  # a tuner's trial run may have loaded its checkpoint over the weights
+            # strategies that shard restore as late as this; and a tuner's trial run may have loaded its checkpoint
+            self.to_devices({name: t.device for name, t in pieces(self.session).items()})
+            self.take_out(self.session)
 
     @override
     def state_dict(self) -> dict[str, Any]:
         raw, names = self._raw, [*self.names]
         if raw is None and names and self._session is not None:
-            module = self._session.module
-            held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-            raw = {name: held[name].detach() for name in (*names, *(self._statistics or ()))}
-        return {"taken": self._taken, **self.saved(), "raw": raw, "statistics": self._statistics}
+            held = pieces(self._session)
+            raw = {name: held[name] for name in (*names, *(self._statistics or ()))}
+        state = {"taken": self._taken, **self.saved(), "raw": raw, "statistics": self._statistics}
+        session = self._session or self._past
+        if session is None or not _divided(session):
+            return state
+        return {"ranks": session.gather(apply_to_collection(state, Tensor, lambda t: t.detach().cpu()))}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self.neutral or (self._session is not None and not self._session.fitting):
             return  # the weights that the checkpoint holds are the ones to be validated or tested
-        self._taken = state_dict["taken"]
-        self._raw = state_dict["raw"]
-        self._statistics = state_dict["statistics"]
-        self.restore(state_dict)
+        own = state_dict if self._session is None else _own(self._session, state_dict)
+        self._taken = own["taken"]
+        self._raw = own["raw"]
+        self._statistics = own["statistics"]
+        self.restore(own)
+
+
+def _divided(session: Session) -> bool:
+    """Whether each rank has other parts of the weights than the others."""
+    return not is_plain(session.trainer.strategy) and session.trainer.world_size > 1
+
+
+def _own(session: Session, state: dict[str, Any]) -> dict[str, Any]:
+    """This rank's part of what :meth:`AveragedWeights.state_dict` gave."""
+    return state["ranks"][session.rank] if "ranks" in state else state

@@ -7,14 +7,17 @@ from fnmatch import fnmatchcase
 from typing import ClassVar, Literal
 
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from typing_extensions import override
 
+from lightning_eff._core._run.checks import is_plain
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
-from lightning_eff.optim.averaging._engine import AveragedWeights, check_bn_batches, rivals
+from lightning_eff.optim.averaging._batch_norm import batch_norms
+from lightning_eff.optim.averaging._engine import AveragedWeights, check_bn_batches, pieces, rivals
 
 TAIL_BLEND = 0.6  # the average's share at the end of a run of which the tail is averaged: modded-nanogpt's
 
@@ -85,6 +88,9 @@ class ExponentialMovingAverage(AveragedWeights):
     unfrozen later are averaged from then on; where another technique changes which blocks the network has, the average
     starts anew.
 
+    Under FSDP2 (``ModelParallelStrategy``, ``HybridParallelStrategy`` in any layout) each process averages its own pieces of
+    the weights. Such a run is resumed by as many processes in the same layout; its checkpoints' weights load anywhere.
+
     Lightning's ``EMAWeightAveraging`` does not serve: it keeps a deep copy of the module that it makes in setup, which holds
     what techniques have wrapped around the original, and has no blend. The update is that of torch's ``AveragedModel``.
 
@@ -101,7 +107,8 @@ class ExponentialMovingAverage(AveragedWeights):
 
     Raises:
         ValueError: for other values; at setup, beside another weight averaging, with a ``tail`` in a run without an end, or
-            where a pattern matches no parameter.
+            where a pattern matches no parameter; under ``FSDPStrategy`` and DeepSpeed, and for "recompute" under any strategy
+            that shards.
 
     Sources:
         Polyak & Juditsky 1992, SIAM J. Control Optim. 30(4); Izmailov et al. 2018, arXiv:1803.05407, on BatchNorm; the tail
@@ -111,7 +118,8 @@ class ExponentialMovingAverage(AveragedWeights):
     saves: ClassVar[str] = "epochs while the learning rate is high; little once it is fully decayed"
     paper: ClassVar[str] = "Polyak & Juditsky 1992, doi:10.1137/0330046"
     constraints: ClassVar[str] = (
-        "single device or DDP; one more copy of the weights; batch_norm='recompute' needs automatic optimization"
+        "a single device, DDP or FSDP2; one more copy of the weights; batch_norm='recompute' needs automatic optimization and"
+        " whole weights"
     )
     survey: ClassVar[Survey | None] = Survey("exponential moving average", zhuang="2.1", shen="5.4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
@@ -124,6 +132,7 @@ class ExponentialMovingAverage(AveragedWeights):
         "the baseline for as many seconds with its learning rate decayed to zero, where the gain shrinks"
     )
     conflicts: ClassVar = rivals("LatestWeightAveraging")
+    any_strategy: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -177,6 +186,13 @@ class ExponentialMovingAverage(AveragedWeights):
     @override
     def check(self, session: Session) -> None:
         super().check(session)
+        strategy = session.trainer.strategy
+        if not is_plain(strategy) and not isinstance(strategy, ModelParallelStrategy):
+            raise ValueError(
+                f"ExponentialMovingAverage: got strategy {type(strategy).__name__}; expected a single device, DDP, or one that"
+                " shards by FSDP2, where a process's piece of a parameter is a tensor of its own: ModelParallelStrategy or"
+                " HybridParallelStrategy. Use one of these."
+            )
         if self.tail is not None and self.tail < 1.0:
             self.check_budget(session, f"tail={self.tail}", "tail=None")
 
@@ -184,6 +200,13 @@ class ExponentialMovingAverage(AveragedWeights):
     def on_model(self, session: Session) -> None:
         super().on_model(session)
         if session.fitting:
+            if self.recomputes and batch_norms(session.module) and not is_plain(session.trainer.strategy):
+                raise ValueError(
+                    "ExponentialMovingAverage(batch_norm='recompute'): got strategy"
+                    f" {type(session.trainer.strategy).__name__} and BatchNorm layers; expected a single device or DDP, because"
+                    " their statistics are recomputed by training_step alone, without what the strategy does around it. Use"
+                    " batch_norm='average'."
+                )
             self._left_out = excluded(session.module, self.exclude)
             self._kept = set(session.module.state_dict())
 
@@ -207,19 +230,20 @@ class ExponentialMovingAverage(AveragedWeights):
         self.outdate(session)
 
     def _followed(self, session: Session) -> Iterator[tuple[str, Tensor]]:
+        held = pieces(session)
         for name, p in session.module.named_parameters():
             if (p.requires_grad or name in self._held) and name not in self._left_out and p.is_floating_point():
-                yield name, p.detach()
+                yield name, held[name]
         for name, b in session.module.named_buffers():
             begins = not self._taken and name in self._kept and b.is_floating_point()
             if name in self._held or (begins and bool(b.isfinite().all())):  # a mask of infinities has no average
-                yield name, b
+                yield name, held[name]
 
     @override
     def average(self, session: Session) -> Iterator[tuple[str, Tensor]]:
-        present = {**dict(session.module.named_parameters()), **dict(session.module.named_buffers())}
+        present = pieces(session)
         for name, a in self._held.items():
-            w = present[name].detach()
+            w = present[name]
             # blend a + (1 − blend) w
             yield name, a if self.blend == 1.0 else torch.lerp(w.to(a.dtype), a, self.blend)
 

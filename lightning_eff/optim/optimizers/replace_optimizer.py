@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -19,7 +19,7 @@ from lightning_eff._core.optimizers import evaluates_anew, rewrite_configured
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, Technique
-from lightning_eff.optim.optimizers._replacing.assignment import Share, group_of, shares
+from lightning_eff.optim.optimizers._replacing.assignment import Share, check_not_taken, group_of, shares
 from lightning_eff.optim.optimizers._replacing.making import made, making
 
 
@@ -204,6 +204,8 @@ class ReplaceOptimizer(Technique):
 
     def _reset(self) -> None:
         self._combined: CombinedOptimizer | None = None
+        self._parts: list[Optimizer] = []  # the module's and the other one, the latter last
+        self._replacing = ("", list[str]())  # the class of the module's optimizer, and those of its schedulers
         self._last: dict[str, float | int] = {}
         self._who = ""
 
@@ -252,9 +254,16 @@ class ReplaceOptimizer(Technique):
         self._combined = combine(
             own, schedulers, parts, None if make is None else (lambda groups: made(make, groups, module)), self.lr
         )
-        self._who = type(self._combined.parts[-1]).__name__
-        rank_zero_info(_told(name, self._combined, parts, [type(s).__name__ for s in schedulers]))
+        self._parts = list(self._combined.parts)
+        self._replacing = name, [type(s).__name__ for s in schedulers]
+        self._who = type(self._parts[-1]).__name__
         return self._combined
+
+    @override
+    def on_optimizers(self, session: Session) -> None:
+        assert self._combined is not None
+        check_not_taken(session.module, self._combined, self._parts, self.parameters, self.group_lr)
+        rank_zero_info(_told(*self._replacing, self._combined, session.module))
 
     @override
     def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
@@ -265,13 +274,13 @@ class ReplaceOptimizer(Technique):
     @override
     def detach(self, session: Session) -> None:
         self._last = self._quantities()
-        self._combined = None
+        self._combined, self._parts = None, []
 
     def _quantities(self) -> dict[str, float | int]:
         if self._combined is None:
             return self._last
-        owner = self._combined if self.optimizer is None else self._combined.parts[-1]
-        groups = owner.param_groups
+        owners = self._parts if self.optimizer is None else self._parts[-1:]
+        groups = [group for owner in owners for group in owner.param_groups]
         tensors = [p for group in groups for p in group["params"]]
         rates = [float(group["lr"]) for group in groups if group.get("lr") is not None]
         return {"tensors": len(tensors), "weights": sum(p.numel() for p in tensors), "rate": max(rates, default=0.0)}
@@ -293,15 +302,15 @@ class ReplaceOptimizer(Technique):
         return {} if self.neutral else {"optimizer": self._who}
 
 
-def _told(own: str, combined: CombinedOptimizer, parts: list[Share], schedulers: list[str]) -> str:
+def _told(own: str, schedulers: list[str], combined: CombinedOptimizer, module: nn.Module) -> str:
     """What went where, a line for each group."""
-    names = {id(p): name for part in parts for name, p in zip(part.names, part.parameters, strict=True)}
+    names = {id(p): name for name, p in module.named_parameters()}
     lines = ["ReplaceOptimizer:"]
     of = {id(group): part for part in combined.parts for group in part.param_groups}
     for group, how in zip(combined.param_groups, combined.following, strict=True):
         who = type(of[id(group)]).__name__
         who += f" ({group['algorithm']})" if isinstance(group.get("algorithm"), str) else ""
-        held = [names[id(p)] for p in group["params"]]
+        held = [names.get(id(p), "?") for p in group["params"]]
         origin = combined.origins.param_groups[how.origin]
         full = group.get("initial_lr", group.get("lr"))
         rate = "a rate of its own" if full is None else f"rate {float(full):g}"

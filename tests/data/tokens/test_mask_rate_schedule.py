@@ -180,7 +180,7 @@ def test_batches_of_other_makes() -> None:
 
 def test_special_tokens_are_those_that_a_config_names() -> None:
     net = module("bert")
-    net.model.config.cls_token_id = 5  # pyright: ignore[reportAttributeAccessIssue]
+    net.model.config.eos_token_id = [5, 7]  # several, as some configs have
     technique = MaskRateSchedule(start=0.9, end=0.9, mask_token_id=60)
     batches: list[Any] = []
     original = net.training_step
@@ -227,6 +227,7 @@ def test_what_is_no_such_batch_is_refused(batch: Any, message: str) -> None:
         {"hidden": 0.95},
         {"mask_token_id": -1},
         {"vocab_size": 2.5},
+        {"special_tokens": "12"},
         {"keys": ["input_ids"]},
         {"keys": "ids"},
     ],

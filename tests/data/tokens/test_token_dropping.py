@@ -222,6 +222,7 @@ def test_losses_are_in_checkpoints(tmp_path: Path) -> None:
         ({"keep": 0.0}, r"keep=0.0.*\(0, 1\]"),
         ({"beta": 1.0}, r"beta=1.0.*\[0, 1\)"),
         ({"special_ids": [-1]}, r"special_ids=\[-1\]"),
+        ({"special_ids": 101}, r"special_ids=101.*expected a list"),
         ({"padding_ids": "0"}, "padding_ids='0'"),
         ({"full_last": -1}, "full_last=-1"),
         ({"full_first": 1.5}, "full_first=1.5"),

@@ -1,6 +1,7 @@
 """Tables of n-grams: the rows against a loop in float64, causality, the optimizer against torch's, and where it is refused."""
 
 import copy
+import logging
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -559,19 +560,40 @@ def test_one_optimizer_must_have_the_embedding_and_need_gradients_alone() -> Non
 
 @pytest.mark.parametrize("parameters", ["matrices", "all"])
 @pytest.mark.parametrize("first", [True, False])
-def test_beside_another_optimizer_put_in_the_place_of_the_modules(parameters: str, first: bool) -> None:
+def test_beside_another_optimizer_put_in_the_place_of_the_modules(
+    parameters: str, first: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     replaced = eff.ReplaceOptimizer(eff.Muon if parameters == "matrices" else eff.Lion, parameters, lr=0.003)
     rates, mine = Rates(), NgramEmbedding(lr=0.05)
     pair = [mine, replaced] if first else [replaced, mine]
     net = Scheduled()
     t = trainer(*pair, rates, max_steps=3)
-    t.fit(net, loader("tiny_gpt"))
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
+        t.fit(net, loader("tiny_gpt"))
     assert [seen["embed.ngrams.weight"] for seen in rates.seen] == pytest.approx([0.005, 0.01, 0.015])
     held = [id(p) for group in t.optimizers[0].param_groups for p in group["params"]]
     assert len(held) == len(set(held)) == len(list(net.parameters()))
     others = len(held) - 1 if parameters == "all" else sum(p.ndim == 2 for p in net.blocks.parameters())  # pyright: ignore[reportOptionalMemberAccess]
     assert replaced.report()["tensors"] == others
     assert mine.report()["sparse"] == 1
+    (told,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("ReplaceOptimizer:")]
+    (row,) = [line for line in told.splitlines() if "embed.ngrams.weight" in line]
+    assert row.startswith("  RowAdam, rate 0.05 (AdamW had 0.01) under LambdaLR: 1 tensors")
+
+
+@pytest.mark.parametrize(
+    "settings", [{"group_lr": {"*.ngrams.*": 0.3}}, {"optimizer": eff.Lion, "parameters": ["*.ngrams.weight"]}]
+)
+def test_a_rate_that_another_gives_the_tables_rows_is_refused(settings: dict[str, Any]) -> None:
+    net, alone = Scheduled(), eff.ReplaceOptimizer(group_lr={"embedding": 0.3, "head": 0.2})
+    before = flat(net).clone()
+    (name,) = settings.keys() - {"optimizer"}
+    message = rf"ReplaceOptimizer\({name}='.*'\): embed.ngrams.weight, which it means, is stepped by the RowAdam that"
+    with pytest.raises(ValueError, match=message):
+        trainer(NgramEmbedding(), eff.ReplaceOptimizer(**settings), max_steps=1).fit(net, loader("tiny_gpt"))
+    assert torch.equal(flat(net), before)
+    trainer(NgramEmbedding(), alone, max_steps=1).fit(net, loader("tiny_gpt"))
+    assert alone.report()["tensors"] == len(list(net.parameters())) - 1, "the table's rate is not by its group"
 
 
 class Reads(pl.Callback):

@@ -1,5 +1,6 @@
 """The EMA is the closed-form sum of the raw weights; it is validated, kept and left behind; training feels nothing of it."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,23 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor
 
+from lightning_eff._core.session import Session
+from lightning_eff._core.technique import techniques_of
 from lightning_eff.optim.averaging.exponential_moving_average import ExponentialMovingAverage, decay, move_average
 from tests.cases import Case
+from tests.conftest import Once
 from tests.models import TinyClassifier, flat, loader, module, trainer
+from tests.optim.averaging import averaging_jobs
 from tests.optim.watch import State, Watch, differing, state_of
 from tests.runs import MODES, checkpoints, fit, resume_from_batches, resume_from_every_step
+from tests.strategies.launch import launch
 
 CASES = {
     "ExponentialMovingAverage": Case(
         active=lambda: ExponentialMovingAverage(3.0, tail=0.75),
         neutral=lambda: ExponentialMovingAverage(0.0),
         anywhere=True,
+        sharded=True,
     )
 }
 
@@ -241,6 +248,64 @@ def test_an_exception_leaves_the_raw_weights() -> None:
     with pytest.raises(RuntimeError, match="planted"):
         t.fit(net, loader("classifier"), loader("classifier", shuffle=False))
     assert differing(state_of(net), watch.raw[8]) == []
+
+
+# -- weights that are divided
+
+LAYOUTS = ["fsdp2", "hybrid+"]
+OTHER_LAYOUTS = ["fsdp2+", "hybrid", "tensor", "pipeline", "pipeline+"]
+
+
+@pytest.fixture(scope="module")
+def divided(once: Once, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, dict[str, Any]]]:
+    """Where the runs of a layout saved, and what they left; the usual layouts have one start of processes."""
+
+    def found(name: str) -> tuple[Path, dict[str, Any]]:
+        names = LAYOUTS if name in LAYOUTS else OTHER_LAYOUTS
+        job = "tests.optim.averaging.averaging_jobs", "divided"
+
+        def start() -> dict[str, Any]:
+            root = str(tmp_path_factory.mktemp("divided"))
+            return {"root": root, **launch(*job, root, names, world_size=2)}
+
+        result = once(f"averaging {names[0]}", start)
+        return Path(result["root"], name), result
+
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    directory = tmp_path_factory.mktemp("alone")
+    return directory, averaging_jobs.run(directory)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(one, marks=pytest.mark.slow) for one in OTHER_LAYOUTS)])
+def test_divided_weights_have_the_average_of_whole_ones(name: str, divided: Any, alone: Any) -> None:
+    """In validation, in checkpoints, at the end and after a resume, on each rank."""
+    (directory, result), (whole, expected) = divided(name), alone
+    found = result[name]
+    assert found["again"] and found["alike"] and found["steps"] == expected["steps"] > 3
+    torch.testing.assert_close(torch.tensor(found["weights"]), torch.tensor(expected["weights"]), rtol=1e-4, atol=1e-5)
+    assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-5)
+    if not name.endswith("+"):
+        states = [torch.load(path / "step=4.ckpt", weights_only=True) for path in (directory, whole)]
+        for key, value in states[1]["state_dict"].items():
+            torch.testing.assert_close(states[0]["state_dict"][key], value, rtol=1e-4, atol=1e-5)
+        module("tiny_gpt", num_layers=2).load_state_dict(states[0]["state_dict"], strict=True)
+
+
+@pytest.mark.timeout(300)
+def test_averages_of_pieces_are_refused_elsewhere(divided: Any, tmp_path: Path) -> None:
+    directory, result = divided("fsdp2")
+    with pytest.raises(ValueError, match="averages are the pieces of 2 processes, and this run's are whole tensors"):
+        averaging_jobs.run(tmp_path, resume=directory / "step=4.ckpt")
+    assert "batch_norm='recompute'): got strategy HybridParallelStrategy and BatchNorm layers" in result["refused"]
+    t = trainer(ExponentialMovingAverage(3.0), max_steps=2)
+    t._accelerator_connector.strategy = pl.strategies.FSDPStrategy()
+    with pytest.raises(ValueError, match=r"got strategy FSDPStrategy; expected .* that shards by FSDP2"):
+        Session.open(t, module("classifier"), techniques_of(t), "fit")
 
 
 # -- bad input

@@ -15,7 +15,7 @@ from lightning_eff._core import rng
 from lightning_eff._core.session import Session
 from lightning_eff._core.wrapping import is_unrounded
 from lightning_eff.optim.preconditioning import _gradients
-from lightning_eff.optim.preconditioning.sampled_quasi_newton import lbfgs_weights, lsr1_weights
+from lightning_eff.optim.preconditioning._inverse_hessians import lbfgs_weights, lsr1_weights
 from tests.cases import Case
 from tests.core.nop import Nop
 from tests.models import TinyClassifier, flat, loader, module, trainer

@@ -11,13 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from transformers import BatchEncoding
 
 from lightning_eff import MESA, EfficientSAM, SharpnessAwareMinimization
+from lightning_eff._core._targets.window import Targets
 from lightning_eff._core.session import Session
 from lightning_eff.optim.sharpness.mesa import follow
 from tests.cases import Case, own_loss
 from tests.core.nop import Nop
-from tests.models import Samples, TinyClassifier, TinyGPT, flat, loader, module, trainer
+from tests.models import Samples, TinyClassifier, TinyGPT, flat, loader, make_batch, module, trainer
 from tests.runs import differences, final_state, fit, fit_yaml
 
 CASES = {
@@ -146,8 +148,6 @@ def test_a_second_pass_has_the_teacher_of_its_own_batch(
     other: Callable[[], Any], passes: int, monkeypatch: Any
 ) -> None:
     """SAM's second pass is on the same batch, ESAM's on some of its samples."""
-    from lightning_eff._core._targets.window import Targets
-
     sizes: list[int] = []
     seen = Targets.seen
 
@@ -259,3 +259,33 @@ def test_another_network_has_another_teacher() -> None:
     technique = MESA(weight=1.0, decay=0.8, start=0.0)
     trainer(technique, Grows(), max_steps=5).fit(module("classifier"), loader("classifier"))
     assert len(held) > 4 and all(held)
+
+
+def test_the_teacher_follows_optimizer_steps_in_single_precision() -> None:
+    """Not the micro-batches between them; and of weights in bfloat16 it is finer than they are."""
+    path: list[Tensor] = []
+
+    class Looks(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx % 2 == 0:
+                path.append(pl_module.head.weight.detach().float())
+
+    technique, net = MESA(weight=1.0, decay=0.75, start=1.0 - 1e-9), Watched()
+    trainer(technique, Looks(), max_steps=4, accumulate_grad_batches=2, precision="bf16-true").fit(
+        net, loader("classifier", 40)
+    )
+    expected = path[0]
+    for w in path[1:]:
+        expected = 0.75 * expected + 0.25 * w
+    assert len(path) == 4 and not torch.equal(path[0], path[3])
+    torch.testing.assert_close(technique._teacher["head.weight"], expected, rtol=1e-6, atol=1e-7)
+
+
+def test_a_batch_that_comes_again_is_shown_to_the_teacher_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One object, as Lightning hands over what moves itself to the device; the teacher has moved since."""
+    shown: list[Any] = []
+    seen = Targets.seen
+    monkeypatch.setattr(Targets, "seen", lambda self, step, batch: shown.append(batch) or seen(self, step, batch))
+    data = DataLoader([BatchEncoding(make_batch("tiny_gpt"))] * 4, batch_size=None, collate_fn=lambda batch: batch)
+    trainer(MESA(weight=1.0, decay=0.8, start=0.0), max_steps=4).fit(TinyGPT(num_layers=1), data)
+    assert len(shown) == 4 and all(batch is shown[0] for batch in shown)

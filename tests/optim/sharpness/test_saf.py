@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lightning_eff import KSAM, SAF, BatchSizeWarmup, SelectiveBackprop, SharpnessAwareMinimization
+from lightning_eff.optim.sharpness import _scores
 from lightning_eff.optim.sharpness._scores import ScoreStore, latest, store_bytes
 from lightning_eff.optim.sharpness._trajectory import divergence
 from tests.cases import Case, own_loss
@@ -81,17 +83,26 @@ def test_scores_are_found_just_lag_epochs_later() -> None:
         store.close(epoch, lambda value: [value])
 
 
-def test_ranks_have_one_store_after_each_epoch() -> None:
-    """Two ranks with samples of their own, one of both, exchanged in several parts."""
+def test_ranks_have_one_store_after_each_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks with samples of their own, one of both, exchanged in parts of two."""
+    monkeypatch.setattr(_scores, "CHUNK", 6)
     stores = [ScoreStore(6, 1, 3, lag=1, dtype=torch.float32, device=torch.device("cpu")) for _ in range(2)]
     scores = [torch.randn(4, 3), torch.randn(3, 3)]
     places = [torch.tensor([0, 2, 4, 5]), torch.tensor([5, 1, 3])]
     for store, at, values in zip(stores, places, scores, strict=True):
         store.put_by(at, values)
-    told = [[4, 3], list(zip(places, scores, strict=True))]
-    for store in stores:
-        calls: Iterator[Any] = iter(told)
-        store.close(0, lambda value, calls=calls: next(calls))
+    parts = [[(at[i : i + 2], z[i : i + 2]) for at, z in zip(places, scores, strict=True)] for i in (0, 2)]
+    for rank, store in enumerate(stores):
+        told: Iterator[Any] = iter([[4, 3], *parts])
+
+        def gather(value: Any, told: Iterator[Any] = told, rank: int = rank) -> list[Any]:
+            every = next(told)
+            own = every[rank]
+            assert value == own if isinstance(own, int) else all(map(torch.equal, value, own))
+            return every
+
+        store.close(0, gather)
+        assert next(told, None) is None
     found = [store.read(torch.arange(6), 1) for store in stores]
     assert torch.equal(found[0][0], found[1][0]) and found[0][1].all() and found[1][1].all()
     assert torch.equal(found[0][0][[0, 2, 4, 1, 3]], torch.cat([scores[0][:3], scores[1][1:]]))
@@ -350,6 +361,41 @@ def test_the_store_may_stay_in_cpu_memory() -> None:
     assert differences(*ends) == []
 
 
+def test_ranks_whose_first_batches_differ_have_room_for_the_longest() -> None:
+    technique, calls = SAF(lag=1, start=0.0), []
+    session: Any = SimpleNamespace(
+        loaders=SimpleNamespace(num_samples=5),
+        trainer=SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu"))),
+    )
+    for dtype, rows in ((torch.bfloat16, 2), (torch.float32, 4), (torch.bfloat16, 3)):
+        calls.append(("y 3 #0", SimpleNamespace(scores=torch.zeros(2, rows, 3, dtype=dtype), shape=(2, rows))))
+    told = [technique.describe(session, calls[i:]) for i in (2, 1, 0)]
+    technique.begin(session, [{"y 3 #0": [rows, 3]} for rows in (3, 4, 2)])
+    (store,) = technique._stores.values()
+    assert told == [{"y 3 #0": [3, 3]}] * 3 and store.num_rows == 4
+    assert store._scores.dtype == torch.float32, "the widest of a rank's calls"
+
+
+def test_each_rank_takes_up_what_it_has_put_by_and_others_ranks_all_of_it() -> None:
+    technique = SAF(lag=1, start=0.0)
+    trainer(technique, max_steps=8).fit(Plain(), loader("classifier"))  # of the second epoch's five batches, three
+    (name,) = technique._stores
+    places, scores = technique._stores[name]._joined()
+    technique._past = SimpleNamespace(gather=lambda own: [own, (own[0] + 1, 2 * own[1])])  # type: ignore[assignment]
+    state = technique.state_dict()
+    for rank, world_size, found in ((0, 2, (0,)), (1, 2, (1,)), (0, 3, (0, 1)), (1, 3, ())):
+        again = SAF(lag=1, start=0.0)
+        trainer_of = SimpleNamespace(world_size=world_size)
+        again._session = SimpleNamespace(rank=rank, fitting=True, trainer=trainer_of)  # type: ignore[assignment]
+        again.load_state_dict(state)
+        assert (again._epoch, again._known) == (1, 1.0) == (technique._epoch, float(technique._known))
+        store = again._stores[name]
+        assert torch.equal(store._scores, technique._stores[name]._scores)
+        at, values = store._joined()
+        assert torch.equal(at, torch.cat([places[:0], *(places + i for i in found)])) and len(places) == 12
+        assert torch.equal(values, torch.cat([scores[:0], *((1 + i) * scores for i in found)]))
+
+
 # -- under DDP
 
 
@@ -400,6 +446,13 @@ class Endless(Sampler[int]):
         return iter(range(20))
 
 
+class Keyed(Samples):
+    """Its samples are asked for by a pair, as samplers do that say how each is augmented."""
+
+    def __getitem__(self, i: Any) -> Any:
+        return super().__getitem__(i[0])
+
+
 def _pairs(items: list[Any]) -> tuple[Tensor, Tensor]:
     x, y = (torch.stack(list(parts)) for parts in zip(*items, strict=True))
     return torch.cat([x, x]), torch.cat([y, y])
@@ -415,8 +468,12 @@ def _pairs(items: list[Any]) -> tuple[Tensor, Tensor]:
             lambda: DataLoader(Samples("classifier", 20), 4, collate_fn=_pairs),
             "gave 4 indices for a batch of 8 samples",
         ),
+        (
+            lambda: DataLoader(Keyed("classifier", 20), 4, sampler=[(i, 0) for i in range(20)]),  # pyright: ignore[reportArgumentType]
+            "gave 4 indices for a batch of 4 samples; expected one integer for each",
+        ),
     ],
-    ids=["stream", "no length", "two loaders", "two of each"],
+    ids=["stream", "no length", "two loaders", "two of each", "pairs"],
 )
 def test_a_loader_that_does_not_tell_samples_is_refused(data: Any, message: str) -> None:
     class First(Plain):

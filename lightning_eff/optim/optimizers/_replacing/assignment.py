@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_eff._core._optim.combined import CombinedOptimizer
 from lightning_eff.optim.optimizers._matrices import hidden_matrices
 from lightning_eff.optim.optimizers._replacing.kinds import kinds_of, matches, unmatched
 
@@ -88,6 +89,43 @@ def shares(
         )
         for (k, replaced, rate), pairs in sorted(found.items(), key=lambda item: (item[0][1], item[0][0]))
     ]
+
+
+def check_not_taken(
+    module: nn.Module,
+    whole: CombinedOptimizer,
+    ours: Sequence[Optimizer],
+    parameters: str | Sequence[str] | None,
+    group_lr: Mapping[str, float],
+) -> None:
+    """Raise ``ValueError`` for a pattern all of whose parameters another technique gave an optimizer of their own.
+
+    Args:
+        module: complete.
+        whole: all optimizers that step as one.
+        ours: those of them that the patterns are for.
+        parameters: as in :func:`shares`.
+        group_lr: likewise.
+    """
+    others = {id(p): type(part).__name__ for part in whole.parts if part not in ours for p in _parameters_of(part)}
+    if not others:
+        return
+    kinds, own = kinds_of(module, hidden_matrices(module)), {id(p) for part in ours for p in _parameters_of(part)}
+    for argument, patterns in (("parameters", _patterns(parameters)), ("group_lr", list(group_lr))):
+        for pattern in patterns:
+            meant = [(name, p) for name, p in module.named_parameters() if matches(pattern, name, kinds[name])]
+            if any(id(p) in own for _, p in meant):
+                continue
+            name, who = next((name, others[id(p)]) for name, p in meant if id(p) in others)
+            raise ValueError(
+                f"ReplaceOptimizer({argument}={pattern!r}): {name}, which it means, is stepped by the {who} that another"
+                " technique brings for it, at a rate of its own; expected a parameter that is left to the module's optimizer."
+                " Leave the pattern out, and give that technique the rate."
+            )
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _patterns(parameters: str | Sequence[str] | None) -> list[str]:

@@ -1,0 +1,59 @@
+"""Loaders over the run's training data that are gone over beside the running epoch, and leave it untouched."""
+
+from collections.abc import Sequence
+from copy import copy, deepcopy
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_eff._core.loaders import ResumableLoader, original
+
+
+def apart(combined: CombinedLoader, epoch: int) -> CombinedLoader:
+    """Loaders over the same data, with the same samplers, whose iteration leaves those of ``combined`` untouched.
+
+    Data sets are shared and samplers copied; generators that samplers hold are seeded from the global random state, and
+    worker processes are started anew, also where the original's persist.
+
+    Args:
+        combined: the run's training loaders.
+        epoch: the epoch that samplers with ``set_epoch`` are told.
+
+    Raises:
+        ValueError: if a loader, its samplers or its streaming data set cannot be copied.
+    """
+    again = copy(combined)
+    again._iterator = None
+    again.flattened = [_apart(loader, epoch) for loader in combined.flattened]
+    again.limits = combined.limits
+    return again
+
+
+def _apart(loader: Any, epoch: int) -> Any:
+    loader = loader._loader if isinstance(loader, ResumableLoader) else loader
+    if isinstance(loader, Sequence):
+        return loader
+    try:
+        if not isinstance(loader, DataLoader):
+            return deepcopy(loader)
+        again = copy(loader)
+        streams = isinstance(loader.dataset, IterableDataset) and loader.num_workers == 0
+        memo: dict[int, Any] = {} if streams else {id(loader.dataset): loader.dataset}
+        for name in ("dataset", "sampler", "batch_sampler"):
+            again.__dict__[name] = deepcopy(original(getattr(loader, name)), memo)
+    except (TypeError, RuntimeError, NotImplementedError) as error:
+        raise ValueError(
+            f"The training loader ({type(loader).__name__}) cannot be copied ({error}), so its data cannot be gone over"
+            " beside the running epoch. Give a DataLoader over a data set that can be copied."
+        ) from error
+    again.__dict__.update(_iterator=None, persistent_workers=False)
+    owners: list[Any] = [again, again.sampler, again.batch_sampler, getattr(again.batch_sampler, "sampler", None)]
+    for owner in owners:
+        if isinstance(getattr(owner, "generator", None), torch.Generator):
+            seed = int(torch.empty((), dtype=torch.int64).random_())
+            owner.__dict__["generator"] = torch.Generator().manual_seed(seed)
+        if callable(getattr(owner, "set_epoch", None)):
+            owner.set_epoch(epoch)
+    return again

@@ -1,0 +1,166 @@
+"""A number for each sample of the training data set, found once: of the sample itself, or by its loss, forward only."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_eff._core import rng
+from lightning_eff._core._samples.chosen import share
+from lightning_eff._core._samples.scoring import Scorer, agree
+from lightning_eff._core.batches import num_samples
+from lightning_eff._core.loaders import ResumableLoader
+from lightning_eff._core.session import Session
+from lightning_eff._core.steps import Step, StepChain, in_evaluation, takes_index
+
+
+def of_each_sample(session: Session, fn: Callable[[Any], float], *, who: str) -> Tensor:
+    """``fn(data_set[i])`` of every sample, shape (N,), float64, the same on all ranks, each of which looks at its share.
+
+    The loader's workers fetch the samples. The global random state stays as it is.
+
+    Args:
+        session: the run, whose training loader is there.
+        fn: of a sample as the data set gives it; where workers fetch them, one that can be pickled.
+        who: the technique's name, which keys what the data set draws.
+
+    Raises:
+        ValueError: on all ranks, if ``fn`` raises it on one.
+    """
+    loader, problem, values = _loader(session), None, []
+    own = _own(session, loader)
+    with rng.keyed(session.seed, who, "samples"):
+        try:
+            values = [float(value) for value in _over(loader, own, batch_size=None, collate=fn)]
+        except ValueError as error:
+            problem = error
+    return _put_together(session, loader, own, problem, torch.tensor(values, dtype=torch.float64))
+
+
+def losses_of_each_sample(session: Session, scorer: Scorer, reference: nn.Module | None = None) -> Tensor:
+    """Every sample's own mean loss, shape (N,), float64, the same on all ranks, each of which runs its share.
+
+    In evaluation mode and in the precision of a training step, by the unchanged ``training_step`` (or by the scorer's
+    ``sample_loss``); blocks are shown as in evaluation, and links of techniques take no part. Nothing of it is left in
+    logs, buffers, metrics or the global random state. The cost is counted.
+
+    Args:
+        session: the run, whose training loader is there.
+        scorer: takes the losses apart.
+        reference: the module whose losses they are, which is on the run's device meanwhile; None for the run's own.
+
+    Raises:
+        ValueError: on all ranks, if a loss cannot be taken apart by sample, or is nan or infinite.
+    """
+    loader = _loader(session)
+    own = _own(session, loader)
+    module: Any = session.module if reference is None else reference
+    if reference is None:
+        step, with_index = session._evaluation(session.chain.original), takes_index(session.chain.original)
+    else:
+        step = getattr(reference, "training_step", _no_step)
+        with_index = takes_index(step)
+    chain = StepChain(step, cost=session.chain.cost)
+    with _at_hand(session, module), rng.keyed(session.seed, scorer.who, "samples"):
+        problem, values = _scored(session, loader, own, scorer, chain, module, with_index=with_index)
+    return _put_together(session, loader, own, problem, torch.tensor(values, dtype=torch.float64))
+
+
+def _scored(
+    session: Session,
+    loader: ResumableLoader,
+    own: list[int],
+    scorer: Scorer,
+    chain: StepChain,
+    module: LightningModule,
+    *,
+    with_index: bool,
+) -> tuple[ValueError | None, list[float]]:
+    """The losses of the samples ``own``, or what is wrong with one of them."""
+    assert loader.chosen is not None
+    trainer, values = session.trainer, list[float]()
+    size = loader.chosen.batch_size
+    batches = _over(loader, own, batch_size=size, collate=loader.collate_fn)
+    for number, batch in enumerate(batches):
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = session.module._on_before_batch_transfer(batch, dataloader_idx=0)
+        batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+        step = Step(chain, module, (number,) if with_index else (), number, trainer.global_step)
+        got = num_samples(batch)
+        expected = got if size is None else min(size, len(own) - len(values))
+        if got != expected:
+            return ValueError(
+                f"{scorer.who}: the loader's collate_fn made {got} samples of {expected} indices, so it cannot be told which"
+                " loss is whose; expected one of each. Give the scores by yourself, or such a collate_fn."
+            ), []
+        with trainer.precision_plugin.train_step_context(), in_evaluation(module.modules()):
+            if number == 0 and got > 1:
+                scorer.check_first(session, step, batch, got)
+            scores = scorer.score(step, batch, got)
+        if scores.problem is None and not len(scores.means):
+            scores.problem = ValueError(
+                f"{scorer.who}: training_step returned no loss of batch {number} of the data set; expected one, by which its"
+                " samples are told apart. Give the scores by yourself, or a step that skips none."
+            )
+        if scores.problem is not None:
+            return scores.problem, []
+        values += [float(scores.means.mean())] if size is None else scores.means.tolist()
+    return None, values
+
+
+def _loader(session: Session) -> ResumableLoader:
+    loader = session.loaders.latest
+    assert loader is not None, "the training loader is taken up before an epoch is chosen"
+    return loader
+
+
+def _own(session: Session, loader: ResumableLoader) -> list[int]:
+    """This rank's share of the data set's indices, as many as each other rank's."""
+    return share(torch.arange(len(loader.dataset)), session.rank, session.trainer.world_size, drop_last=False).tolist()
+
+
+def _over(loader: ResumableLoader, own: list[int], *, batch_size: int | None, collate: Any) -> Iterator[Any]:
+    """What a loader like the user's gives of the samples ``own``, in their order."""
+    return iter(
+        DataLoader(
+            loader.dataset,
+            batch_size=batch_size,
+            sampler=own,
+            collate_fn=collate,
+            num_workers=loader.num_workers,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+        )
+    )
+
+
+def _put_together(
+    session: Session, loader: ResumableLoader, own: list[int], problem: ValueError | None, values: Tensor
+) -> Tensor:
+    """The values of all ranks, by index, or the same error on all."""
+    found = torch.full((len(loader.dataset),), torch.nan, dtype=torch.float64)
+    for indices, some in agree(session, problem, (own, values)):
+        found[torch.tensor(indices)] = some
+    return found
+
+
+@contextmanager
+def _at_hand(session: Session, module: nn.Module) -> Iterator[None]:
+    """``module`` is on the run's device, and afterwards where it was."""
+    first = next(module.parameters(), None)
+    if module is session.module or first is None:
+        yield
+        return
+    module.to(session.trainer.strategy.root_device)
+    try:
+        yield
+    finally:
+        module.to(first.device)
+
+
+def _no_step(batch: Any, batch_idx: int) -> None:
+    """Stands for the step of a module that has none, and whose losses a function of the user's tells."""
