@@ -87,7 +87,7 @@ class RandomLTD(Technique):
     paper: ClassVar[str] = "Yao et al. 2022, arXiv:2211.11586"
     constraints: ClassVar[str] = (
         "automatic optimization; a stack of three blocks or more on (B, T, D), of which each token is computed by what is"
-        " handed in with it; every new number of tokens recompiles a compiled block"
+        " handed in with it; blocks that one compiles oneself are compiled anew for each number of tokens, unless dynamic=True"
     )
     survey: ClassVar[Survey | None] = Survey("random layerwise token dropping (random-LTD)", shen="3.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
@@ -144,6 +144,11 @@ class RandomLTD(Technique):
     @override
     def neutral(self) -> bool:
         return self.start == 1.0 or self.until == 0.0
+
+    @property
+    @override
+    def changes_shapes(self) -> bool:
+        return not self.neutral
 
     @override
     def attach(self, session: Session) -> None:

@@ -214,6 +214,17 @@ def test_blocks_that_run_again_see_the_same_tokens() -> None:
     assert differences(whole, again) == []
 
 
+def test_compiled_blocks_take_any_number_of_tokens_from_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    """Of four lengths, and all tokens in the first and the last block."""
+    caplog.set_level("INFO")
+    compiled = eff.RegionalCompilation(backend="eager")
+    fit("tiny_gpt", lambda: [RandomLTD(start=0.25, until=1.0, multiple_of=2), compiled], max_steps=4)
+    assert "for any shapes because of RandomLTD" in caplog.text
+    assert 1 <= compiled.report()["compilations"] <= 2
+    assert not RandomLTD(start=1.0).changes_shapes
+    torch.compiler.reset()
+
+
 # -- what is refused
 
 
