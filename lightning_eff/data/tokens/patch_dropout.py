@@ -16,6 +16,7 @@ from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.data.tokens._draw import draw
 from lightning_eff.data.tokens._patches import Layout, find_layout
+from lightning_eff.data.tokens._share import Share
 
 WHO = "PatchDropout"
 
@@ -97,8 +98,7 @@ class PatchDropout(Technique):
 
     def _reset(self) -> None:
         self._layout: Layout | None = None
-        self._kept, self._count = 0, 0  # of the last step; 0 before the first
-        self._shares, self._batches = 0.0, 0
+        self._share = Share()  # of patches
         self._where = ""
 
     @property
@@ -119,7 +119,7 @@ class PatchDropout(Technique):
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
         if self.session.progress.u >= self.until < 1.0:
-            self._kept = self._count
+            self._share.note_all()
             return proceed(batch)
         return self._tokens.run(step, batch, proceed)
 
@@ -139,7 +139,7 @@ class PatchDropout(Technique):
         before, after = self._layout.before, self._layout.after
         count = tokens - before - after
         kept = kept_patches(count, self.ratio)
-        self._kept, self._count = kept, count
+        self._share.note(kept, count)
         if kept == count:  # in a smaller image
             return None
         rows = size if self.per_image else 1
@@ -150,29 +150,24 @@ class PatchDropout(Technique):
 
     @override
     def on_batch_end(self, session: Session, batch_idx: int) -> None:
-        self._shares += self._share()
-        self._batches += 1
-
-    def _share(self) -> float:
-        return self._kept / self._count if self._count else 1.0
+        self._share.end_batch()
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:
-        return {"kept": self._kept, "share": self._share()}
+        return {**self._share.report()}
 
     @override
     def summary(self) -> str:
-        if not self._batches:
+        if not self._share.batches:
             return "no step taken"
         apart = 0 if self._layout is None else self._layout.before + self._layout.after
         beside = f", beside {apart} other token{'s' * (apart != 1)}" if apart else ""
-        return f"{self._shares / self._batches:.1%} of patches seen on average by {self._where}{beside}"
+        return f"{self._share.mean:.1%} of patches seen on average by {self._where}{beside}"
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"kept": self._kept, "count": self._count, "shares": self._shares, "batches": self._batches}
+        return self._share.state_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._kept, self._count = state_dict["kept"], state_dict["count"]
-        self._shares, self._batches = state_dict["shares"], state_dict["batches"]
+        self._share.load_state_dict(state_dict)

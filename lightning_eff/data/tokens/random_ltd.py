@@ -13,6 +13,7 @@ from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.data.tokens._draw import draw
+from lightning_eff.data.tokens._share import Share
 
 WHO = "RandomLTD"
 
@@ -136,8 +137,7 @@ class RandomLTD(Technique):
         self._reset()
 
     def _reset(self) -> None:
-        self._kept, self._full = 0, 0  # of the last step; 0 before the first
-        self._shares, self._batches = 0.0, 0
+        self._share = Share()
         self._where = ""
 
     @property
@@ -179,7 +179,7 @@ class RandomLTD(Technique):
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
         if self.session.progress.u >= self.until:
-            self._kept = self._full
+            self._share.note_all()
             return proceed(batch)
         return self._tokens.run(step, batch, proceed)
 
@@ -202,7 +202,7 @@ class RandomLTD(Technique):
         if at.block >= self._tokens.stack.active - self.full_last:  # the last of those that run: stacks may be growing
             return None
         count = self._count(full, self.session.progress.u)
-        self._kept, self._full = count, full
+        self._share.note(count, full)
         if count == full:
             return None
         index = draw(full, count, at.generator(), always=self.always, rows=size if self.per_sample else 1)
@@ -210,27 +210,22 @@ class RandomLTD(Technique):
 
     @override
     def on_batch_end(self, session: Session, batch_idx: int) -> None:
-        self._shares += self._share()
-        self._batches += 1
-
-    def _share(self) -> float:
-        return self._kept / self._full if self._full else 1.0
+        self._share.end_batch()
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:
-        return {"kept": self._kept, "share": self._share()}
+        return {**self._share.report()}
 
     @override
     def summary(self) -> str:
-        if not self._batches:
+        if not self._share.batches:
             return "no step taken"
-        return f"{self._shares / self._batches:.1%} of tokens computed on average in {self._where}"
+        return f"{self._share.mean:.1%} of tokens computed on average in {self._where}"
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"kept": self._kept, "full": self._full, "shares": self._shares, "batches": self._batches}
+        return self._share.state_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._kept, self._full = state_dict["kept"], state_dict["full"]
-        self._shares, self._batches = state_dict["shares"], state_dict["batches"]
+        self._share.load_state_dict(state_dict)

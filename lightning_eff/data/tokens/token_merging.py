@@ -13,6 +13,7 @@ from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Stage, Step
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.data.tokens._patches import Layout, find_patches
+from lightning_eff.data.tokens._share import Share
 
 WHO = "TokenMerging"
 _BOTH = "both choose the tokens that blocks compute"
@@ -116,7 +117,7 @@ class TokenMerging(Technique):
 
     def _reset(self) -> None:
         self._layout: Layout | None = None
-        self._kept, self._count = 0, 0  # of the last step; 0 before the first
+        self._share = Share()  # at the last block
         self._where = ""
 
     @property
@@ -138,10 +139,10 @@ class TokenMerging(Technique):
     def _look(self, step: Step, batch: Any) -> None:
         stack = self._tokens.stack
         self._layout = find_patches(step, batch, stack, self.session.generator(WHO, "patches"), who=WHO)
-        self._count = self._tokens.longest
-        if len(stack) < 2 or not mergeable(self._protected(self._count)):
+        count = self._tokens.longest
+        if len(stack) < 2 or not mergeable(self._protected(count)):
             raise ValueError(
-                f"{WHO}(r={self.r}): {stack} gets {self._count} tokens of an image, of which"
+                f"{WHO}(r={self.r}): {stack} gets {count} tokens of an image, of which"
                 f" {self._layout.before + self._layout.after} come of none; expected two blocks or more, and four patches or"
                 " more to merge between them. Take the technique out."
             )
@@ -156,23 +157,23 @@ class TokenMerging(Technique):
         tokens = keys.shape[1]
         protected = self._protected(tokens)
         r = min(self.r, mergeable(protected))
-        self._kept, self._count = tokens - r, self._tokens.full
+        self._share.note(tokens - r, self._tokens.full)
         return (match(keys, r, protected.to(keys.device, non_blocking=True)), tokens - r) if r else None
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:
-        return {"kept": self._kept, "share": self._kept / self._count if self._count else 1.0}
+        return {**self._share.report()}
 
     @override
     def summary(self) -> str:
-        if not self._kept:
+        if not self._share.kept:
             return "no step taken"
-        return f"{self._count} tokens of an image merged to {self._kept} at the last block of {self._where}"
+        return f"{self._share.full} tokens of an image merged to {self._share.kept} at the last block of {self._where}"
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"kept": self._kept, "count": self._count}
+        return self._share.state_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._kept, self._count = state_dict["kept"], state_dict["count"]
+        self._share.load_state_dict(state_dict)
