@@ -627,6 +627,36 @@ def test_other_things_that_are_refused() -> None:
         find_plan(Weights(), ((torch.randn(B, T, D),), {}), B, per_sample=False, generator=g)
 
 
+def test_blocks_are_tried_on_few_samples() -> None:
+    """Of large batches, where as few do; an input may have as many rows as there are samples by chance."""
+    seen: list[int] = []
+
+    class Seen(Masked):
+        def attend(self, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
+            seen.append(len(q))
+            return super().attend(q, k, v, *args)
+
+    def plan(size: int, *given: Tensor) -> Any:
+        seen.clear()
+        g = torch.Generator().manual_seed(0)
+        return find_plan(Seen(), ((torch.randn(size, T, D), *given), {}), size, per_sample=False, generator=g)
+
+    assert plan(40, torch.zeros(40, T)).dims == {(1,): (1,)} and set(seen) == {3}
+    by_head = torch.randn(4, T, T)
+    assert plan(4, by_head).dims == {(1,): (1, 2)} and set(seen) == {3, 4}
+
+
+def test_a_first_step_without_room_says_so() -> None:
+    class Full(Net):
+        def forward(self, ids: Tensor) -> Tensor:
+            if torch.is_grad_enabled():
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().forward(ids)
+
+    with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory"):
+        gradient(Full(Causal), ids(), SomeTokens(7))
+
+
 def test_choices_and_ranges_that_are_wrong() -> None:
     for choice, message in (
         (Kept(torch.zeros(B, 2, dtype=torch.long)), r"choice of the shape \(3, 2\) .* expected \(k,\)"),

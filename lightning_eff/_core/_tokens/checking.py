@@ -24,6 +24,7 @@ from lightning_eff._core._tokens.inputs import BLIND, Call, Path, Plan, is_cache
 from lightning_eff._core.blocks import hidden_of, split_output
 
 TRIES = 512
+_SAMPLES = 3
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 
 
@@ -67,30 +68,51 @@ def _find(block: nn.Module, call: Call, size: int, per_sample: bool, generator: 
                 f"{told(path, value)} cannot be cut to fewer tokens; expected a mask that is a tensor, or none"
             )
     at = next(path for path, value in leaves(call) if value is hidden)
-    reasons: list[str] = []
-    for dtype in (torch.float64, torch.float32):
-        try:
-            trial = Trial(block, call, dim, dtype, per_sample, generator)
-            if hidden.shape[0] == hidden.shape[1] and trial.mixes_samples():
-                trial = Trial(block, call, 1 - dim, dtype, per_sample, generator)
-        except Exception as error:  # a kernel without this dtype, or a block that cannot be copied
-            reasons = [f"a copy of it in {str(dtype)[6:]} does not run ({first_line(error)})"]
-            continue
+
+    def tried(call: Call, dtype: torch.dtype) -> tuple[Plan | None, list[str]]:
+        trial = Trial(block, call, dim, dtype, per_sample, generator)
+        if hidden.shape[0] == hidden.shape[1] and trial.mixes_samples():
+            trial = Trial(block, call, 1 - dim, dtype, per_sample, generator)
         bases = [Plan(at, trial.dim, dict(dims)) for dims in candidates(call, at, tokens)]
         if tables:
             held = _own_tables(block, tokens)
             bases += [Plan(at, trial.dim, plan.dims, own) for own in held for plan in bases[:TRIES]]
-        reasons = []
+        reasons: list[str] = []
         for plan in bases:
             reason = trial.refuted(plan)
             if reason is None:
-                return plan
+                return plan, []
             reasons.append(reason)
-        break
+        return None, reasons
+
+    # scores of attention stand as a whole in float64, for which there may be no room: some samples tell as much as all
+    some = [_first_samples(call, size)] if dim == 1 and tokens != size > _SAMPLES else []
+    tries = [*((one, torch.float64) for one in some), (call, torch.float64), (call, torch.float32)]
+    reasons: list[str] = []
+    for given, dtype in tries:
+        try:
+            plan, reasons = tried(given, dtype)
+        except Exception as error:  # a kernel without this dtype, or a block that cannot be copied
+            reasons = [f"a copy of it in {str(dtype)[6:]} does not run ({first_line(error)})"]
+            continue
+        if plan is not None:
+            return plan
+        if given is call:
+            break
     told_best = (
         [r for r in reasons if not r.startswith("on some")] or [r for r in reasons if "no dimension" in r] or reasons
     )
     raise CannotTake(told_best[0])
+
+
+def _first_samples(call: Call, size: int) -> Call:
+    """The call on few samples; what has ``size`` in its first dimension by chance may not fit then."""
+
+    def few(path: Path, value: Any) -> Any:
+        by_sample = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == size
+        return value[:_SAMPLES] if by_sample else value
+
+    return mapped(call, few)
 
 
 def token_dim(hidden: Tensor, size: int) -> int:

@@ -176,7 +176,7 @@ class Tokens:
             output = proceed(batch)
         except (RuntimeError, IndexError, TypeError) as error:
             self._take_off()
-            if self._ran:
+            if self._ran or isinstance(error, torch.OutOfMemoryError):
                 raise
             raise ValueError(
                 f"{self.who}: training_step, which ran on all tokens, fails with fewer of them in the blocks"
