@@ -22,6 +22,7 @@ from lightning_eff.budget.learning_rate_schedule import LearningRateSchedule as 
 from lightning_eff.budget.linear_scaling import LinearScaling as LinearScaling
 from lightning_eff.data.curriculum.difficulty_pacing import DifficultyPacing as DifficultyPacing
 from lightning_eff.data.curriculum.efficient_train import EfficientTrain as EfficientTrain
+from lightning_eff.data.curriculum.fix_res import FixRes as FixRes
 from lightning_eff.data.curriculum.progressive_resizing import ProgressiveResizing as ProgressiveResizing
 from lightning_eff.data.curriculum.sequence_length_warmup import SequenceLengthWarmup as SequenceLengthWarmup
 from lightning_eff.data.exact_resume import ExactResume as ExactResume

@@ -134,7 +134,7 @@ _NOT_FINITE = dict.fromkeys(("gemma2", "glm4", "helium"), frozenset({"Activation
 # Blocks of these go by where tokens stand, or hand on attention weights of them.
 _BY_PLACES = ("bloom", "mpt", "mamba", "rwkv", "roformer", "rembert", "squeezebert")
 _NOT_FEWER = "cannot be given fewer of its tokens"
-_ON_IMAGES = ("ProgressiveResizing", "EfficientTrain")
+_ON_IMAGES = ("ProgressiveResizing", "EfficientTrain", "FixRes")
 _NOT_SMALLER = dict.fromkeys(_ON_IMAGES, "found no images in the batch")
 _NO_IMAGES = f"found no images in the batch|called none of the blocks|{_NOT_FEWER}"
 _NOT_MERGED = f"{_NO_IMAGES}|cannot merge tokens"
