@@ -1,6 +1,6 @@
 """What every technique gains on the reference tasks: run the benches, and write ``docs/evidence.md`` from their results.
 
-    python benchmarks/evidence.py run {gpt,vit,bert,gpt2} [--set weights|compute] [--budget 60rs] [--jobs 2] [--rounds 5]
+    python benchmarks/evidence.py run {gpt,vit,bert,gpt2,rings} [--set weights|compute] [--budget 60rs] [--jobs 2] [--rounds 5]
     python benchmarks/evidence.py search {gpt,vit} [--seeds 0,10]
     python benchmarks/evidence.py confirm {gpt,vit} STACK
     python benchmarks/evidence.py ladder {gpt,vit,bert} [--ladder 0.5,0.75,1.5]

@@ -18,9 +18,10 @@ TASKS = {
     "vit": "ViT on noisy digits",
     "bert": "masked language model on source text",
     "gpt2": "GPT-2 124M on source text, one GPU",
+    "rings": "ViT on rings with a cut to find",
 }
 
-SHORT = {"gpt": "GPT", "vit": "ViT", "bert": "MLM", "gpt2": "GPT-2"}
+SHORT = {"gpt": "GPT", "vit": "ViT", "bert": "MLM", "gpt2": "GPT-2", "rings": "rings"}
 
 # Recipe, technique, and what its paper claimed: of their models and budgets, not of these.
 CLAIMS = {
@@ -84,6 +85,18 @@ COMPUTE = {
         "RegionalCompilation",
         "1.41 times as fast, a geometric mean over 180 models on an A100 (Ansel et al. 2024)",
     ),
+    "progressive_resizing": (
+        "ProgressiveResizing",
+        "a part of what trains EfficientNetV2 5 to 11 times as fast as ViT, at better ImageNet accuracy (Tan & Le 2021)",
+    ),
+    "efficient_train": (
+        "EfficientTrain",
+        "1.5 times as fast at equal ImageNet accuracy, with augmentation that grows along (Wang et al. 2022)",
+    ),
+    "fix_res": ("FixRes", "ResNet-50 trained at 224 pixels: 77.0 to 79.0 % tested at 384 (Touvron et al. 2019)"),
+    "patch_dropout": ("PatchDropout", "half of FLOPs and memory or more saved on ImageNet (Liu et al. 2022)"),
+    "random_ltd": ("RandomLTD", "a third of the compute of GPT's pretraining, 25.6 % of its time (Yao et al. 2022)"),
+    "small_images": ("ProgressiveResizing(until=1, hold=1)", "a control: images of half the side throughout"),
     "muon_grown": ("ReplaceOptimizer and ProgressiveStacking", "a control of the next: the same without the table"),
     "muon_grown_ngram": ("ReplaceOptimizer, ProgressiveStacking and NgramEmbedding", "none: put together here"),
     "muon_grown_ngram_compiled": ("the same with RegionalCompilation", "none: put together here"),

@@ -17,6 +17,7 @@ from benchmarks.bert.data import MASK, MaskedStdlibText, mask_bytes
 from benchmarks.bert.module import IGNORED, ByteBert
 from benchmarks.gpt2.module import ByteGPT2
 from benchmarks.memory import page as memory_page
+from benchmarks.rings.data import DIRECTIONS, Rings, render
 from examples.gpt.module import GPT
 from examples.vit.data import Digits, shift
 from lightning_eff._core.technique import Technique
@@ -54,8 +55,12 @@ RECIPES = {
     "ngram": "NgramEmbedding",
     "ngram_dense": "NgramEmbedding",
     "compile": "RegionalCompilation",
+    "progressive_resizing": "ProgressiveResizing",
+    "efficient_train": "EfficientTrain",
+    "fix_res": "FixRes",
 }
 COMPUTE = {"ngram", "ngram_dense", "compile"}
+RESOLUTIONS = {"progressive_resizing", "efficient_train", "fix_res"}
 WEIGHTS = {"muon", "soap", "schedule_free", "moving_average", "batch_warmup", "rate_schedule"}
 MEMORY = {"rematerialization", "activation_compression", "activation_offload", "optimizer_offload"}
 TOKENS = {
@@ -74,13 +79,19 @@ ONLY = {
     "token_merging": ("vit",),
     "token_dropping": ("bert", "gpt2"),  # the GPT holds its rotary tables itself, and samples differ
     **dict.fromkeys(COMPUTE, ("gpt",)),
+    **dict.fromkeys(RESOLUTIONS, ()),  # the rings alone, which have few recipes
 }
 PAIRS = [(task, recipe) for task in TASKS for recipe in RECIPES if task in ONLY.get(recipe, TASKS)]
+PAIRS += [("rings", recipe) for recipe in (*sorted(RESOLUTIONS), "patch_dropout", "random_ltd")]
 
 # Widths and texts as small as they go; depths and lengths stay those of the task, because recipes are fitted to them.
 TINY: dict[str, list[str]] = {
     "gpt": ["--model.dim=16", "--model.num_heads=2", "--data.max_bytes=2000000", "--data.num_eval_windows=2"],
     "vit": ["--model.dim=16", "--model.num_heads=2", "--data.batch_size=8", "--trainer.limit_train_batches=2"],
+    "rings": [
+        *("--model.dim=16", "--model.num_heads=2", "--data.batch_size=8", "--trainer.limit_train_batches=2"),
+        *("--data.num_train_images=16", "--data.num_val_images=8"),
+    ],
     "bert": ["--model.dim=16", "--model.num_heads=2", "--data.max_bytes=2000000", "--data.num_eval_windows=2"],
     "gpt2": [
         *("--model.n_embd=16", "--model.n_head=2", "--model.vocab_size=256", "--data.max_bytes=2000000"),
@@ -128,7 +139,9 @@ def test_every_task_has_every_recipe_that_applies() -> None:
 
 def _chosen(task: str, recipe: str | None) -> Any:
     """The recipes of one task are tried each time, one of each other task's, and all when asked for."""
-    slow = task != "gpt" and recipe not in (None, "stacking", "patch_dropout")
+    slow = (task, recipe) == ("rings", "patch_dropout") or (
+        task != "gpt" and recipe not in (None, "stacking", "patch_dropout", "progressive_resizing")
+    )
     return pytest.param(task, recipe, marks=pytest.mark.slow) if slow else (task, recipe)
 
 
@@ -293,6 +306,36 @@ def test_noisy_digits() -> None:
         Digits(num_val_images=500)
 
 
+def test_a_ring_is_cut_right_through_in_one_direction() -> None:
+    directions = torch.tensor([[d, (d + 2) % DIRECTIONS, (d + 5) % DIRECTIONS] for d in range(DIRECTIONS)])
+    rings = render(directions, torch.full((DIRECTIONS, 2), 31.5), torch.full((DIRECTIONS,), 21.0))
+    for ring, (cut, *notches) in zip(rings[:, 0], directions.tolist(), strict=True):
+        for d in range(DIRECTIONS):
+            angle = 2 * math.pi * d / DIRECTIONS
+            inner, outer = (
+                ring[round(31.5 + r * math.sin(angle)), round(31.5 + r * math.cos(angle))] > 0 for r in (20.0, 22.6)
+            )
+            assert bool(inner) == (d != cut) and bool(outer) == (d not in (cut, *notches)), (cut, notches, d)
+
+
+def test_rings_are_the_same_in_every_run_and_their_noise_in_validation_alone() -> None:
+    kept = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        data = Rings(batch_size=4, num_train_images=300, num_val_images=5)
+        data.setup("fit")
+        kept.append((*data.val_set.tensors, *data.train_set.tensors))
+    assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
+    assert set(kept[0][3].tolist()) == set(range(DIRECTIONS)) and kept[0][2].abs().max() == 1
+    assert not torch.equal(kept[0][2][:44], kept[0][2][256:])
+    noise = data._noisy([(image, label) for image, label in data.train_set])[0] - data.train_set.tensors[0]
+    assert noise.std().item() == pytest.approx(0.3, rel=0.02)
+    with pytest.raises(ValueError, match="noise=-1"):
+        Rings(noise=-1)
+    with pytest.raises(ValueError, match="num_val_images=0"):
+        Rings(num_val_images=0)
+
+
 @pytest.mark.parametrize("task", tune.TASKS)
 def test_the_baseline_is_the_best_point_of_its_grid(task: str) -> None:
     results = json.loads((BENCHMARKS / "results" / f"tuning_{task}.json").read_text())
@@ -351,9 +394,9 @@ def test_the_page_has_a_line_for_every_technique_the_lost_ones_too() -> None:
     for recipe, (technique, claim) in evidence.CLAIMS.items():
         (line,) = (line for line in text.splitlines() if line.startswith(f"| `{technique}`"))
         assert claim in line and (summarize(made)[recipe]["verdict"] in line if recipe in names else "| – |" in line)
-    assert set(RECIPES) - MEMORY - WEIGHTS - TOKENS - COMPUTE == set(evidence.CLAIMS)
+    assert set(RECIPES) - MEMORY - WEIGHTS - TOKENS - COMPUTE - RESOLUTIONS == set(evidence.CLAIMS)
     assert set(evidence.WEIGHTS) == WEIGHTS
-    assert set(evidence.COMPUTE) >= COMPUTE
+    assert set(evidence.COMPUTE) >= COMPUTE | RESOLUTIONS
     assert "its control: two layers throughout" in text
 
 
@@ -365,9 +408,10 @@ def test_the_page_on_memory_names_every_technique_that_saves_it() -> None:
 
 
 def test_every_arm_of_what_costs_a_step_less_is_there() -> None:
-    """As a recipe, a stack or a control, once."""
+    """As a recipe, a stack or a control: of a task, as one of them."""
     for name in evidence.COMPUTE:
-        assert len(list(BENCHMARKS.glob(f"*/*/{name}.yaml"))) == 1, name
+        tasks = [path.parent.parent.name for path in BENCHMARKS.glob(f"*/*/{name}.yaml")]
+        assert tasks and len(set(tasks)) == len(tasks), name
 
 
 def test_the_control_of_tables_has_as_many_parameters() -> None:
