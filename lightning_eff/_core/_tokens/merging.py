@@ -139,7 +139,7 @@ class MergingTokens(Tokens):
             held = self._found(fewer.index, hidden, "entered")
             less = held.of(hidden)
         else:
-            self._check(fewer, call)
+            self._check(fewer, self._on_all(fewer.index, call))
             held, less = self._next(fewer.index, hidden)
         given = mapped(call, lambda _, value: less if value is hidden else value)
         self._now = held
@@ -152,6 +152,14 @@ class MergingTokens(Tokens):
         new, rest = split_output(output)
         new = new.gather(1, held.places.unsqueeze(-1).expand(-1, -1, new.shape[-1]))
         return new if rest is None else (new, *given_back(rest, given, call))
+
+    def _on_all(self, index: int, call: Call) -> Call:
+        """The call as it would be on all tokens, of which a plan is; of the hidden state only its shape counts."""
+        hidden = hidden_of(*call)
+        if index == self._order[0] or hidden.ndim != 3:
+            return call
+        every = hidden.narrow(1, 0, 1).expand(-1, self.full, -1)
+        return mapped(call, lambda _, value: every if value is hidden else value)
 
     def _next(self, index: int, hidden: Tensor) -> tuple[Held, Tensor]:
         """What becomes of the tokens that the forward pass hands to a block, and what the block gets."""

@@ -291,12 +291,13 @@ def test_smaller_images_later() -> None:
             x = self.patches(images).flatten(2).transpose(1, 2)
             return torch.cat([self.special.expand(len(x), -1, -1), x + self.position[:, : x.shape[1]]], dim=1)
 
-    net, small = AnySize(), make_batch("vit", B)
-    small = {**small, "pixel_values": small["pixel_values"][..., :4]}
-    technique = TokenMerging(r=6)
-    trainer(technique, max_steps=2).fit(net, DataLoader([make_batch("vit", B), small], batch_size=None))
-    assert net.lengths[-6:] == [17, 11, 17, 9, 5, 9]  # of five tokens no more than two are at even places
-    assert technique.report() == {"kept": 3, "share": 3 / 9}
+    net, batch, technique = AnySize(4), make_batch("vit", B), TokenMerging(r=6)
+    small = {**batch, "pixel_values": batch["pixel_values"][..., :4]}
+    least = {"pixel_values": batch["pixel_values"][:2, :, :4, :4], "labels": batch["labels"][:2]}
+    trainer(technique, max_steps=3).fit(net, DataLoader([batch, small, least], batch_size=None))
+    # of five tokens no more than two are at even places, and of three one; then there are as many tokens as samples
+    assert net.lengths[-12:] == [17, 11, 6, 17, 9, 5, 3, 9, 5, 3, 2, 5]
+    assert technique.report() == {"kept": 2, "share": 2 / 5}
 
 
 # -- what is refused
