@@ -18,7 +18,6 @@ from lightning_eff.optim.sharpness import _scores
 from lightning_eff.optim.sharpness._scores import ScoreStore, latest, store_bytes
 from lightning_eff.optim.sharpness._trajectory import divergence
 from tests.cases import Case, own_loss
-from tests.ddp import launch
 from tests.models import Samples, TinyClassifier, TinyGPT, flat, loader, module, trainer
 from tests.runs import differences, final_state, fit, fit_yaml
 
@@ -60,6 +59,25 @@ def test_equal_scores_have_no_divergence_and_no_gradient(dtype: torch.dtype) -> 
     assert z.grad is not None and torch.equal(z.grad, torch.zeros_like(z))
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_what_is_added_is_of_labels_that_count_and_scores_that_are_known(reduction: str) -> None:
+    z, old = torch.randn(2, 5, 3)
+    valid, known = torch.tensor([True, True, True, False, True]), torch.tensor([True, False, True, True, True])
+    plain = torch.arange(5.0) if reduction == "none" else torch.tensor(7.0)
+    call: Any = SimpleNamespace(scores=z, valid=valid, reduction=reduction, plain=lambda: plain)
+    found: list[tuple[Tensor, Tensor]] = []
+    got = SAF(weight=3.0, temperature=2.0)._added(call, (old, known), found)
+    kl = F.kl_div((z / 2).log_softmax(-1), (old / 2).softmax(-1), reduction="none").sum(-1) * (valid & known)
+    of_all = {"mean": kl.sum() / 4, "sum": kl.sum(), "none": kl}
+    torch.testing.assert_close(got, plain + 3.0 * of_all[reduction])
+    ((total, count),) = found
+    assert float(total) == pytest.approx(float(kl.sum())) and int(count) == 3
+
+
+def test_settings_that_are_plain_training() -> None:
+    assert SAF(weight=0.0).neutral and SAF(start=1.0).neutral and not SAF().neutral
+
+
 # -- the store
 
 
@@ -79,7 +97,7 @@ def test_scores_are_found_just_lag_epochs_later() -> None:
         assert known.nonzero().flatten().tolist() == before
         assert torch.equal(scores[before], of[max(epoch - 2, 0)][before])
         assert not store.read(torch.tensor([-1]), epoch)[1].any()
-        store.put_by(torch.tensor(samples, dtype=torch.long), of[epoch][samples])
+        store.put_by(torch.tensor([*samples, -1]), torch.cat([of[epoch][samples], torch.ones(1, 2)]))  # of no label
         store.close(epoch, lambda value: [value])
 
 
@@ -337,6 +355,19 @@ def test_a_loss_that_is_checkpointed_is_the_same_loss() -> None:
     torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=0)
 
 
+def test_a_first_step_without_a_loss_is_no_first_step() -> None:
+    class Passes(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return None if self.trainer.fit_loop.epoch_loop.total_batch_idx == 0 else loss
+
+    technique = SAF(lag=1, start=0.0)
+    with pytest.warns(UserWarning, match="returned `None`"):
+        trainer(technique, max_epochs=2).fit(Passes(), loader("classifier", shuffle=False))
+    (store,) = technique._stores.values()
+    assert store._epochs[0].ne(0).nonzero().flatten().tolist() == [0, 1, 2, 3], "of the first batch nothing is known"
+
+
 def test_two_heads_have_a_store_each() -> None:
     class TwoHeads(Plain):
         def __init__(self) -> None:
@@ -389,6 +420,7 @@ def test_each_rank_takes_up_what_it_has_put_by_and_others_ranks_all_of_it() -> N
         again._session = SimpleNamespace(rank=rank, fitting=True, trainer=trainer_of)  # type: ignore[assignment]
         again.load_state_dict(state)
         assert (again._epoch, again._known) == (1, 1.0) == (technique._epoch, float(technique._known))
+        assert again._checked and again.report()["divergence"] == float(technique._last) > 0
         store = again._stores[name]
         assert torch.equal(store._scores, technique._stores[name]._scores)
         at, values = store._joined()
@@ -399,9 +431,9 @@ def test_each_rank_takes_up_what_it_has_put_by_and_others_ranks_all_of_it() -> N
 # -- under DDP
 
 
-def test_under_ddp_the_scores_follow_the_sample() -> None:
+def test_under_ddp_the_scores_follow_the_sample(two_processes: dict[str, Any]) -> None:
     """Each rank's samples change from epoch to epoch, and the weights are those of one process with both ranks' batches."""
-    found = launch("trajectory", "SAF", timeout=300)["SAF"]
+    found = two_processes["trajectory"]
     net, samples = module("classifier", batch_norm=False), Samples("classifier", 32)
     technique = SAF(weight=3.0, lag=1, start=0.0)
     pl.seed_everything(3, verbose=False)
