@@ -20,6 +20,8 @@ STRATEGIES: dict[str, tuple[type[ModelParallelStrategy], dict[str, Any]]] = {
     "pipeline": (HybridParallelStrategy, {"pipeline_parallel_size": 2}),
 }
 
+LAYOUTS = ["fsdp2", "hybrid+"]  # those that are always run, with + for a folder of pieces
+
 
 def build() -> ExponentialMovingAverage:
     return ExponentialMovingAverage(2.0, tail=0.9, exclude=["position.*"])
@@ -64,7 +66,7 @@ def _shard(net: Any) -> None:
 
 
 def divided(root: str, names: list[str]) -> dict[str, Any]:
-    """By name of a layout, with ``+`` for a folder of pieces: what its run leaves, also after a resume."""
+    """By name of a layout: what its run leaves, also after a resume."""
     found: dict[str, Any] = {}
     for name in names:
         cls, sizes = STRATEGIES[name.rstrip("+")]

@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from lightning_eff._core._run.apart import apart
 from lightning_eff.optim.averaging.latest_weight_averaging import LatestWeightAveraging
 from tests.core.nop import Nop
-from tests.ddp import launch
 from tests.models import TinyClassifier, loader, make_batch, trainer
 from tests.optim.watch import State, Watch, differing, reference, state_of
 
@@ -254,8 +253,8 @@ def test_loader_without_length_needs_a_number_of_batches() -> None:
         )
 
 
-def test_statistics_under_ddp_are_those_of_all_ranks() -> None:
-    found = launch("batch_norm", "LatestWeightAveraging")["LatestWeightAveraging"]
+def test_statistics_under_ddp_are_those_of_all_ranks(two_processes: dict[str, Any]) -> None:
+    found = two_processes["batch_norm"]
     assert found["alike"]
     assert found["batches"] == 10
     assert found["error"] < 1e-6

@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import techniques_of
@@ -252,26 +253,20 @@ def test_an_exception_leaves_the_raw_weights() -> None:
 
 # -- weights that are divided
 
-LAYOUTS = ["fsdp2", "hybrid+"]
+LAYOUTS = averaging_jobs.LAYOUTS
 OTHER_LAYOUTS = ["fsdp2+", "hybrid", "tensor", "pipeline", "pipeline+"]
 
 
 @pytest.fixture(scope="module")
-def divided(once: Once, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, dict[str, Any]]]:
-    """Where the runs of a layout saved, and what they left; the usual layouts have one start of processes."""
+def others(once: Once, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], dict[str, Any]]:
+    """What is found of the slow layouts."""
+    job = "tests.optim.averaging.averaging_jobs", "divided"
 
-    def found(name: str) -> tuple[Path, dict[str, Any]]:
-        names = LAYOUTS if name in LAYOUTS else OTHER_LAYOUTS
-        job = "tests.optim.averaging.averaging_jobs", "divided"
+    def start() -> dict[str, Any]:
+        root = str(tmp_path_factory.mktemp("divided"))
+        return {"root": root, "averaging": launch(*job, root, OTHER_LAYOUTS, world_size=2)}
 
-        def start() -> dict[str, Any]:
-            root = str(tmp_path_factory.mktemp("divided"))
-            return {"root": root, **launch(*job, root, names, world_size=2)}
-
-        result = once(f"averaging {names[0]}", start)
-        return Path(result["root"], name), result
-
-    return found
+    return lambda: once("averaging", start)
 
 
 @pytest.fixture(scope="module")
@@ -280,25 +275,28 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     return directory, averaging_jobs.run(directory)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(one, marks=pytest.mark.slow) for one in OTHER_LAYOUTS)])
-def test_divided_weights_have_the_average_of_whole_ones(name: str, divided: Any, alone: Any) -> None:
+def test_divided_weights_have_the_average_of_whole_ones(
+    name: str, request: pytest.FixtureRequest, others: Any, alone: Any, tmp_path: Path
+) -> None:
     """In validation, in checkpoints, at the end and after a resume, on each rank."""
-    (directory, result), (whole, expected) = divided(name), alone
-    found = result[name]
+    result = request.getfixturevalue("two_processes") if name in LAYOUTS else others()
+    (whole, expected), found = alone, result["averaging"][name]
     assert found["again"] and found["alike"] and found["steps"] == expected["steps"] > 3
     torch.testing.assert_close(torch.tensor(found["weights"]), torch.tensor(expected["weights"]), rtol=1e-4, atol=1e-5)
     assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-5)
-    if not name.endswith("+"):
-        states = [torch.load(path / "step=4.ckpt", weights_only=True) for path in (directory, whole)]
-        for key, value in states[1]["state_dict"].items():
-            torch.testing.assert_close(states[0]["state_dict"][key], value, rtol=1e-4, atol=1e-5)
-        module("tiny_gpt", num_layers=2).load_state_dict(states[0]["state_dict"], strict=True)
+    path = Path(result["root"], name, "step=4.ckpt")
+    if name.endswith("+"):
+        dcp_to_torch_save(path, tmp_path / "whole.ckpt")
+        path = tmp_path / "whole.ckpt"
+    states = [torch.load(one, weights_only=True)["state_dict"] for one in (path, whole / "step=4.ckpt")]
+    for key, value in states[1].items():
+        torch.testing.assert_close(states[0][key], value, rtol=1e-4, atol=1e-5)
+    module("tiny_gpt", num_layers=2).load_state_dict(states[0], strict=True)
 
 
-@pytest.mark.timeout(300)
-def test_averages_of_pieces_are_refused_elsewhere(divided: Any, tmp_path: Path) -> None:
-    directory, result = divided("fsdp2")
+def test_averages_of_pieces_are_refused_elsewhere(two_processes: dict[str, Any], tmp_path: Path) -> None:
+    directory, result = Path(two_processes["root"], "fsdp2"), two_processes["averaging"]
     with pytest.raises(ValueError, match="averages are the pieces of 2 processes, and this run's are whole tensors"):
         averaging_jobs.run(tmp_path, resume=directory / "step=4.ckpt")
     assert "batch_norm='recompute'): got strategy HybridParallelStrategy and BatchNorm layers" in result["refused"]

@@ -1,4 +1,4 @@
-"""What two processes run for the tests of Muon, SOAP and Shampoo; see :mod:`tests.strategies.launch`."""
+"""What two processes run for the tests of Muon, SOAP and Shampoo; see :mod:`tests.optim.optim_jobs`."""
 
 from typing import Any
 
@@ -15,7 +15,8 @@ from tests.models import flat, make_batch, module
 
 
 def all_of_them() -> dict[str, Any]:
-    dist.init_process_group("gloo")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     return {"ddp": ddp(), "apart": apart(), "fsdp2": fsdp2(), "two_sided": two_sided()}
 
 

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_eff.optim.optimizers.muon import Muon
-from tests.conftest import Once
 from tests.models import loader, make_batch, module, trainer
 from tests.runs import checkpoints, differences, final_state, fit
-from tests.strategies.launch import launch
 
 SHAPES = [(24, 24), (96, 24), (24, 96), (24, 24)]
 
@@ -481,8 +479,8 @@ def test_bad_parameters_are_refused() -> None:
 
 
 @pytest.fixture(scope="module")
-def two(once: Once) -> dict[str, Any]:
-    return once("muon", lambda: launch("tests.optim.optimizers.muon_jobs", "all_of_them", world_size=2))
+def two(two_processes: dict[str, Any]) -> dict[str, Any]:
+    return two_processes["muon"]
 
 
 def test_under_ddp_matrices_are_divided_and_the_weights_are_those_of_one_process(two: dict[str, Any]) -> None:

@@ -13,11 +13,9 @@ from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
 
 from lightning_eff import SOAP, ReplaceOptimizer
-from tests.conftest import Once
 from tests.models import loader, make_batch, module, trainer
 from tests.optim.optimizers.matrices import parameters, train
 from tests.runs import checkpoints, differences, final_state, fit
-from tests.strategies.launch import launch
 
 SHAPES = [(6, 6), (12, 6), (6, 12), (6, 6)]
 
@@ -363,8 +361,8 @@ def test_bad_parameters_are_refused() -> None:
 
 
 @pytest.fixture(scope="module")
-def two(once: Once) -> dict[str, Any]:
-    return once("muon", lambda: launch("tests.optim.optimizers.muon_jobs", "all_of_them", world_size=2))
+def two(two_processes: dict[str, Any]) -> dict[str, Any]:
+    return two_processes["muon"]
 
 
 @pytest.mark.parametrize("name", ["SOAP", "Shampoo"])

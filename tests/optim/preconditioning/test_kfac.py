@@ -20,9 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from lightning_eff import KFAC, SharpnessAwareMinimization, cli
 from lightning_eff.optim.preconditioning import _sampled_labels
 from lightning_eff.optim.preconditioning._taps import Taps, last_reached
-from tests import processes
 from tests.cases import Case, no_map
-from tests.conftest import Once
 from tests.models import flat, hugging_face, loader, trainer
 
 CASES = {
@@ -501,9 +499,9 @@ def test_a_backward_pass_ends_at_the_first_maps() -> None:
 # -- two processes
 
 
-def test_two_processes(once: Once) -> None:
+def test_two_processes(two_processes: dict[str, Any]) -> None:
     """Factors are those of all samples in one process, and gradients are equal on the ranks."""
-    found = once("kfac", lambda: processes.launch("tests.optim.preconditioning.kfac_jobs", forked=True))
+    found = two_processes["kfac"]
     assert found["alike"]
     x, y = classes(24)
     technique, net = KFAC(fisher="empirical"), Net(mlp(5, 4, 3), lr=0.1)

@@ -13,9 +13,7 @@ from lightning_eff._core.session import Session
 from lightning_eff.optim.sharpness.look_sam import LookSAM, add_direction, orthogonal_part
 from lightning_eff.optim.sharpness.sharpness_aware_minimization import SharpnessAwareMinimization
 from tests.cases import Case
-from tests.conftest import Once
 from tests.core.nop import Nop
-from tests.ddp import launch
 from tests.models import Samples, TinyClassifier, flat, loader, trainer
 from tests.optim.sharpness.test_sharpness_aware_minimization import (
     AS_SAM,
@@ -140,9 +138,9 @@ def test_equals_the_loop_by_hand_over_accumulation_windows(name: str) -> None:
     assert (flat(net) - start).abs().max() > 1e-3
 
 
-def test_under_ddp_all_is_of_both_ranks_mean_gradients(once: Once) -> None:
+def test_under_ddp_all_is_of_both_ranks_mean_gradients(two_processes: dict[str, Any]) -> None:
     """Each rank perturbs by its own gradient; the direction is of the means, as is the gradient that is turned."""
-    saved = once("sharpness", lambda: launch("sharpness", "1", "2", "look"))["look"]["ranks"]
+    saved = two_processes["sharpness"]["look"]["ranks"]
     pl.seed_everything(3, verbose=False)
     net = TinyClassifier().train()
     optimizer, params = torch.optim.SGD(net.parameters(), lr=0.5), list(net.parameters())

@@ -23,9 +23,7 @@ from lightning_eff.optim.sharpness.sharpness_aware_minimization import (
     perturbation,
 )
 from tests.cases import Case
-from tests.conftest import Once
 from tests.core.nop import Nop
-from tests.ddp import launch
 from tests.models import Samples, TinyClassifier, TinyGPT, flat, loader, module, trainer
 
 CASES = {
@@ -304,9 +302,9 @@ def test_interval_perturbs_only_each_fifth_step_and_counts_what_it_costs() -> No
 
 
 @pytest.fixture(scope="module")
-def under_ddp(once: Once) -> dict[str, Any]:
+def under_ddp(two_processes: dict[str, Any]) -> dict[str, Any]:
     """What two processes end with, by accumulation."""
-    return once("sharpness", lambda: launch("sharpness", "1", "2", "look"))
+    return two_processes["sharpness"]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
