@@ -77,6 +77,7 @@ ON_MODULES_AND_CLASSES = {
     "_compiled_call_impl": "torch.nn:Module",
     "_configure_launcher": "lightning.pytorch.strategies:ModelParallelStrategy",
     "_fused_sdp_choice": "torch",
+    "_get_iterator": "torch.utils.data:DataLoader",
     "_get_fsdp_state": "torch.distributed.fsdp:FSDPModule",
     "_global_backward_hooks": "torch.nn.modules.module",
     "_global_backward_pre_hooks": "torch.nn.modules.module",

@@ -395,8 +395,7 @@ class Session:
             "cost": self.chain.cost.state_dict(),
             "window": self.trainer.accumulate_grad_batches,
             "architecture": described(self.module),
-            # under Lightning's own key a plain trainer, whose loaders keep no state, would refuse the checkpoint
-            "loaders": checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", []),
+            "loaders": self.loaders.states_in(checkpoint["loops"]["fit_loop"]["state_dict"]),
             "validate_first": fetcher is not None and bool(loop.epoch_loop._should_check_val_fx(fetcher)),
         }
 
@@ -405,6 +404,7 @@ class Session:
         state = checkpoint.get(_KEY)
         if not self.fitting or state is None:
             return
+        checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # theirs stand among ours
         self.seed = state["seed"]
         self.chain.cost.load_state_dict(state["cost"])
         self._validate_first = state["validate_first"]

@@ -156,19 +156,6 @@ def test_sample_indices_are_those_of_the_batch() -> None:
         assert all(indices == samples for indices, samples in found), kind
 
 
-def test_a_loader_with_its_own_state_is_left_alone() -> None:
-    class Stateful(DataLoader[Any]):
-        def state_dict(self) -> dict[str, Any]:
-            return {}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            pass
-
-    t = trainer(Nop(), max_steps=1)
-    t.fit(Recorder(), Stateful(Noisy(), 4))
-    assert type(t.train_dataloader) is Stateful
-
-
 def test_the_proxy_is_the_loader_for_everyone_else() -> None:
     class Host:
         rank = 0

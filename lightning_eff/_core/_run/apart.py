@@ -1,4 +1,4 @@
-"""Loaders over the run's training data that are gone over beside the running epoch, and leave it untouched."""
+"""Copies of the training loaders, whose iteration leaves the running ones untouched."""
 
 from collections.abc import Sequence
 from copy import copy, deepcopy
@@ -8,7 +8,9 @@ import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_eff._core.loaders import ResumableLoader, original
+from lightning_eff._core._run.own_state import has_state, is_torchdata
+from lightning_eff._core._run.recording import users_own
+from lightning_eff._core.loaders import ResumableLoader
 
 
 def apart(combined: CombinedLoader, epoch: int) -> CombinedLoader:
@@ -39,16 +41,20 @@ def _apart(loader: Any, epoch: int) -> Any:
         if not isinstance(loader, DataLoader):
             return deepcopy(loader)
         again = copy(loader)
-        streams = isinstance(loader.dataset, IterableDataset) and loader.num_workers == 0
-        memo: dict[int, Any] = {} if streams else {id(loader.dataset): loader.dataset}
+        moves = isinstance(loader.dataset, IterableDataset) or has_state(loader.dataset)
+        memo: dict[int, Any] = {} if moves and loader.num_workers == 0 else {id(loader.dataset): loader.dataset}
         for name in ("dataset", "sampler", "batch_sampler"):
-            again.__dict__[name] = deepcopy(original(getattr(loader, name)), memo)
+            found = getattr(loader, name)
+            again.__dict__[name] = deepcopy(users_own(found), memo)
     except (TypeError, RuntimeError, NotImplementedError) as error:
         raise ValueError(
             f"The training loader ({type(loader).__name__}) cannot be copied ({error}), so its data cannot be gone over"
             " beside the running epoch. Give a DataLoader over a data set that can be copied."
         ) from error
     again.__dict__.update(_iterator=None, persistent_workers=False)
+    if is_torchdata(again):
+        again.__dict__["_initial_iter_for_state_dict"] = False
+        again.__dict__["next_iter_state"] = None
     owners: list[Any] = [again, again.sampler, again.batch_sampler, getattr(again.batch_sampler, "sampler", None)]
     for owner in owners:
         if isinstance(getattr(owner, "generator", None), torch.Generator):

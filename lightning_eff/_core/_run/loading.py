@@ -18,6 +18,7 @@ class TrainLoaders:
         taken_by: the technique that says which samples an epoch has, if one does.
         told_to: a technique that must know which samples each step has, if one does.
         take: checks a loader before it is wrapped; set by that technique.
+        tune: told of each loader as it is wrapped; set by the technique that chooses its settings.
         take_up_rng: called before the loaders begin an iteration, or a sampler does.
 
     Args:
@@ -32,6 +33,7 @@ class TrainLoaders:
         self.taken_by = ""
         self.told_to = ""
         self.take: Callable[[Any, bool], None] | None = None
+        self.tune: Callable[[ResumableLoader], None] | None = None
         self.take_up_rng = take_up_rng
         self._trainer, self._gather = trainer, gather
         self._loaders: list[ResumableLoader] = []
@@ -42,17 +44,17 @@ class TrainLoaders:
 
         def process_dataloader(dataloader: Any) -> Any:
             dataloader = process(dataloader)
-            if self._trainer.training:
-                self._begin_round()
-            stateful = hasattr(dataloader, "state_dict") and hasattr(dataloader, "load_state_dict")
-            if self._trainer.training and self.take is not None:
-                self.take(dataloader, not self._loaders)
-            if not self._trainer.training or stateful:
+            if not self._trainer.training:
                 return dataloader
+            self._begin_round()
+            if self.take is not None:
+                self.take(dataloader, not self._loaders)
             loader = ResumableLoader(dataloader, self, choosable=self.take is not None)
             if len(self._loaders) < len(self.states):
                 loader.load_state_dict(self.states[len(self._loaders)])
             self._loaders.append(loader)
+            if self.tune is not None:
+                self.tune(loader)
             return loader
 
         return process_dataloader
@@ -117,3 +119,19 @@ class TrainLoaders:
         self.take_up_rng()
         for loader in self._loaders:
             loader.begin()
+
+    def states_in(self, state: dict[str, Any]) -> list[dict[str, Any]]:
+        """Take the loaders' states out of what Lightning saves of its loop, and leave what a plain Trainer would save.
+
+        That is nothing, since it would refuse states of loaders that keep none, unless all that do tell theirs.
+        """
+        states = state.pop("combined_loader", [])
+        own = [loader.own_state() for loader in self._loaders if loader.has_state]
+        if own and None not in own:
+            state["combined_loader"] = own
+        return states
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is one training loader."""
+        return len(self._loaders) == 1
