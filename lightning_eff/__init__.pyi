@@ -26,6 +26,7 @@ from lightning_eff.data.curriculum.fix_res import FixRes as FixRes
 from lightning_eff.data.curriculum.progressive_resizing import ProgressiveResizing as ProgressiveResizing
 from lightning_eff.data.curriculum.sequence_length_warmup import SequenceLengthWarmup as SequenceLengthWarmup
 from lightning_eff.data.exact_resume import ExactResume as ExactResume
+from lightning_eff.data.loader_tuning import LoaderTuning as LoaderTuning
 from lightning_eff.data.selection.importance_sampling import ImportanceSampling as ImportanceSampling
 from lightning_eff.data.selection.selective_backprop import SelectiveBackprop as SelectiveBackprop
 from lightning_eff.data.tokens.fused_linear_cross_entropy import FusedLinearCrossEntropy as FusedLinearCrossEntropy

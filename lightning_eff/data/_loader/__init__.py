@@ -1,0 +1,1 @@
+"""How a training loader's settings are changed without changing its batches."""
