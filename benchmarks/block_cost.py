@@ -14,10 +14,7 @@ with the medians over the rounds and their range.
 """
 
 import argparse
-import json
 import logging
-import os
-import platform
 import statistics
 import sys
 import time
@@ -26,7 +23,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
@@ -36,6 +32,7 @@ from torch.utils.flop_counter import FlopCounterMode
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import lightning_eff as eff
+from benchmarks.machine import described, publish
 from examples.gpt.module import GPT, VOCAB_SIZE
 
 
@@ -164,7 +161,6 @@ def main() -> None:
             spread = f"{min(r):.3f} - {max(r):.3f}"
             row += f" {statistics.mean(shares[name]):11.3f} {statistics.median(r):21.3f} {spread:>15}"
         print(row)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     result = {
         "benchmark": "block_cost",
         "measured_over_predicted": {
@@ -178,16 +174,9 @@ def main() -> None:
         },
         "step_ms": {name: 1e3 * statistics.median(values) for name, values in times.items()},
         "settings": {key: value for key, value in vars(args).items() if key != "out"},
-        "device": device,
-        "threads": torch.get_num_threads(),
-        "cpus": os.cpu_count(),
-        "torch": torch.__version__,
-        "lightning": lightning.__version__,
-        "python": platform.python_version(),
+        **described(),
     }
-    print("\n" + json.dumps(result, indent=2))
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
+    publish(result, args.out)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,6 @@ profiler reports it. Prints a table and JSON with medians and ranges over the ro
 import argparse
 import json
 import logging
-import os
-import platform
 import statistics
 import sys
 import time
@@ -26,7 +24,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import lightning
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
@@ -38,6 +35,7 @@ from torch.utils.flop_counter import FlopCounterMode
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import lightning_eff as eff
+from benchmarks.machine import described, publish
 from examples.vit.module import EncoderBlock
 
 
@@ -161,17 +159,11 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 def _result(rows: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
     """The rows so far, with what they were taken on."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     return {
         "benchmark": "head_cost",
         "rows": rows,
         "settings": {key: value for key, value in vars(args).items() if key != "out"},
-        "device": device,
-        "threads": torch.get_num_threads(),
-        "cpus": os.cpu_count(),
-        "torch": torch.__version__,
-        "lightning": lightning.__version__,
-        "python": platform.python_version(),
+        **described(),
     }
 
 
@@ -206,7 +198,7 @@ def main() -> None:
             told = f"{vocabulary:12,} {share:12.0%} {ms['plain']['median']:12.1f} {ms['fused']['median']:12.1f}"
             told += f" {mib['plain']:12.1f} {mib['fused']:12.1f} {ratio['median']:12.3f}"
             print(f"{told} ({ratio['min']:.3f} - {ratio['max']:.3f})", flush=True)
-    print("\n" + json.dumps(_result(rows, args), indent=2))
+    publish(_result(rows, args), args.out)
 
 
 if __name__ == "__main__":

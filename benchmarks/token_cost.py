@@ -14,10 +14,8 @@ rounds, their quartiles and their range.
 """
 
 import argparse
-import json
 import logging
 import os
-import platform
 import statistics
 import sys
 import time
@@ -27,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lightning
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch.utils.data import DataLoader, TensorDataset
@@ -36,6 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import lightning_eff as eff
+from benchmarks.machine import described, publish
 from examples.gpt.module import GPT, VOCAB_SIZE
 from examples.vit.module import ViT
 
@@ -204,22 +202,14 @@ def main() -> None:
             f" {ratio['median']:21.3f} {spread:>15}",
             flush=True,
         )
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     result = {
         "benchmark": "token_cost",
         "techniques": found,
         "settings": {key: value for key, value in vars(args).items() if key not in ("out", "only")},
-        "device": device,
-        "threads": torch.get_num_threads(),
-        "cpus": os.cpu_count(),
         "load_average_before_and_after": [load, os.getloadavg()],
-        "torch": torch.__version__,
-        "lightning": lightning.__version__,
-        "python": platform.python_version(),
+        **described(),
     }
-    print("\n" + json.dumps(result, indent=2))
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
+    publish(result, args.out)
 
 
 if __name__ == "__main__":
