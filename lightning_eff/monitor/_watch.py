@@ -20,6 +20,7 @@ from lightning_eff.monitor._held import held_bytes
 from lightning_eff.monitor._phases import PHASES, PhaseClock, Seconds
 from lightning_eff.monitor._totals import Record, Totals
 
+_COMPILED = "the module is compiled"
 _WITHIN = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
 
 
@@ -262,7 +263,8 @@ class Watch:
 
     def _may_count(self) -> bool:
         if self.reason is None and counting.compiled(self.module):
-            self.reason = "the module is compiled"
+            by = [type(t).__name__ for t in self.session.working if t.compiles] if self.session is not None else []
+            self.reason = f"its blocks are compiled by {by[0]}; a run without it counts them" if by else _COMPILED
         return self.reason is None and len(self.kinds) < self.max_counts
 
     def _count(

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_eff._core import steps
 from lightning_eff.data.curriculum.sequence_length_warmup import SequenceLengthWarmup
 from lightning_eff.data.selection.selective_backprop import SelectiveBackprop
+from lightning_eff.model.execution.regional_compilation import RegionalCompilation
 from lightning_eff.model.growth.progressive_layer_dropping import ProgressiveLayerDropping
 from lightning_eff.model.growth.progressive_stacking import ProgressiveStacking
 from lightning_eff.monitor import _counting as counting
@@ -356,6 +357,18 @@ def test_a_compiled_module_is_not_counted() -> None:
     assert told["flops_per_second"] is None and told["counted_batches"] == 0
     assert told["memory"]["activations"] is None
     assert "not counted: the module is compiled" in seen.text()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_compiled_blocks_are_not_counted_and_nothing_is_said_of_peaks(first: bool) -> None:
+    """A counted step that ran them plainly would differ by rounding, and a resumed run from the undisturbed one."""
+    seen, technique = EfficiencyMonitor(), RegionalCompilation(backend="eager")
+    both: list[pl.Callback] = [seen, technique] if first else [technique, seen]
+    trainer(*both, max_steps=2).fit(TinyGPT(num_layers=2), loader("tiny_gpt"))
+    told = seen.summary()
+    assert technique.report()["blocks"] == 2
+    assert told["flops_per_second"] is None and told["mfu"] is None and told["counted_batches"] == 0
+    assert "not counted: its blocks are compiled by RegionalCompilation; a run without it counts them" in seen.text()
 
 
 def test_a_compiled_function_is_still_compiled_after_a_counted_step() -> None:
