@@ -657,6 +657,27 @@ def test_a_first_step_without_room_says_so() -> None:
         gradient(Full(Causal), ids(), SomeTokens(7))
 
 
+def test_torchs_encoder_with_padding_and_a_later_batch_of_one_token() -> None:
+    """nn.TransformerEncoder hands its layers an additive mask, which in evaluation they would take for a boolean one."""
+
+    class Encoder(Net):
+        def __init__(self) -> None:
+            super().__init__(Causal)
+            layer = nn.TransformerEncoderLayer(D, 4, 32, dropout=0.0, batch_first=True)
+            self.blocks = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).layers
+            self.encoder = nn.TransformerEncoder(layer, 1)
+            self.encoder.layers = self.blocks
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(
+                self.encoder(self.embed(ids), src_key_padding_mask=torch.arange(ids.shape[1]) > 9 + 0 * ids)
+            )
+
+    technique = SomeTokens(7)
+    trainer(technique, max_steps=2).fit(Encoder(), DataLoader([ids(), ids(length=1)], batch_size=None))
+    assert len(technique.chosen) == 3, "of the first batch"
+
+
 def test_choices_and_ranges_that_are_wrong() -> None:
     for choice, message in (
         (Kept(torch.zeros(B, 2, dtype=torch.long)), r"choice of the shape \(3, 2\) .* expected \(k,\)"),

@@ -14,6 +14,7 @@ to be 0 at the start is seen, too.
 import copy
 import itertools
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +31,10 @@ TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 
 class CannotTake(ValueError):
     """A block cannot be given fewer of its tokens."""
+
+
+class TooFewTokens(CannotTake):
+    """A block gets so few tokens that none can be left out."""
 
 
 def find_plan(
@@ -53,7 +58,7 @@ def find_plan(
         with torch.no_grad(), rng.fork(), torch.autocast(hidden_of(*call).device.type, enabled=False):
             return _find(block, call, size, per_sample, generator, tables and not per_sample)
     except CannotTake as error:
-        raise CannotTake(f"{error}. It is called with {inputs}") from None
+        raise type(error)(f"{error}. It is called with {inputs}") from None
 
 
 def _find(block: nn.Module, call: Call, size: int, per_sample: bool, generator: Generator, tables: bool) -> Plan:
@@ -61,7 +66,7 @@ def _find(block: nn.Module, call: Call, size: int, per_sample: bool, generator: 
     dim = token_dim(hidden, size)
     tokens = hidden.shape[dim]
     if tokens < 4:
-        raise CannotTake(f"it has {tokens} tokens; expected 4 or more to take some of")
+        raise TooFewTokens(f"it has {tokens} tokens; expected 4 or more to take some of")
     for path, value in leaves(call):
         if type(value).__name__ == "BlockMask" or (isinstance(value, Tensor) and value.is_nested):
             raise CannotTake(
@@ -157,6 +162,17 @@ def _own_tables(block: nn.Module, tokens: int) -> list[dict[str, tuple[int, ...]
     return [] if not along else options[: 1 if options[0] == options[1] else 2]
 
 
+@contextmanager
+def as_in_training() -> Iterator[None]:
+    """Without torch's fused encoder layers of evaluation mode, which take whatever a mask adds for what it hides."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
 class Trial:
     """A copy of a block with weights and inputs moved at random, run on all tokens, some, and some of them twice."""
 
@@ -190,10 +206,11 @@ class Trial:
     def run(self, call: Call, tables: Mapping[str, tuple[int, ...]] | None = None, index: Tensor | None = None) -> Any:
         # what the block changes of its inputs is of no concern to the next run
         args, kwargs = mapped(call, lambda _, v: v.clone() if isinstance(v, Tensor) else copy.deepcopy(v))
-        if not tables or index is None:
-            return self.block(*args, **kwargs)
-        with tables_at(self.block, tables, index):
-            return self.block(*args, **kwargs)
+        with as_in_training():
+            if not tables or index is None:
+                return self.block(*args, **kwargs)
+            with tables_at(self.block, tables, index):
+                return self.block(*args, **kwargs)
 
     def _some(self, count: int) -> Tensor:
         """Places of ``count`` tokens, ascending: (k,), or (B, k) other ones in each sample."""

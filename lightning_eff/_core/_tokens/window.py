@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Generator, Tensor, nn
 
-from lightning_eff._core._tokens.checking import CannotTake, find_plan
+from lightning_eff._core._tokens.checking import CannotTake, TooFewTokens, find_plan
 from lightning_eff._core._tokens.inputs import (
     Call,
     Choice,
@@ -326,6 +326,8 @@ class Tokens:
                 fewer.block, call, size, per_sample=self.per_sample, generator=generator, tables=self._own_tables
             )
         except CannotTake as error:
+            if isinstance(error, TooFewTokens) and not self._looking:
+                raise
             raise ValueError(
                 f"{self.who}: block {fewer.index} of {self.stack} cannot be given fewer of its tokens: {error}. Take"
                 " other blocks (the range, or another stack by layers=), or take the technique out."
@@ -341,7 +343,10 @@ class Fewer:
         self.tokens, self.step, self.index, self.block, self.plain = tokens, step, index, block, plain
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.tokens.call(self, (args, kwargs))
+        try:
+            return self.tokens.call(self, (args, kwargs))
+        except TooFewTokens:  # of a later batch
+            return self.plain(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if isinstance(self.plain, types.MethodType) and self.plain.__self__ is self.block:
