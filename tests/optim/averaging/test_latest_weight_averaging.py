@@ -29,6 +29,8 @@ CASES = {
     )
 }
 
+OURS = ("tiny_gpt", "classifier")
+
 # -- the rule
 
 
@@ -72,8 +74,14 @@ def test_final_weights_are_the_mean_of_the_last_snapshots(kwargs: dict[str, Any]
     assert lawa.report() == {"snapshots": len(steps), "taken": taken}
 
 
-@pytest.mark.parametrize("mode", sorted(MODES))
-@pytest.mark.parametrize("model", ["tiny_gpt", "gpt2", "llama", "bert", "vit", "classifier"])
+@pytest.mark.parametrize(
+    ("model", "mode"),
+    [
+        pytest.param(model, mode, marks=() if model in OURS or mode == "validate" else pytest.mark.slow)
+        for model in (*OURS, "gpt2", "llama", "bert", "vit")
+        for mode in sorted(MODES)
+    ],
+)
 def test_training_goes_on_from_the_raw_weights(model: str, mode: str) -> None:
     watch, plain = Watch(), Watch()
     net, _ = fit(model, lambda: [LatestWeightAveraging(window=3, interval=2)], callbacks=[watch], **MODES[mode])
