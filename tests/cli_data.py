@@ -17,3 +17,10 @@ class Padded(pl.LightningDataModule):
 
     def train_dataloader(self):
         return loader("padded")
+
+
+class Sequences(pl.LightningDataModule):
+    """What ``TinyGPT`` trains on."""
+
+    def train_dataloader(self):
+        return loader("tiny_gpt")

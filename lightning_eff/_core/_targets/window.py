@@ -53,7 +53,7 @@ class _Window(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in (Tensor.backward, torch.autograd.backward):
             with self:  # torch has put the mode aside, and what checkpoints run again is to be seen, too
-                return _backward(*args, **kwargs)
+                return backward_by_edges(*args, **kwargs)
         arguments = bind_loss(func, args, kwargs)
         if arguments is None:
             return self.follower.follow(func, args, kwargs, func(*args, **kwargs))
@@ -273,7 +273,7 @@ class Targets:
             raise problem
 
 
-def _backward(
+def backward_by_edges(
     tensors: Any, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, **kwargs: Any
 ) -> None:
     """``torch.autograd.backward`` in terms of edges of the graph, which it does not hand to modes as it does tensors."""

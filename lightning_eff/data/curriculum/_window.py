@@ -1,0 +1,77 @@
+"""Attention in which a query sees the keys of a window alone: pure functions, exact, and cheaper where that can be had.
+
+A query at place i sees keys at j with ``0 <= i - j < w`` (causal), or ``|i - j| < w``. Shapes: queries (B, H, L, E),
+keys (B, H', L, E), values (B, H', L, E'), masks that broadcast to (B, H, L, L).
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def band(length: int, window: int, device: torch.device) -> Tensor:
+    """Which key each query may see, ``|i - j| < w``: (L, L), bool."""
+    places = torch.arange(length, device=device)
+    return (places[:, None] - places[None, :]).abs() < window
+
+
+def within(mask: Tensor, seen: Tensor) -> Tensor:
+    """A mask of attention, with nothing seen outside of the band.
+
+    A query that sees something and has none of it in its window sees itself: padding, after a window's length of
+    padding.
+
+    Args:
+        mask: True where a key is seen, or a number that is added to the score; (.., L, L) or what broadcasts to it.
+        seen: the band, (L, L), bool.
+    """
+    length = len(seen)
+    eye = torch.eye(length, dtype=torch.bool, device=seen.device)
+    if mask.dtype == torch.bool:
+        new = mask & seen
+        return new | (~new.any(-1, keepdim=True) & mask.any(-1, keepdim=True) & eye)
+    hidden = mask <= torch.finfo(mask.dtype).min / 2
+    new = mask.masked_fill(~seen, -torch.inf)
+    lost = (hidden | ~seen).all(-1, keepdim=True) & ~hidden.all(-1, keepdim=True)
+    return new.masked_fill(lost & eye, 0.0)
+
+
+def chunk_of(length: int) -> int:
+    """How many queries are computed at a time: a sixteenth of the length, so that calls are few, and at least 16."""
+    return max(16, -(-length // 16))
+
+
+def windowed_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, window: int, is_causal: bool, **options: Any
+) -> Tensor:
+    """``F.scaled_dot_product_attention`` of L queries and keys in a window of w < L, shape (.., L, E').
+
+    Chunks of c queries meet the keys that one of them sees and no others: at most ``c + w - 1`` (causal) or ``c + 2 (w
+    - 1)`` of the L, and fewer at the sequence's ends. A mask hides what lies outside of the window within these.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        mask: as of the call, or None.
+        window: w >= 1.
+        is_causal: as of the call.
+        options: its other arguments.
+    """
+    length = q.shape[-2]
+    seen = band(length, window, q.device)
+    if is_causal:
+        seen = seen.tril()
+    if mask is not None:
+        seen = within(mask.expand(*mask.shape[:-2], length, length), seen)
+    found: list[Tensor] = []
+    start = 0
+    for some in q.split(chunk_of(length), dim=-2):
+        stop = start + some.shape[-2]
+        keys = slice(max(0, start - window + 1), stop if is_causal else min(length, stop + window - 1))
+        chosen = seen[..., start:stop, keys]
+        found.append(F.scaled_dot_product_attention(some, k[..., keys, :], v[..., keys, :], chosen, **options))
+        start = stop
+    return torch.cat(found, dim=-2)
