@@ -30,7 +30,7 @@ CASES = {
         active=lambda: LoaderTuning(num_batches=1, waiting=0.0, max_workers=1, max_prefetch=2),
         neutral=lambda: LoaderTuning(num_batches=None),
         exact=True,
-        figure="switches",
+        figure="waiting_seconds",  # beside a technique that chooses samples it measures, and changes nothing
         outside_surveys=True,
         anywhere=True,
     )
