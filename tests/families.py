@@ -144,6 +144,7 @@ _NOT_FEWER = "cannot be given fewer of its tokens"
 _ON_IMAGES = ("ProgressiveResizing", "EfficientTrain", "FixRes")
 _NOT_SMALLER = dict.fromkeys(_ON_IMAGES, "found no images in the batch")
 _NO_IMAGES = f"found no images in the batch|called none of the blocks|{_NOT_FEWER}"
+_NO_LOOK_UP = "has no token embedding"
 _NOT_MERGED = f"{_NO_IMAGES}|cannot merge tokens"
 _NO_MASK = "found no mask of padding in the batch"
 _NOT_MASKED, _NO_IDS = "all of the labels 'labels' count", "found no tokens 'input_ids' and labels 'labels'"
@@ -155,7 +156,11 @@ _SWIN |= {"num_channels": 1, "num_labels": 5}
 _ON_BLOCKS = ("pp2", "ProgressiveLayerDropping", "ProgressiveStacking", "Rematerialization")
 _ON_BLOCKS += ("RandomLTD", "PatchDropout", "TokenDropping", "TokenMerging", "SequencePacking")
 _SAY_LAYERS = dict.fromkeys(_ON_BLOCKS, "layers=")
-_NO_SEQUENCE = {"SequenceLengthWarmup": "no integer tensor of shape .* keys=", "MaskRateSchedule": _NO_IDS}
+_NO_SEQUENCE = {
+    "SequenceLengthWarmup": "no integer tensor of shape .* keys=",
+    "MaskRateSchedule": _NO_IDS,
+    "NgramEmbedding": _NO_LOOK_UP,
+}
 _OTHER_BLOCKS = {"ProgressiveStacking": "block 1 of .* has other parameters or buffers than block 0"}
 _NO_STACK = "found no stack of repeated blocks"
 _NOT_SO_SMALL = dict.fromkeys(_ON_IMAGES, "cannot do with images of 4 x 4 pixels")  # windows of 2 x 2 patches
