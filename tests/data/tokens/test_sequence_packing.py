@@ -212,11 +212,15 @@ class Net(pl.LightningModule):
         self.kind, self.head = kind, head
         self.embed, self.place = nn.Embedding(VOCAB, 8), nn.Embedding(T, 8)
         self.blocks = nn.ModuleList(Mix(kind) for _ in range(2))
+        if kind == "torch":
+            self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(2))
         self.out = nn.Linear(8, VOCAB)
 
     def handed(self, keep: Tensor) -> tuple[Any, ...]:
         if self.kind == "mha":
             return (~keep,)
+        if self.kind == "torch":  # as nn.TransformerEncoder hands it on
+            return (None, torch.zeros(keep.shape, dtype=self.out.weight.dtype).masked_fill(~keep, -torch.inf))
         if self.kind == "keys":
             return (keep[:, None, None, :],)
         if self.kind == "square":
@@ -247,6 +251,7 @@ class Net(pl.LightningModule):
 
 RIGHT = [
     *((kind, "tokens") for kind in ("causal", "flat heads", "mha", "keys", "square", "no samples", "tokens first")),
+    ("torch", "tokens"),
     *(("keys", head) for head in ("first", "last token", "mean of tokens")),
 ]
 

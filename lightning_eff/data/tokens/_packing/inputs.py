@@ -11,7 +11,16 @@ from torch import Generator, Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_eff._core import rng
-from lightning_eff._core._tokens.checking import TOLERANCE, TRIES, CannotTake, candidates, first_line, moved, token_dim
+from lightning_eff._core._tokens.checking import (
+    TOLERANCE,
+    TRIES,
+    CannotTake,
+    as_in_training,
+    candidates,
+    first_line,
+    moved,
+    token_dim,
+)
 from lightning_eff._core._tokens.inputs import BLIND, Call, Path, is_cache, leaves, mapped, told
 from lightning_eff._core.blocks import hidden_of, split_output
 from lightning_eff.data.tokens._packing.attention import Attention
@@ -246,7 +255,8 @@ class _Trial:
 
     def _run(self, call: Call) -> Any:
         args, kwargs = mapped(call, lambda _, v: v.clone() if isinstance(v, Tensor) else copy.deepcopy(v))
-        return self.block(*args, **kwargs)
+        with as_in_training():
+            return self.block(*args, **kwargs)
 
     def refuted(self, plan: Plan, rows: Rows, attention: Attention) -> str | None:
         """Why the block cannot be called on these rows in this way; None if it can."""
