@@ -163,7 +163,6 @@ _NO_SEQUENCE = {
 }
 _OTHER_BLOCKS = {"ProgressiveStacking": "block 1 of .* has other parameters or buffers than block 0"}
 _NO_STACK = "found no stack of repeated blocks"
-_NOT_SO_SMALL = dict.fromkeys(_ON_IMAGES, "cannot do with images of 4 x 4 pixels")  # windows of 2 x 2 patches
 _ALBERT = dict.fromkeys(_ON_BLOCKS, _NO_STACK)
 _NO_LINEAR = dict.fromkeys(
     ("FP8Precision", "INT8Precision", "S2FP8Precision", "Wang2018FP8Precision"), "no linear map is left to run"
@@ -193,9 +192,7 @@ FAMILIES: dict[str, Family] = {
     "m2m_100": _family("m2m_100", "seq2seq", _FLOAT_BUFFERS),
     "t5": _family("t5", "seq2seq", {"pp2": "relative_attention_bias.* depends on what earlier blocks returned"}),
     **{name: _family(name, "image", _NO_SEQUENCE) for name in ["vit", "beit", "dinov2", "vit_msn"]},
-    "swin": Family(
-        "image", _SWIN, _NO_SEQUENCE | _SAY_LAYERS | _NOT_SO_SMALL | {"AttentionWindowWarmup": "is on 4 tokens"}
-    ),
+    "swin": Family("image", _SWIN, _NO_SEQUENCE | _SAY_LAYERS | {"AttentionWindowWarmup": "is on 4 tokens"}),
     **{name: _family(name, "speech", _NO_SEQUENCE) for name in ["wav2vec2", "hubert", "unispeech"]},
     "resnet": Family(
         "own", {}, _NO_SEQUENCE | _NO_LINEAR | _NO_TOKENS | {"AttentionWindowWarmup": _NO_ATTENTION}, by_batch=True

@@ -51,6 +51,7 @@ class Table:
         special: rows in front, of tokens that are no patches.
         grid: (h, w) of the full image's patches.
         patch: pixels of a patch's side.
+        plain: the table itself, where it is a plain attribute.
     """
 
     path: str
@@ -59,18 +60,15 @@ class Table:
     special: int
     grid: Side
     patch: int
+    plain: Tensor | None = None
 
     def at(self, side: Side) -> Tensor:
         """The table for images of ``side`` (in pixels), with a graph to the one that is trained."""
-        full = _own(self.owner, self.name)
+        held = self.owner._parameters.get(self.name)
+        held = self.owner._buffers.get(self.name) if held is None else held
+        full = self.plain if held is None else held
+        assert full is not None, "what is neither parameter nor buffer was kept as it was found"
         return interpolate_table(full, self.special, self.grid, (side[0] // self.patch, side[1] // self.patch))
-
-
-def _own(owner: nn.Module, name: str) -> Tensor:
-    """The module's own tensor, whatever stands before it at the moment."""
-    held = owner._parameters.get(name)
-    held = owner._buffers.get(name) if held is None else held
-    return vars(owner)[name] if held is None else held
 
 
 @dataclass
@@ -138,7 +136,9 @@ def find_table(module: nn.Module, side: Side, seen: Seen, *, who: str) -> Table 
         grid = next((g for p in range(_MOST_SPECIAL + 1) if (g := _grid(rows - p, p, side)) is not None), None)
         if grid is not None and any((rows + k, dim) in seen.tokens for k in range(_MOST_SPECIAL + 1)):
             special, patch, (height, width) = grid
-            found.append(Table(path, owner, name, special, (height, width), patch))
+            registered = name in owner._parameters or name in owner._buffers
+            plain = None if registered else t
+            found.append(Table(path, owner, name, special, (height, width), patch, plain))
         elif (called is not None or t.ndim == 3) and any(
             width == dim and _FEWEST_PATCHES <= tokens < rows for tokens, width in seen.tokens
         ):
@@ -164,8 +164,9 @@ def _grid(places: int, special: int, side: Side) -> tuple[int, int, Side] | None
 
 
 def _candidates(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    themselves = {id(part) for m in module.modules() if hasattr(m, FLAG) for part in m.modules()}
     for prefix, owner in module.named_modules():
-        if hasattr(owner, FLAG):
+        if id(owner) in themselves:
             continue
         plain = {name: t for name, t in vars(owner).items() if isinstance(t, Tensor) and not name.startswith("_")}
         if type(owner).__module__.startswith("torch.nn.") and not isinstance(owner, nn.Embedding):

@@ -15,7 +15,7 @@ _NO_IMAGES = "found no images in the batch"
 
 CASES = {
     "EfficientTrain": Case(
-        active=lambda: EfficientTrain(stages=((0.0, 0.5), (0.7, 1.0))),
+        active=lambda: EfficientTrain(stages=((0.0, 0.75), (0.7, 1.0)), multiple_of=2),
         neutral=lambda: EfficientTrain(stages=((0.0, 1.0),)),
         model="vit",
         refuses=dict.fromkeys(("gpt2", "llama", "bert", "tiny_gpt"), _NO_IMAGES),

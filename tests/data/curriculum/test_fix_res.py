@@ -22,7 +22,7 @@ _NO_IMAGES = "found no images in the batch"
 
 CASES = {
     "FixRes": Case(
-        active=lambda: FixRes(scale=0.5, until=0.7),
+        active=lambda: FixRes(scale=0.75, until=0.5, multiple_of=2),  # averages, which begin anew, have the other half
         neutral=lambda: FixRes(scale=1.0),
         model="vit",
         refuses=dict.fromkeys(("gpt2", "llama", "bert", "tiny_gpt"), _NO_IMAGES),

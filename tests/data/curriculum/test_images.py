@@ -183,6 +183,34 @@ def test_what_may_be_a_table_of_something_else_is_told() -> None:
         find_table(long, (8, 12), seen_by(long), who=WHO)
 
 
+def test_a_plain_tensor_stands_aside_as_often_as_it_is_asked() -> None:
+    module = Tokens()
+    module.table = own = torch.randn(1, 25, 12)
+    positions = Positions(module, find_table(module, (8, 12), seen_by(module), who=WHO))
+    for side in ((4, 6), (4, 12)):
+        positions.enter(side)
+        positions.renew()
+        torch.testing.assert_close(module.table, interpolate_table(own, 1, (4, 6), (side[0] // 2, side[1] // 2)))
+    positions.leave()
+    assert module.table is own
+
+
+def test_what_interpolates_by_itself_is_left_to_it() -> None:
+    """Embeddings of places too, which such a module keeps in a module of their own."""
+    settings = {"hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 1, "intermediate_size": 12}
+    config = hf.CLIPVisionConfig(**settings, image_size=8, patch_size=2, num_channels=1)
+    model = hf.CLIPVisionModel(config)
+    with watched((8, 8), 3) as seen:
+        model(torch.randn(3, 1, 8, 8))
+    assert find_table(model, (8, 8), seen, who=WHO) is None
+    positions = Positions(model, None)
+    positions.enter((4, 4))
+    assert model(torch.randn(3, 1, 4, 4)).last_hidden_state.shape == (3, 5, 12)
+    positions.leave()
+    with pytest.raises(ValueError, match="doesn't match"):
+        model(torch.randn(3, 1, 4, 4))
+
+
 def test_a_table_stands_in_for_the_modules_own_and_is_taken_out() -> None:
     module = Tokens()
     module.table = nn.Parameter(torch.randn(1, 25, 12))

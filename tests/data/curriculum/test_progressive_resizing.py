@@ -24,7 +24,7 @@ _NO_IMAGES = "found no images in the batch"
 
 CASES = {
     "ProgressiveResizing": Case(
-        active=lambda: ProgressiveResizing(scale=0.5, until=0.7),
+        active=lambda: ProgressiveResizing(scale=0.75, until=0.7, multiple_of=2),  # of 16 patches, 9
         neutral=lambda: ProgressiveResizing(scale=1.0),
         model="vit",
         refuses=dict.fromkeys(("gpt2", "llama", "bert", "tiny_gpt"), _NO_IMAGES),

@@ -26,7 +26,7 @@ from tests.runs import differences, final_state, fit
 
 CASES = {
     "TokenMerging": Case(
-        active=lambda: TokenMerging(r=3),
+        active=lambda: TokenMerging(r=2),
         neutral=lambda: TokenMerging(r=0),
         model="vit",
         refuses={
