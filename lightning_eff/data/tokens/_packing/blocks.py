@@ -287,9 +287,10 @@ class PackedBlocks(Tokens):
 
     def _watch(self, gradient: Tensor) -> None:
         """Gradients at padding: where a loss reads it, it does not train what it would."""
-        self._flags.append(
-            ("the loss reads what the blocks return at padding", ((gradient != 0) & gradient.isfinite()).any())
-        )
+        if not gradient.is_cuda and not bool(gradient.any()):  # as ever; what follows takes several passes over it
+            return
+        reads = ((gradient != 0) & gradient.isfinite()).any()
+        self._flags.append(("the loss reads what the blocks return at padding", reads))
         if not gradient.is_cuda:
             self._raise_flags()
 
