@@ -75,6 +75,7 @@ ON_MODULES_AND_CLASSES = {
     "_call_impl": "torch.nn:Module",
     "_cdata": "torch:UntypedStorage",
     "_compiled_call_impl": "torch.nn:Module",
+    "_current_graph_task_id": "torch._C",
     "_configure_launcher": "lightning.pytorch.strategies:ModelParallelStrategy",
     "_fused_sdp_choice": "torch",
     "_get_iterator": "torch.utils.data:DataLoader",

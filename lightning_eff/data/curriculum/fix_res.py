@@ -16,7 +16,6 @@ from lightning_eff._core.steps import Proceed, Step, in_evaluation
 from lightning_eff._core.technique import Control
 from lightning_eff.data.curriculum._positions import Seen
 from lightning_eff.data.curriculum._resolution import SmallerImages, check_share, no_images
-from lightning_eff.data.curriculum.progressive_resizing import ProgressiveResizing
 
 WHO = "FixRes"
 _MAPS = (nn.Linear, nn.Conv1d, nn.Conv2d)
@@ -36,12 +35,12 @@ def last_map(seen: Seen) -> nn.Module | None:
 
 def _arms(technique: "FixRes") -> Mapping[str, Callback]:
     """Small images throughout, and as long on full images with all parameters."""
-    if technique.neutral:
+    if technique.neutral or technique.tune_all:
         return {}
-    same = {"scale": technique.scale, "hold": 1.0, "multiple_of": technique.multiple_of, "keys": technique.keys}
+    same = {"scale": technique.scale, "tune_all": True, "multiple_of": technique.multiple_of, "keys": technique.keys}
     return {
-        f"{technique.scale:.3g} of the side throughout": ProgressiveResizing(**same, until=1.0),
-        "all parameters tuned on full images": ProgressiveResizing(**same, until=technique.until),
+        f"{technique.scale:.3g} of the side throughout": FixRes(**same, until=1.0),
+        "all parameters tuned on full images": FixRes(**same, until=technique.until),
     }
 
 
@@ -68,6 +67,7 @@ class FixRes(SmallerImages):
         until: share of the budget in (0, 1] from which on classifier and norms alone are tuned; at 1 they never are.
         norms: ``"all"`` tunes every norm; ``"last"`` the one that was called last alone, as the paper's scripts do it.
         classifier: dotted path of the module that is the classifier; None takes the map that was called last.
+        tune_all: tune every parameter from ``until`` on, which needs no classifier: the control.
         multiple_of: pixels, >= 1; sides below the full ones are multiples of it.
         keys: names (dict, dataclass) or positions (tuple, list) of the tensors (N, C, H, W) that are images, where looking at
             shapes does not tell.
@@ -109,6 +109,7 @@ class FixRes(SmallerImages):
         until: float = 0.85,
         norms: Literal["all", "last"] = "all",
         classifier: str | None = None,
+        tune_all: bool = False,
         multiple_of: int = 4,
         keys: Sequence[str | int] | None = None,
     ) -> None:
@@ -123,6 +124,7 @@ class FixRes(SmallerImages):
         self.until = until
         self.norms: Literal["all", "last"] = norms
         self.classifier = classifier
+        self.tune_all = tune_all
         super().__init__(multiple_of=multiple_of, keys=keys)
 
     @override
@@ -154,6 +156,10 @@ class FixRes(SmallerImages):
 
     @override
     def _on_full_pass(self, step: Step, seen: Seen) -> None:
+        if self.tune_all:
+            self._tuned = [name for name, _ in step.module.named_parameters()]
+            self._adapting = [name for name, m in step.module.named_modules() if is_norm(m)]
+            return
         names = {id(m): name for name, m in step.module.named_modules()}
         if self.classifier is not None:
             head = dict(step.module.named_modules()).get(self.classifier)
@@ -245,7 +251,8 @@ class FixRes(SmallerImages):
 
     @override
     def summary(self) -> str:
-        tuned = f"; {len(self._tuned)} parameters of classifier and norms tuned" if self._tuning else ""
+        of = "" if self.tune_all else " of classifier and norms"
+        tuned = f"; {len(self._tuned)} parameters{of} tuned" if self._tuning else ""
         return super().summary() + tuned
 
     @override

@@ -196,7 +196,12 @@ def test_arms_are_without_the_tuning_and_with_all_parameters_in_it() -> None:
     arms = technique.control.arms(technique)
     assert [*arms] == ["0.5 of the side throughout", "all parameters tuned on full images"]
     throughout, tuned = arms.values()
-    assert isinstance(throughout, eff.ProgressiveResizing) and isinstance(tuned, eff.ProgressiveResizing)
+    assert isinstance(throughout, FixRes) and isinstance(tuned, FixRes) and throughout.tune_all and tuned.tune_all
     assert [throughout.share_of(u) for u in (0.0, 0.9)] == [0.5, 0.5]
     assert [tuned.share_of(u) for u in (0.0, 0.59, 0.6)] == [0.5, 0.5, 1.0] and tuned.keys == ["x"]
-    assert FixRes(scale=1.0).control.arms(FixRes(scale=1.0)) == {}
+    assert FixRes(scale=1.0).control.arms(FixRes(scale=1.0)) == tuned.control.arms(tuned) == {}
+    trace, technique = Trace(), FixRes(scale=0.5, until=0.5, tune_all=True)
+    net: Any = train(Deep(), technique, trace, data=batches(6))
+    assert [t.shape[-1] for t in net.given] == [8] * 3 + [16] * 3
+    assert moved(trace.states[2], trace.states[3]) == set(trace.states[2])
+    assert technique.report()["tuned"] == sum(p.numel() for p in net.parameters())
