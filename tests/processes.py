@@ -125,11 +125,15 @@ def start(
         return codes, [log.read_text() for log in logs], json.loads(result.read_text()) if result.is_file() else None
 
 
+#: how names of variables begin that imports look at: forks of a process that was started with other values would not know
+READ = ("BNB", "CUDA", "DS_", "HF_", "LIGHTNING_EFF", "OMP_", "PYTHON", "TORCH", "TRITON")
+
+
 class Forks:
     """The process of :mod:`tests.forked` that this one's launches are forks of, started by the first of them.
 
     Attributes:
-        seconds: of processors, that ended launches had.
+        seconds: of processors, that ended launches of it had.
     """
 
     def __init__(self) -> None:
@@ -139,8 +143,7 @@ class Forks:
 
     def _started(self) -> "subprocess.Popen[str]":
         """As it was started in this environment, which imports may have looked at, or anew."""
-        passing = ("PYTEST_", "PL_")  # what each test has of its own, and no import reads
-        settings = {name: value for name, value in os.environ.items() if not name.startswith(passing)}, os.getcwd()
+        settings = {name: value for name, value in os.environ.items() if name.startswith(READ)}, os.getcwd()
         if self._process is None or self._process.poll() is not None or settings != self._settings:
             self.stop()
             self._settings = settings
@@ -179,6 +182,7 @@ class Forks:
             self._process.kill()
             self._process.communicate()
             self._process = None
+            self.seconds = 0.0  # they are among those of a child that has ended, now
 
 
 FORKS = Forks()
