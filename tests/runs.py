@@ -133,9 +133,12 @@ def fit_yaml(
     *,
     model: str = "TinyClassifier",
     data: str = "Classes",
+    keeps_state: bool = True,
     **settings: Any,
 ) -> None:
     """Train ``TinyClassifier`` by the command line, from a YAML whose trainer has these settings and the one technique.
+
+    Raises an AssertionError unless the run took its steps, and its checkpoint holds what the technique keeps.
 
     Args:
         folder: of the YAML.
@@ -143,6 +146,7 @@ def fit_yaml(
         arguments: of it.
         model: another module of ``tests.models``.
         data: of ``tests.cli_data``, what it trains on.
+        keeps_state: whether the technique has anything to keep.
         settings: of the trainer.
     """
     quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "default_root_dir": str(folder)}
@@ -155,3 +159,7 @@ def fit_yaml(
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(config))
     cli.main(["fit", "--config", str(path)])
+    newest = max(folder.rglob("*.ckpt"), key=lambda file: file.stat().st_mtime_ns)
+    saved = torch.load(newest, weights_only=True)
+    assert saved["global_step"] == settings.get("max_steps", saved["global_step"]) > 0
+    assert keeps_state == any(key.split("{")[0] == technique for key in saved["callbacks"]), [*saved["callbacks"]]

@@ -202,7 +202,8 @@ def test_it_is_held_against_the_full_rate_at_once() -> None:
 
 
 def test_a_yaml_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fit_yaml(tmp_path, "LinearScaling", {"base_batch_size": 4, "warmup": 0.5}, max_steps=6, accumulate_grad_batches=2)
+    arguments = {"base_batch_size": 4, "warmup": 0.5}
+    fit_yaml(tmp_path, "LinearScaling", arguments, keeps_state=False, max_steps=6, accumulate_grad_batches=2)
     assert "steps of 8 samples, the last at 2 of the rate for 4" in capsys.readouterr().out
 
 

@@ -280,16 +280,21 @@ def test_a_setting_that_fails_is_given_up_for_the_very_batch() -> None:
     assert "1 workers, 2 batches ahead failed (" in technique.summary()
 
 
-def test_a_setting_whose_workers_cannot_start_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("reason", "told"), [(("no room for planted reasons",), "no room for planted reasons"), ((), "OSError")]
+)
+def test_a_setting_whose_workers_cannot_start_is_given_up(
+    reason: tuple[str, ...], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(self: Any) -> None:
-        raise OSError("no room for planted reasons")
+        raise OSError(*reason)
 
     plain, _ = run(LOADERS["shuffle"])
     monkeypatch.setattr(torch.multiprocessing.Process, "start", fail)
     technique = LoaderTuning(num_batches=1, waiting=0.0, max_workers=2)
     ours, _ = run(LOADERS["shuffle"], technique)
     assert same(plain, ours)
-    assert "failed (OSError: no room for planted reasons)" in technique.summary()
+    assert f"failed (OSError: {told})" in technique.summary()
 
 
 def unlike() -> DataLoader[Tensor]:

@@ -14,7 +14,7 @@ to be 0 at the start is seen, too.
 import copy
 import itertools
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch import Generator, Tensor, nn
 from lightning_eff._core import rng
 from lightning_eff._core._tokens.inputs import BLIND, Call, Path, Plan, is_cache, leaves, mapped, tables_at, told
 from lightning_eff._core.blocks import hidden_of, split_output
+from lightning_eff._core.words import first_line
 
 TRIES = 512
 _SAMPLES = 3
@@ -182,7 +183,7 @@ class Trial:
         self.generator, self.dim, self.dtype = generator, dim, dtype
         self.block = moved(block, dtype, generator)
         hidden = hidden_of(*call)
-        self.call = mapped(call, lambda _, value: self._input(value, value is hidden))
+        self.call = mapped(call, lambda _, value: moved_input(value, value is hidden, dtype, generator))
         self.hidden = hidden_of(*self.call)
         self.size, self.tokens = hidden.shape[1 - dim], hidden.shape[dim]
         self.per_sample = per_sample
@@ -192,25 +193,9 @@ class Trial:
                 f"it returns a hidden state of shape {tuple(self.plain.shape)} for one of {tuple(self.hidden.shape)}"
             )
 
-    def _input(self, value: Any, hidden: bool) -> Any:
-        if not isinstance(value, Tensor):
-            return copy.deepcopy(value)
-        value = value.detach()
-        if not value.is_floating_point():
-            return value.clone()
-        noise = torch.randn(value.shape, generator=self.generator, dtype=self.dtype).to(value.device)
-        if hidden:
-            return noise
-        return torch.where(value > BLIND, value.to(self.dtype) + 0.1 * noise, value.to(self.dtype))
-
     def run(self, call: Call, tables: Mapping[str, tuple[int, ...]] | None = None, index: Tensor | None = None) -> Any:
-        # what the block changes of its inputs is of no concern to the next run
-        args, kwargs = mapped(call, lambda _, v: v.clone() if isinstance(v, Tensor) else copy.deepcopy(v))
-        with as_in_training():
-            if not tables or index is None:
-                return self.block(*args, **kwargs)
-            with tables_at(self.block, tables, index):
-                return self.block(*args, **kwargs)
+        with tables_at(self.block, tables, index) if tables and index is not None else nullcontext():
+            return called(self.block, call)
 
     def _some(self, count: int) -> Tensor:
         """Places of ``count`` tokens, ascending: (k,), or (B, k) other ones in each sample."""
@@ -284,6 +269,26 @@ def _doubled(call: Call, plan: Plan) -> Call:
     return mapped(call, double)
 
 
+def moved_input(value: Any, hidden: bool, dtype: torch.dtype, generator: Generator) -> Any:
+    """An input of a trial: noise for the hidden state, other numbers moved a little unless they hide what they are added to."""
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    value = value.detach()
+    if not value.is_floating_point():
+        return value.clone()
+    noise = torch.randn(value.shape, generator=generator, dtype=dtype).to(value.device)
+    if hidden:
+        return noise
+    return torch.where(value > BLIND, value.to(dtype) + 0.1 * noise, value.to(dtype))
+
+
+def called(block: nn.Module, call: Call) -> Any:
+    """What a block returns in a trial; what it changes of its inputs is of no concern to the next."""
+    args, kwargs = mapped(call, lambda _, v: v.clone() if isinstance(v, Tensor) else copy.deepcopy(v))
+    with as_in_training():
+        return block(*args, **kwargs)
+
+
 def moved(block: nn.Module, dtype: torch.dtype, generator: Generator) -> nn.Module:
     """A copy of the block in ``dtype`` and evaluation mode, each parameter moved by about as much as it is large."""
     block = getattr(block, "_orig_mod", block)
@@ -305,7 +310,3 @@ def moved(block: nn.Module, dtype: torch.dtype, generator: Generator) -> nn.Modu
         step = torch.randn(p.shape, generator=generator, dtype=dtype) * 0.5 / fan**0.5
         p.data.add_(step.to(p.device))
     return other
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

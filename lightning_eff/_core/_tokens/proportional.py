@@ -14,14 +14,13 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_eff._core import rng
-from lightning_eff._core._tokens.checking import Trial
+from lightning_eff._core._tokens.checking import TOLERANCE, Trial
 from lightning_eff._core._tokens.inputs import Call, mapped
 from lightning_eff._core.blocks import hidden_of, split_output
 
 _PRODUCTS = frozenset({torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__})
 _SOFTMAX = frozenset({F.softmax, torch.softmax, Tensor.softmax})
 _NAMES = ("attn_mask", "dropout_p", "is_causal")
-_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 
 
 class Proportional(TorchFunctionMode):
@@ -154,7 +153,7 @@ def _refuted(trial: Trial, dtype: torch.dtype, generator: Generator) -> str | No
     expected = split_output(trial.run(mapped(trial.call, lambda _, v: many if v is hidden else v)))[0]
     expected = expected.index_select(1, sizes.cumsum(0) - sizes)
     scale = (expected - hidden).abs().max()
-    if bool((got - expected).abs().max() <= _TOLERANCE[dtype] * scale + 1e-12):
+    if bool((got - expected).abs().max() <= TOLERANCE[dtype] * scale + 1e-12):
         return None
     return (
         "with sizes it computes something else than with as many copies of its tokens: not all of its attention takes them, or"

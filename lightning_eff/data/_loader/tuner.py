@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_eff._core import rng
 from lightning_eff._core._run.own_state import has_state
 from lightning_eff._core.loaders import ResumableLoader
+from lightning_eff._core.words import first_line
 from lightning_eff.data._loader.watching import Watch, WatchedCollate, WatchedStart, numbers
 
 PATIENCE_SECONDS = 60.0  # for a batch of workers that the user did not ask for
@@ -157,7 +158,7 @@ class LoaderTuner:
         return following()
 
     def _give_up(self, error: Exception) -> None:
-        self.failed = f"{self.setting} failed ({type(error).__name__}: {str(error).strip().splitlines()[0][:200]})"
+        self.failed = f"{self.setting} failed ({type(error).__name__}: {first_line(error)})"
         self.setting = self.own
 
     @contextmanager

@@ -14,6 +14,7 @@ from lightning_eff._core.search_space import RunProfile
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Technique
+from lightning_eff._core.words import first_line
 from lightning_eff.data.curriculum._images import (
     Images,
     Side,
@@ -223,13 +224,12 @@ class SmallerImages(Technique):
         return grid[0] * patch, grid[1] * patch
 
     def _told(self, error: Exception, full: Side, side: Side, positions: Positions) -> str:
-        text = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         return (
             f"{type(self).__name__}: training_step cannot do with images of {side[0]} x {side[1]} pixels, of {full[0]} x"
-            f" {full[1]}, with {positions.source or 'no table of positions found'}: {text}. Expected a module for images of any"
-            f" size (a multiple of {self._units[0]} x {self._units[1]} pixels): a CNN with global pooling, or a ViT whose"
-            " positions follow the size, by interpolation or rotary ones. Raise multiple_of where sizes must be multiples of"
-            " more pixels, or take the technique out."
+            f" {full[1]}, with {positions.source or 'no table of positions found'}: {first_line(error)}. Expected a module for"
+            f" images of any size (a multiple of {self._units[0]} x {self._units[1]} pixels): a CNN with global pooling, or a"
+            " ViT whose positions follow the size, by interpolation or rotary ones. Raise multiple_of where sizes must be"
+            " multiples of more pixels, or take the technique out."
         )
 
     # -- what it tells

@@ -20,6 +20,7 @@ from lightning_eff._core.blocks import BlockStack, hidden_of, split_output
 from lightning_eff._core.losses import loss_of
 from lightning_eff._core.patches import Patches
 from lightning_eff._core.steps import Step, in_evaluation
+from lightning_eff._core.words import first_line
 from lightning_eff._core.wrapping import unrounded
 
 
@@ -142,8 +143,7 @@ def _try_head(
             with _handled(stack.running()[-1], turned(arrange)):
                 loss = _loss(step, batch, size)
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-            text = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
-            reason = reason or f"with other patches training_step fails: {text}"
+            reason = reason or f"with other patches training_step fails: {first_line(error, 160)}"
             continue
         if loss is not None and abs(loss - plain) <= tolerance * max(abs(plain), 1e-3):
             return

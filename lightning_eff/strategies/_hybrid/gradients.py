@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from lightning_eff._core.words import first_line
 from lightning_eff.strategies._hybrid.shards import counted_here, local
 
 _OF_DTENSORS = ("dtensor", "placement", "sharding")  # in torch's messages of operations that it cannot run on them
@@ -108,7 +109,7 @@ def steps_pieces(optimizer: Optimizer, computed: Callable[[], bool], *, who: str
         if computed() and pieces and any(word in str(error).lower() for word in _OF_DTENSORS):
             raise ValueError(
                 f"{who}: {type(optimizer).__name__} cannot step parameters that lie in pieces on several processes (DTensor):"
-                f" {str(error).splitlines()[0]} Take an optimizer that can, such as AdamW or SGD, or {who}(shard=False)"
+                f" {first_line(error)} Take an optimizer that can, such as AdamW or SGD, or {who}(shard=False)"
                 " without tensor parallelism."
             ) from error
         raise

@@ -1,6 +1,5 @@
 """How a block's inputs are handed over in rows, and whether the block then computes the same: tried on a copy of it."""
 
-import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -15,14 +14,15 @@ from lightning_eff._core._tokens.checking import (
     TOLERANCE,
     TRIES,
     CannotTake,
-    as_in_training,
+    called,
     candidates,
-    first_line,
     moved,
+    moved_input,
     token_dim,
 )
 from lightning_eff._core._tokens.inputs import BLIND, Call, Path, is_cache, leaves, mapped, told
 from lightning_eff._core.blocks import hidden_of, split_output
+from lightning_eff._core.words import first_line
 from lightning_eff.data.tokens._packing.attention import Attention
 from lightning_eff.data.tokens._packing.rows import Rows, in_rows, packed
 
@@ -229,41 +229,25 @@ class _Trial:
     """A copy of a block with weights and inputs moved at random, run on the padded batch and on rows."""
 
     def __init__(self, block: nn.Module, call: Call, dim: int, dtype: torch.dtype, generator: Generator) -> None:
-        self.dtype, self.dim, self.generator = dtype, dim, generator
+        self.dtype, self.dim = dtype, dim
         self.block = moved(block, dtype, generator)
         for m in self.block.modules():  # their statistics would be of tokens alone
             m.training = isinstance(m, _NormBase)
         hidden = hidden_of(*call)
-        self.call = mapped(call, lambda _, value: self._input(value, value is hidden))
+        self.call = mapped(call, lambda _, value: moved_input(value, value is hidden, dtype, generator))
         self.hidden = hidden_of(*self.call)
-        self.plain = split_output(self._run(self.call))[0]
+        self.plain = split_output(called(self.block, self.call))[0]
         if self.plain.shape != self.hidden.shape:
             raise CannotTake(
                 f"it returns a hidden state of shape {tuple(self.plain.shape)} for one of {tuple(self.hidden.shape)}"
             )
-
-    def _input(self, value: Any, hidden: bool) -> Any:
-        if not isinstance(value, Tensor):
-            return copy.deepcopy(value)
-        value = value.detach()
-        if not value.is_floating_point():
-            return value.clone()
-        noise = torch.randn(value.shape, generator=self.generator, dtype=self.dtype).to(value.device)
-        if hidden:
-            return noise
-        return torch.where(value > BLIND, value.to(self.dtype) + 0.1 * noise, value.to(self.dtype))
-
-    def _run(self, call: Call) -> Any:
-        args, kwargs = mapped(call, lambda _, v: v.clone() if isinstance(v, Tensor) else copy.deepcopy(v))
-        with as_in_training():
-            return self.block(*args, **kwargs)
 
     def refuted(self, plan: Plan, rows: Rows, attention: Attention) -> str | None:
         """Why the block cannot be called on these rows in this way; None if it can."""
         try:
             call = plan.in_rows(self.call, rows)
             with attention.within(rows):
-                new, rest = split_output(self._run(call))
+                new, rest = split_output(called(self.block, call))
         except Exception as error:
             return f"in rows it fails ({first_line(error)})"
         if new.shape != hidden_of(*call).shape:
