@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_eff._core import rng
 from lightning_eff._core._run.own_state import has_state
+from lightning_eff._core._run.words import first_line
 from lightning_eff._core.loaders import ResumableLoader
-from lightning_eff._core.words import first_line
 from lightning_eff.data._loader.watching import Watch, WatchedCollate, WatchedStart, numbers
 
 PATIENCE_SECONDS = 60.0  # for a batch of workers that the user did not ask for

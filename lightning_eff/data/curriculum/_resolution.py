@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._run.words import first_line
 from lightning_eff._core.batches import select
 from lightning_eff._core.search_space import RunProfile
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Technique
-from lightning_eff._core.words import first_line
 from lightning_eff.data.curriculum._images import (
     Images,
     Side,

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
+from lightning_eff._core._run.words import first_line
 from lightning_eff._core._tokens.checking import token_dim
 from lightning_eff._core.batches import map_tensors, num_samples, tensors
 from lightning_eff._core.blocks import BlockStack, hidden_of, split_output
 from lightning_eff._core.losses import loss_of
 from lightning_eff._core.patches import Patches
 from lightning_eff._core.steps import Step, in_evaluation
-from lightning_eff._core.words import first_line
 from lightning_eff._core.wrapping import unrounded
 
 

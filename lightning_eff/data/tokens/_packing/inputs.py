@@ -10,6 +10,7 @@ from torch import Generator, Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_eff._core import rng
+from lightning_eff._core._run.words import first_line
 from lightning_eff._core._tokens.checking import (
     TOLERANCE,
     TRIES,
@@ -22,7 +23,6 @@ from lightning_eff._core._tokens.checking import (
 )
 from lightning_eff._core._tokens.inputs import BLIND, Call, Path, is_cache, leaves, mapped, told
 from lightning_eff._core.blocks import hidden_of, split_output
-from lightning_eff._core.words import first_line
 from lightning_eff.data.tokens._packing.attention import Attention
 from lightning_eff.data.tokens._packing.rows import Rows, in_rows, packed
 
