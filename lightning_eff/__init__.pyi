@@ -26,6 +26,7 @@ from lightning_eff.data.curriculum.efficient_train import EfficientTrain as Effi
 from lightning_eff.data.curriculum.fix_res import FixRes as FixRes
 from lightning_eff.data.curriculum.progressive_resizing import ProgressiveResizing as ProgressiveResizing
 from lightning_eff.data.curriculum.sequence_length_warmup import SequenceLengthWarmup as SequenceLengthWarmup
+from lightning_eff.data.curriculum.token_budget_batches import TokenBudgetBatches as TokenBudgetBatches
 from lightning_eff.data.exact_resume import ExactResume as ExactResume
 from lightning_eff.data.loader_tuning import LoaderTuning as LoaderTuning
 from lightning_eff.data.selection.importance_sampling import ImportanceSampling as ImportanceSampling

@@ -101,6 +101,10 @@ class ChosenBatches:
         sizes = [len(batch) for batch in self._batches]
         self._weights = None if weights is None else list(weights[: sum(sizes)].split(sizes))
 
+    def choose_batches(self, batches: list[list[int]]) -> None:
+        """Let the next epoch have these batches of this process, of any sizes."""
+        self._batches, self._weights = batches, None
+
     def choose_own(self) -> None:
         """Let the next epoch have the batches that :meth:`plain` has met."""
         self._batches, self._weights = self._own, None

@@ -15,7 +15,9 @@ from lightning_eff._core.loaders import ResumableLoader
 if TYPE_CHECKING:
     from lightning_eff._core.session import Session
 
-Chooser = Callable[[int, Tensor, int, int | None], tuple[Tensor, Tensor | None] | None]
+Chooser = Callable[
+    [int, Tensor, int, int | None], tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, list[int]] | None
+]
 
 
 class EpochsOfRun:
@@ -24,7 +26,8 @@ class EpochsOfRun:
     Args:
         session: the run, whose patches are being set.
         choose: of the epoch's number, the plain order of all ranks, the data set's size and, in mid-epoch, how many are left,
-            the indices and weights; None for the plain epoch.
+            the indices and weights, and how many samples each batch has, if that is chosen too, for a number of batches that
+            the ranks divide; None for the plain epoch.
         who: the technique's name.
 
     Raises:
@@ -109,7 +112,14 @@ class EpochsOfRun:
         distributed = loader.chosen.distributed
         if distributed is not None and not distributed.drop_last:
             order = order[: len(distributed.dataset)]  # pyright: ignore[reportArgumentType] -- without what evens the ranks out
-        found = self._checked(self._choose(number, order, size, None), size)
+        what = self._choose(number, order, size, None)
+        found = self._checked(None if what is None else what[:2], size)
+        sizes = what[2] if what is not None and len(what) == 3 else None
+        if sizes is not None and not loader.chosen.batched:
+            raise ValueError(
+                f"{self._who}: got a DataLoader with batch_size=None, whose indices stand for whole batches; expected batches"
+                " of samples, of which it says how many they have. Give the loader a batch_size."
+            )
         if found is not None and found[1] is not None and not loader.chosen.batched:
             raise ValueError(
                 f"{self._who}: got weights of samples and a DataLoader with batch_size=None, whose indices stand for whole"
@@ -118,6 +128,9 @@ class EpochsOfRun:
         chosen = len(order)
         if found is None:
             loader.chosen.choose_own()
+        elif sizes is not None:
+            batches = [batch.tolist() for batch in found[0].split(sizes)]
+            loader.chosen.choose_batches(batches[session.rank :: len(orders)])
         else:
             drop = distributed is not None and distributed.drop_last
             chosen = len(found[0])
@@ -144,7 +157,8 @@ class EpochsOfRun:
         if not len(order):
             return
         number = self._number()
-        found = self._checked(self._choose(number, order, size, len(order)), size, expected=len(order))
+        what = self._choose(number, order, size, len(order))
+        found = self._checked(None if what is None else what[:2], size, expected=len(order))
         if found is not None:
             indices, weights = (_share(v, session.rank, len(coming), drop_last=False) for v in found)
             assert indices is not None

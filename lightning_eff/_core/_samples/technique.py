@@ -43,10 +43,13 @@ class Choice:
     Attributes:
         indices: of the data set, in the order in which they are to be seen, shape (m,); one may come several times.
         weights: what the loss of each is multiplied with before a mean is taken, shape (m,), >= 0; None leaves the loss alone.
+        sizes: how many samples each batch of all ranks has, in turn; their number is one that the ranks divide, and
+            there are no weights. None leaves that to the user's loader.
     """
 
     indices: Tensor | Sequence[int]
     weights: Tensor | Sequence[float] | None = None
+    sizes: Sequence[int] | None = None
 
 
 class SampleChooser(Technique):
@@ -103,13 +106,13 @@ class SampleChooser(Technique):
     def detach(self, session: Session) -> None:
         self._epochs = self._targets = None
 
-    def _choose(self, number: int, order: Tensor, size: int, left: int | None) -> tuple[Tensor, Tensor | None] | None:
+    def _choose(self, number: int, order: Tensor, size: int, left: int | None) -> Any:
         choice = self.choose(Epoch(number, order, size, left))
         if choice is None:
             return None
         indices = torch.as_tensor(choice.indices).cpu()
         weights = None if choice.weights is None else torch.as_tensor(choice.weights).detach().cpu().float()
-        return indices, weights
+        return (indices, weights) if choice.sizes is None else (indices, weights, [int(n) for n in choice.sizes])
 
     def _reweigh(self, step: Step, batch: Any, proceed: Proceed) -> Any:
         session, who = self.session, type(self).__name__

@@ -12,11 +12,16 @@ MASKS = ("attention_mask",)
 TOKENS = ("input_ids", "tokens", "ids")
 
 
-def sample_length(sample: Any) -> int:
+def sample_length(sample: Any, *, asked: str = "DifficultyPacing(score='length')", mend: str = "score=") -> int:
     """The tokens of one sample, as the data set gives it.
 
     The ones of its ``attention_mask``, or else the length of its ``input_ids`` (``tokens``, ``ids``), or of its first
     sequence of integers under any other name: a tensor or array of one dimension, or a list of numbers.
+
+    Args:
+        sample: any.
+        asked: who asks, for messages.
+        mend: the argument that takes a number for each sample, for messages.
 
     Raises:
         ValueError: if it holds none.
@@ -31,9 +36,9 @@ def sample_length(sample: Any) -> int:
     if not found:
         held = ", ".join(map(str, sample)) if isinstance(sample, Mapping) else type(sample).__name__
         raise ValueError(
-            f"DifficultyPacing(score='length'): found no sequence of integers in a sample of the data set ({held}); expected"
-            " its tokens, a tensor, array or list of one dimension, such as input_ids. Give score= one number for each"
-            " sample."
+            f"{asked}: found no sequence of integers in a sample of the data set ({held}); expected"
+            f" its tokens, a tensor, array or list of one dimension, such as input_ids. Give {mend} one number for"
+            " each sample."
         )
     return len(found[0][1])
 
