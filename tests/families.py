@@ -161,6 +161,7 @@ _NO_SEQUENCE = {
     "MaskRateSchedule": _NO_IDS,
     "NgramEmbedding": _NO_LOOK_UP,
 }
+_NO_SEQUENCE |= {"TokenBudgetBatches": "found no sequence of integers in a sample"}
 _OTHER_BLOCKS = {"ProgressiveStacking": "block 1 of .* has other parameters or buffers than block 0"}
 _NO_STACK = "found no stack of repeated blocks"
 _ALBERT = dict.fromkeys(_ON_BLOCKS, _NO_STACK)

@@ -145,6 +145,7 @@ class TokenBudgetBatches(SampleChooser):
     )
     conflicts: ClassVar[Mapping[str, str]] = {
         "DifficultyPacing": "both say which samples an epoch has",
+        "GradientNoiseScale": "it measures batches of one size",
         "BatchSizeWarmup": "both say how many samples a batch has",
     }
     needs_automatic_optimization: ClassVar[bool] = False

@@ -20,7 +20,6 @@ CASES = {
         neutral=lambda: TokenBudgetBatches(0),
         model="padded",
         refuses={"vit": _NO_TOKENS},
-        refuses_manual=True,
         outside_surveys=True,
         lost=(classifier, "classifier", _NO_TOKENS),
     )
