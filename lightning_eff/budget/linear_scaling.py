@@ -78,11 +78,13 @@ class LinearScaling(Technique):
         warmup: the share of the budget in [0, 1] over which the rate rises from that of the base; 0 for none.
         power: of the batch, that the rate is multiplied with, in [0, 2]; 1 suits SGD, 1/2 Adam, 0 is plain training.
         batch_size: samples of one of the loader's batches on each rank, > 0, in place of what the loader says: for
-            loaders that do not say it, such as those that batch by tokens, whose mean it is then.
+            loaders that do not say it, such as those that batch by tokens, and beside :class:`TokenBudgetBatches`; their
+            mean it is then.
 
     Raises:
         ValueError: for other values; at setup, beside Lightning's ``GradientAccumulationScheduler`` or
-            :class:`BatchSizeWarmup`, and with ``warmup`` in a run without an end; before the first step, where the loader
+            :class:`BatchSizeWarmup`, beside :class:`TokenBudgetBatches` without ``batch_size``, and with ``warmup`` in a
+            run without an end; before the first step, where the loader
             does not say how many samples its batches have, or there are several loaders, and ``batch_size`` is not given.
 
     Sources:
@@ -103,6 +105,8 @@ class LinearScaling(Technique):
     needs_optimizer: ClassVar[bool] = True
     conflicts: ClassVar[Mapping[str, str]] = {
         "BatchSizeWarmup": "both scale the rate with the batch. BatchSizeWarmup alone scales it from that of its first batch",
+        "TokenBudgetBatches": "its batches have other numbers of samples than the loader says. Their mean, as"
+        " LinearScaling(..., batch_size=), is a way, too",
     }
 
     def __init__(
@@ -127,6 +131,9 @@ class LinearScaling(Technique):
                 " None to ask the loader."
             )
         self.base_batch_size, self.warmup, self.power, self.batch_size = base_batch_size, warmup, power, batch_size
+        if batch_size is not None:
+            others = {name: why for name, why in self.conflicts.items() if name != "TokenBudgetBatches"}
+            self.conflicts = others  # pyright: ignore[reportAttributeAccessIssue] -- of this instance alone
         self._scaled: ScaledSteps | None = None
         self._batch, self._factor = 0.0, 1.0
 

@@ -11,14 +11,14 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from lightning_eff import BatchSizeWarmup, LearningRateSchedule, LinearScaling
+from lightning_eff import BatchSizeWarmup, LearningRateSchedule, LinearScaling, TokenBudgetBatches
 from lightning_eff._core.search_space import RunProfile
 from lightning_eff.budget.linear_scaling import factor_at
 from tests.budget.budget_jobs import two_processes
 from tests.budget.budget_jobs import without_dropout as still
 from tests.cases import Case
 from tests.conftest import Once
-from tests.models import Samples, flat, loader, trainer
+from tests.models import Samples, flat, loader, module, trainer
 from tests.runs import fit_yaml
 
 CASES = {
@@ -174,6 +174,13 @@ def test_a_batch_that_is_not_known_is_refused_and_may_be_given(kind: str, messag
     technique = LinearScaling(5, 0.0, batch_size=2.5)
     trainer(technique, max_steps=2, accumulate_grad_batches=4).fit(taking(still()), data(kind))
     assert technique.report() == {"batch": 10.0, "rate_factor": 2.0}
+
+
+def test_batches_by_tokens_are_as_many_samples_as_are_given() -> None:
+    """The loader, of which they are made, says another number; test_pairs.py has what is refused."""
+    both = [TokenBudgetBatches(64), LinearScaling(5, 0.0, batch_size=10)]
+    trainer(*both, max_steps=2).fit(module("padded"), DataLoader(Samples("padded", 20), 4))
+    assert both[1].report() == {"batch": 10, "rate_factor": 2.0}
 
 
 def test_two_processes(once: Once) -> None:

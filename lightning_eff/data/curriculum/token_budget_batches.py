@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lightning_eff._core._samples.by_index import of_each_sample
 from lightning_eff._core._samples.technique import Choice, Epoch, SampleChooser
-from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.data.curriculum._difficulty import sample_length
@@ -53,8 +53,7 @@ def evened(batches: list[list[int]], ranks: int) -> list[list[int]]:
         at = max(range(len(found)), key=lambda i: (len(found[i]), -i))
         batch = found[at]
         if len(batch) == 1:
-            found.append(list(found[len(found) - len(batches)]))
-            continue
+            return found + [list(found[i % len(found)]) for i in range(-len(found) % ranks)]
         half = len(batch) // 2
         found[at : at + 1] = [batch[:half], batch[half:]]
     return found
@@ -97,6 +96,12 @@ def _pointless(profile: RunProfile) -> str | None:
     return "samples are no sequences" if profile.sequence_length is None else None
 
 
+def _search(cls: Callable[..., Any], values: Mapping[str, Any], profile: RunProfile) -> Any:
+    """Of a budget of ``share`` of the places that a batch of the run's has now, and of one sample's at least."""
+    assert profile.sequence_length is not None, "else it is pointless"
+    return cls(max(profile.sequence_length, round(values["share"] * profile.batch_size * profile.sequence_length)))
+
+
 class TokenBudgetBatches(SampleChooser):
     """Make batches by tokens instead of samples: each holds as many samples of like length as ``max_tokens`` allow.
 
@@ -106,9 +111,9 @@ class TokenBudgetBatches(SampleChooser):
     of the user's order comes once in an epoch. The user's loader makes the batches, with its collate function and workers,
     which must pad a batch to its own longest sample for anything to be saved.
 
-    Every rank has as many batches as every other (the largest are halved for it), and the ranks' batches of one step are
-    neighbours in their number of tokens. The choice depends on the seed, the epoch and the sampler alone and is in checkpoints:
-    a run that resumes in mid-epoch goes on to the bit.
+    Every rank has as many batches as every other (the largest are halved for it; where there are fewer samples than ranks,
+    some come again), and the ranks' batches of one step are neighbours in their number of tokens. The choice depends on the
+    seed, the epoch and the sampler alone and is in checkpoints: a run that resumes in mid-epoch goes on to the bit.
 
     A batch's loss is the mean that the module takes of it: steps on few long samples weigh as much as those on many short ones.
     Epochs have another number of batches than the user's loader would, which is known as an epoch begins: schedules that ask
@@ -138,7 +143,9 @@ class TokenBudgetBatches(SampleChooser):
         "one DataLoader over a map-style data set, whose collate function pads a batch to its longest sample"
     )
     survey: ClassVar[Survey | None] = None
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(pointless=_pointless)
+    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+        {"share": Uniform(0.25, 1.0, log=True)}, pointless=_pointless, make=_search
+    )
     control: ClassVar[Control] = Control(
         "the baseline for as many seconds, with as many tokens in a batch on average, since the batch's size alone"
         " changes training"

@@ -57,6 +57,7 @@ def test_batches_are_as_large_as_their_budget_allows() -> None:
     assert cut(range(8), lengths, 9, padded=False) == [[0, 1, 2, 3], [4], [5], [6, 7]]
     assert evened([[0, 1, 2], [3]], 3) == [[0], [1, 2], [3]]
     assert evened([[0], [1]], 3) == [[0], [1], [0]]
+    assert evened([[0, 1], [2]], 5) == [[0], [1], [2], [0], [1]]
     assert evened([[0]], 4) == [[0]] * 4
 
 
