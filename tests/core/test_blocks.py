@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_eff._core.blocks import (
     BlockStack,
@@ -132,6 +133,16 @@ def test_experts_inside_blocks_are_no_candidates() -> None:
     assert [c.path for c in candidates(net)] == ["layers"]
     assert find_stack(net, None, who="Test").length == 3
     assert find_stack(net, "layers.1.experts", who="Test").length == 8  # but can be named
+
+
+def test_blocks_that_fsdp2_has_divided_here_and_not_there_are_one_stack() -> None:
+    """In a pipeline: a process divides the blocks of its own stage, and the others' stand beside them as they were."""
+    net = Holds(blocks=repeat(4), bare=repeat(5, lambda: nn.Linear(4, 4)))
+    divided = type("FSDPResidual", (FSDPModule, Residual), {})  # as fully_shard makes it
+    for block in net.blocks[:2]:
+        object.__setattr__(block, "__class__", divided)
+    found = find_stack(net, None, who="Test")
+    assert str(found) == str(find_stack(net, "blocks", who="Test")) == "'blocks' (4 x Residual)"
 
 
 def test_the_longest_is_taken_and_blocks_go_before_bare_layers() -> None:

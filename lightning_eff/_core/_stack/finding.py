@@ -34,6 +34,13 @@ def _of_one_width(blocks: list[nn.Module]) -> bool:
     return all(shapes.setdefault(name, shape) == shape for block in blocks for name, shape in signature(block))
 
 
+def _class_of(block: nn.Module) -> type[nn.Module]:
+    """The class that a block was written as: FSDP2 mixes its own into those that it divides, torch.compile wraps them."""
+    cls = type(getattr(block, "_orig_mod", block))
+    index = getattr(cls, "_orig_cls_mro_index", None)  # FSDP2's word for where the block's own is
+    return cls if index is None else cls.__mro__[index]
+
+
 def candidates(module: nn.Module) -> list[Candidate]:
     """Every stack of blocks in ``module``, outermost only; those of composite blocks first, then the longest."""
     found: list[Candidate] = []
@@ -43,7 +50,7 @@ def candidates(module: nn.Module) -> list[Candidate]:
         if any(path.startswith(f"{outer.path}.") for outer in found if outer.composite):
             continue
         blocks = [child for child in container._modules.values() if child is not None]
-        classes = {type(getattr(block, "_orig_mod", block)) for block in blocks}
+        classes = {_class_of(block) for block in blocks}
         if len(blocks) < 2 or len(classes) > 1 or not any(True for _ in blocks[0].parameters()):
             continue
         (cls,) = classes
@@ -81,7 +88,7 @@ def find_stack(module: nn.Module, layers: str | None, *, who: str) -> Candidate:
                 f" nn.ModuleList or nn.Sequential of blocks. Candidates: {listed}."
             )
         blocks = [child for child in container._modules.values() if child is not None]
-        classes = sorted({type(getattr(block, "_orig_mod", block)).__name__ for block in blocks})
+        classes = sorted({_class_of(block).__name__ for block in blocks})
         if len(classes) != 1:
             raise ValueError(
                 f"{who}(layers={layers!r}): that container holds {classes or 'nothing'}; expected blocks of one class."

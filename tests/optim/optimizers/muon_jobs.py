@@ -2,22 +2,31 @@
 
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_eff import HybridParallelStrategy
 from lightning_eff.optim.optimizers import muon
 from lightning_eff.optim.optimizers.muon import Muon
 from lightning_eff.optim.optimizers.shampoo import Shampoo
 from lightning_eff.optim.optimizers.soap import SOAP
 from tests.models import flat, make_batch, module
+from tests.strategies.hybrid_jobs import fit
 
 
 def all_of_them() -> dict[str, Any]:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    return {"ddp": ddp(), "apart": apart(), "fsdp2": fsdp2(), "two_sided": two_sided()}
+    return {
+        "ddp": ddp(),
+        "apart": apart(),
+        "fsdp2": fsdp2(),
+        "two_sided": two_sided(),
+        "hybrid": {name: hybrid({"tensor_parallel_size": 2}, name) for name in HYBRID},
+    }
 
 
 def _net() -> nn.Module:
@@ -146,3 +155,47 @@ def fsdp2() -> dict[str, Any]:
         whole = [p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in net.parameters()]
         results.append(torch.cat([p.flatten() for p in whole]))
     return {"error": float((results[0] - results[1]).abs().max()), "moved": float((results[0] - start).abs().max())}
+
+
+#: what Muon finds the hidden matrices by, whatever lies in pieces or on other processes
+HYBRID = ("module", "names")
+
+
+def hybrid(strategy: dict[str, Any], given: str, devices: int = 2) -> list[float]:
+    """The weights after four steps of a run, of which :class:`HybridParallelStrategy` divides the parameters.
+
+    Args:
+        strategy: its settings; none for one process without it.
+        given: one of ``HYBRID``: what the optimizer is made of.
+        devices: processes.
+    """
+    pl.seed_everything(3, verbose=False)
+    net: Any = module("tiny_gpt", dropout=0.0, num_layers=2)
+    net.configure_optimizers = lambda: Muon(
+        net if given == "module" else net.named_parameters(),
+        normalization="neuron",
+        adam={"lr": 1e-3, "eps": 1e-3},  # of eps, see fsdp2
+    )
+    fit(
+        net,
+        "tiny_gpt",
+        HybridParallelStrategy(min_num_params=0, **strategy) if strategy else "auto",
+        devices=devices,
+        batch_size=8,
+        steps=4,
+        gradient_clip_val=1.0,
+    )
+    return flat(net).tolist()
+
+
+def hybrid_in_four() -> dict[str, list[float]]:
+    """The same in every layout of four processes that divides parameters, by its name and what was given."""
+    layouts: dict[str, dict[str, Any]] = {
+        "tensor and data": {"tensor_parallel_size": 2},
+        "tensor and copies": {"tensor_parallel_size": 2, "shard": False},
+        "tensor and pipeline": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+        "pipeline and data": {"pipeline_parallel_size": 2},
+        "groups of two": {"shard": 2},
+        "along the sequence": {"tensor_parallel_size": 2, "sequence_parallel": True},
+    }
+    return {f"{name}, {given}": hybrid(s, given, 4) for name, s in layouts.items() for given in HYBRID}

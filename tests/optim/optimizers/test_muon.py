@@ -1,6 +1,7 @@
 """Muon against the rule written out, torch's own AdamW, and itself over ranks; and which parameters it takes for matrices."""
 
 import copy
+import functools
 import pickle
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_eff.optim.optimizers.muon import Muon
-from tests.models import loader, make_batch, module, trainer
+from tests.models import flat, loader, make_batch, module, trainer
+from tests.optim.optimizers.muon_jobs import HYBRID, hybrid
 from tests.runs import checkpoints, differences, final_state, fit
+from tests.strategies.launch import launch
 
 SHAPES = [(24, 24), (96, 24), (24, 96), (24, 24)]
 
@@ -497,3 +500,27 @@ def test_ranks_that_train_apart_divide_nothing(two: dict[str, Any]) -> None:
 
 def test_sharded_parameters_end_where_one_process_does(two: dict[str, Any]) -> None:
     assert two["fsdp2"]["error"] < 1e-5 < two["fsdp2"]["moved"]
+
+
+def test_in_a_hybrid_run_matrices_end_where_one_process_has_them(two: dict[str, Any]) -> None:
+    """Tensor parallelism by the pack's own strategy, whichever way Muon knows the module."""
+    for given in HYBRID:
+        assert (torch.tensor(two["hybrid"][given]) - in_one_process(given)).abs().max() < 1e-5, given
+
+
+@functools.cache
+def in_one_process(given: str) -> Tensor:
+    weights = torch.tensor(hybrid({}, given, 1))
+    torch.manual_seed(3)
+    assert (weights - flat(module("tiny_gpt", dropout=0.0, num_layers=2))).abs().max() > 0.01, "it moved"
+    return weights
+
+
+@pytest.mark.slow  # four processes in 12 runs
+@pytest.mark.timeout(900)
+def test_in_every_layout_of_four_processes_too() -> None:
+    found = launch("tests.optim.optimizers.muon_jobs", "hybrid_in_four", world_size=4)
+    assert len(found) == 12
+    for name, weights in found.items():
+        alone = in_one_process(name.partition(", ")[2])
+        assert (torch.tensor(weights) - alone).abs().max() < 1e-5, name
