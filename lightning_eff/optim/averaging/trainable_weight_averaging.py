@@ -233,8 +233,8 @@ class TrainableWeightAveraging(SnapshotWindow):
             return
         u = session.progress.u  # as this step began
         due = math.floor((u - self.start) / (self.until - self.start) * self.window + 1e-9)
-        if min(due, self.window) > self._due:
-            self._due = min(due, self.window)
+        if due > self._due:
+            self._due = due
             self._take(session)
         if u >= self.until:
             self._over = True
@@ -247,9 +247,9 @@ class TrainableWeightAveraging(SnapshotWindow):
         names = [name for name in named if all(name in snapshot for snapshot in self._snapshots)]
         if len(self._snapshots) < 2 or not names:
             rank_zero_warn(
-                f"TrainableWeightAveraging: {len(self._snapshots)} snapshot(s) of one network were taken up to"
-                f" until={self.until}; expected at least 2, so the run goes on as plain training. Set start earlier or until"
-                " later, or let what changes the network end before start."
+                f"TrainableWeightAveraging: {len(self._snapshots)} snapshot(s) of one network, with {len(names)} parameters"
+                f" that trained, were taken up to until={self.until}; expected at least 2, with at least one, so the run goes"
+                " on as plain training. Set start earlier or until later, or let what changes the network end before start."
             )
             self.forget()
             return

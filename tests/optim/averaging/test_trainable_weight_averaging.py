@@ -322,11 +322,36 @@ def test_a_network_that_changes_is_averaged_from_then_on_or_not_at_all() -> None
 def test_too_few_snapshots_are_told_of() -> None:
     technique, watch, plain = TrainableWeightAveraging(window=8, start=0.9, until=0.91), Watch(), Watch()
     with pytest.warns(
-        UserWarning, match=r"1 snapshot\(s\) of one network were taken up to until=0.91; expected at least 2"
+        UserWarning,
+        match=r"1 snapshot\(s\) of one network, with \d+ parameters .* up to until=0.91; expected at least 2",
     ):
         net, _ = fit("tiny_gpt", lambda: [technique], callbacks=[watch])
     fit("tiny_gpt", list, callbacks=[plain])
     assert differing(state_of(net), plain.raw[12]) == []
+
+
+def test_a_network_whose_weights_are_no_parameters_trains_plainly_and_is_told_so() -> None:
+    class Bare(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = torch.ones(3, requires_grad=True)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return (self.w * batch).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([self.w], 0.1)
+
+    net, technique = Bare(), TrainableWeightAveraging(window=2, start=0.0, until=0.5)
+    with pytest.warns(UserWarning, match=r"2 snapshot\(s\) of one network, with 0 parameters that trained"):
+        trainer(technique, max_steps=6).fit(net, DataLoader(torch.ones(6, 3)))  # type: ignore[arg-type]
+    assert (net.w < 0.8).all() and technique.report()["coefficients"] == 0
+
+
+def test_the_last_moment_is_plain_training_and_takes_no_snapshot() -> None:
+    technique = TrainableWeightAveraging(window=2, start=0.0, until=1.0)
+    trainer(technique, max_steps=4).fit(TinyClassifier(), loader("classifier"))
+    assert technique.report()["snapshots"] == 0
 
 
 def test_offloading_changes_no_weight_by_more_than_rounding() -> None:
@@ -354,11 +379,15 @@ def test_bad_arguments(kwargs: dict[str, Any], message: str) -> None:
         TrainableWeightAveraging(**kwargs)
 
 
-def test_it_needs_an_end_and_no_other_average() -> None:
+def test_it_needs_an_end_and_automatic_optimization_and_no_other_average() -> None:
     with pytest.raises(ValueError, match=r"TrainableWeightAveraging: the Trainer has no end"):
         fit("tiny_gpt", lambda: [TrainableWeightAveraging()], max_steps=-1, max_epochs=-1)
     with pytest.raises(ValueError, match=r"and EMAWeightAveraging cannot train together"):
         fit("tiny_gpt", lambda: [TrainableWeightAveraging()], callbacks=[EMAWeightAveraging()])
+    net = TinyClassifier()
+    net.automatic_optimization = False
+    with pytest.raises(ValueError, match=r"TrainableWeightAveraging.* has automatic_optimization=False; expected True"):
+        trainer(TrainableWeightAveraging(), max_steps=4).fit(net, loader("classifier"))
 
 
 def test_resumes_within_accumulation_windows_of_coefficients(tmp_path: Path) -> None:

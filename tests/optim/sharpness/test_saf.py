@@ -209,6 +209,18 @@ def test_equals_the_loop_by_hand(lag: int, start: float) -> None:
     assert (flat(net) - flat(plain)).abs().max() > 1e-3
 
 
+def test_nothing_is_looked_up_before_there_is_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first epochs cost no comparison."""
+    looked: list[int] = []
+    read = ScoreStore.read
+    monkeypatch.setattr(
+        ScoreStore, "read", lambda self, places, epoch: (looked.append(epoch), read(self, places, epoch))[1]
+    )
+    net = TinyClassifier(batch_norm=False)
+    trainer(SAF(lag=2, start=0.0), max_epochs=3).fit(net, DataLoader(Samples("classifier", 8), 4))
+    assert looked == [2, 2]
+
+
 def test_every_row_of_a_sequence_has_its_own_scores() -> None:
     """Labels of rows that are ignored, and a loss summed by the module itself, as Hugging Face's is."""
 
