@@ -22,6 +22,7 @@ from examples.gpt.module import GPT
 from examples.vit.data import Digits, shift
 from lightning_eff._core.technique import Technique
 from lightning_eff.bench.reports.statistics import summarize
+from lightning_eff.data.curriculum._images import resize
 from tests.bench import synthetic
 
 ROOT = Path(__file__).parent.parent
@@ -306,16 +307,27 @@ def test_noisy_digits() -> None:
         Digits(num_val_images=500)
 
 
-def test_a_ring_is_cut_right_through_in_one_direction() -> None:
+def test_a_ring_has_one_hatched_mark_that_half_of_the_side_does_not_show() -> None:
+    """Marks are alike but for stripes, of which three quarters of the side hold most and half of it nearly nothing."""
     directions = torch.tensor([[d, (d + 2) % DIRECTIONS, (d + 5) % DIRECTIONS] for d in range(DIRECTIONS)])
-    rings = render(directions, torch.full((DIRECTIONS, 2), 31.5), torch.full((DIRECTIONS,), 21.0))
-    for ring, (cut, *notches) in zip(rings[:, 0], directions.tolist(), strict=True):
+    centre, radius = torch.full((DIRECTIONS, 2), 31.5), torch.full((DIRECTIONS,), 21.0)
+    rings, others = render(directions, centre, radius), render(directions.roll(1, dims=1), centre, radius)
+    for ring, (hatched, *grey) in zip(rings[:, 0], directions.tolist(), strict=True):
         for d in range(DIRECTIONS):
-            angle = 2 * math.pi * d / DIRECTIONS
-            inner, outer = (
-                ring[round(31.5 + r * math.sin(angle)), round(31.5 + r * math.cos(angle))] > 0 for r in (20.0, 22.6)
-            )
-            assert bool(inner) == (d != cut) and bool(outer) == (d not in (cut, *notches)), (cut, notches, d)
+            down, across = (31.5 + 21 * f(2 * math.pi * d / DIRECTIONS) for f in (math.sin, math.cos))
+            mark = ring[round(down), round(across) - 1 : round(across) + 2]  # a period
+            wanted = 0.0 if d in (hatched, *grey) else 1.0
+            assert mark.mean().item() == pytest.approx(wanted, abs=0.02), (d, hatched)
+            assert (mark.std().item() > 0.5) == (d == hatched), (d, hatched)
+
+    noise = torch.randn(rings.shape, generator=torch.Generator().manual_seed(0))
+
+    def told(side: int) -> float:
+        """How far apart images are that differ in which mark is hatched: the sum of squares, by the variance of the noise."""
+        one, other, small_noise = (resize(images, (side, side)) for images in (rings, others, noise))
+        return ((one - other) ** 2).sum().item() / small_noise.var().item()
+
+    assert told(32) < 0.03 * told(64) and told(48) > 0.1 * told(64)
 
 
 def test_rings_are_the_same_in_every_run_and_their_noise_in_validation_alone() -> None:

@@ -1,1 +1,1 @@
-"""A small vision transformer on rings with a cut to find: an image task in which resolution matters."""
+"""A small vision transformer on rings with a hatched mark to find: an image task in which resolution matters."""
