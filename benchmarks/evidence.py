@@ -3,7 +3,7 @@
     python benchmarks/evidence.py run {gpt,vit,bert,gpt2,rings} [--set weights|compute] [--budget 60rs] [--jobs 2] [--rounds 5]
     python benchmarks/evidence.py search {gpt,vit} [--seeds 0,10]
     python benchmarks/evidence.py confirm {gpt,vit} STACK
-    python benchmarks/evidence.py ladder {gpt,vit,bert} [--ladder 0.5,0.75,1.5]
+    python benchmarks/evidence.py ladder {gpt,vit,bert,rings} [--ladder 0.5,0.75,1.5]
     python benchmarks/evidence.py page
 
 ``run`` holds every recipe of a task, with the controls that its techniques name, against the task's baseline, and copies
@@ -12,8 +12,8 @@ what moves the weights (optimizers, schedules, averages), for ``weights_<task>.j
 step less or has more for it, alone, with its controls and joined, for ``compute_<task>.json``. ``search`` runs every stack in
 ``benchmarks/<task>/stacks``, on seeds that no evaluation uses, for ``search_<task>.json``; ``confirm`` holds the chosen one
 against the baseline on the evaluation's seeds, for ``stack_<task>.json``. ``ladder`` runs the baseline at other budgets, at the
-prices of the committed results, for ``ladder_<task>.json``, from which every arm's worth is told. ``page`` makes no runs; it
-writes the verdicts into README's table, too.
+prices of the committed results, for ``ladder_<task>.json``, beside those that are there; every arm's worth is told from them.
+``page`` makes no runs; it writes the verdicts into README's table, too.
 """
 
 import argparse
@@ -64,8 +64,9 @@ def confirm(task: str, options: argparse.Namespace) -> None:
 
 
 def ladder(task: str, options: argparse.Namespace) -> None:
-    """The baseline alone, at other budgets, priced as in the committed results."""
-    compare(task, f"ladder_{task}", [], "3", options, f"--reference={RESULTS / f'bench_{task}.json'}")
+    """The baseline alone, at other budgets, priced as in the committed results, beside those that were run before."""
+    prices = next(file for part in ("bench", "compute") if (file := RESULTS / f"{part}_{task}.json").is_file())
+    compare(task, f"ladder_{task}", [], "3", options, f"--reference={prices}", part=options.ladder.replace(",", "_"))
 
 
 def compare(
@@ -79,8 +80,9 @@ def compare(
     arguments = [f"--recipe={path.stem}={base},{path}" for path in overlays]
     arguments += [f"--baseline=baseline={base}", "--target=val_loss", f"--budget={options.budget}"]
     # in the set of what moves the weights, the baseline is the control: what they leave to its optimizer keeps its rate
-    # in that of what costs a step less, controls are arms of their own
-    controls = "none" if name.startswith(("search", "weights", "compute")) else "auto"
+    # in that of what costs the GPT's step less, controls are arms of their own; elsewhere techniques name theirs
+    alone = name.startswith(("search", "weights")) or name == "compute_gpt"
+    controls = "none" if alone else "auto"
     arguments += [f"--seeds={seeds}", f"--controls={controls}", "--threads=1"]
     arguments += [f"--jobs={options.jobs}", f"--rounds={options.rounds}", f"--out={out}"]
     if overlays:

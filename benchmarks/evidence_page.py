@@ -6,6 +6,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from benchmarks import evidence_setup
 from benchmarks.joining import joined
 from lightning_eff.bench.reports import findings, words
 from lightning_eff.bench.reports.statistics import summarize
@@ -18,7 +19,7 @@ TASKS = {
     "vit": "ViT on noisy digits",
     "bert": "masked language model on source text",
     "gpt2": "GPT-2 124M on source text, one GPU",
-    "rings": "ViT on rings with a cut to find",
+    "rings": "ViT on rings with a hatched mark to find",
 }
 
 SHORT = {"gpt": "GPT", "vit": "ViT", "bert": "MLM", "gpt2": "GPT-2", "rings": "rings"}
@@ -96,7 +97,10 @@ COMPUTE = {
     "fix_res": ("FixRes", "ResNet-50 trained at 224 pixels: 77.0 to 79.0 % tested at 384 (Touvron et al. 2019)"),
     "patch_dropout": ("PatchDropout", "half of FLOPs and memory or more saved on ImageNet (Liu et al. 2022)"),
     "random_ltd": ("RandomLTD", "a third of the compute of GPT's pretraining, 25.6 % of its time (Yao et al. 2022)"),
-    "small_images": ("ProgressiveResizing(until=1, hold=1)", "a control: images of half the side throughout"),
+    "two_blocks": (
+        "the first block and the last alone",
+        "a control of RandomLTD: without the blocks that it thins out",
+    ),
     "muon_grown": ("ReplaceOptimizer and ProgressiveStacking", "a control of the next: the same without the table"),
     "muon_grown_ngram": ("ReplaceOptimizer, ProgressiveStacking and NgramEmbedding", "none: put together here"),
     "muon_grown_ngram_compiled": ("the same with RegionalCompilation", "none: put together here"),
@@ -161,6 +165,8 @@ def page(
     for task, results in (compute or {}).items():
         lines += ["", f"## What costs a step less, or has more for it: {TASKS[task]}", ""]
         lines += section(task, results, f"evidence_compute_{task}.png")
+        if counted := evidence_setup.lines(results, compiling(task)):
+            lines += ["", *counted]
     return "\n".join(lines) + "\n"
 
 
@@ -298,6 +304,13 @@ def section(task: str, results: dict[str, Any], picture: str) -> list[str]:
         share = sum(run["forward_passes"] for run in runs) / steps
         lines.append(f"- importance_sampling was on in {share:.0%} of its steps.")
     return lines
+
+
+def compiling(task: str) -> dict[str, Any] | None:
+    """What ``benchmarks/compile_time.py`` wrote of a task, where it did."""
+    file = RESULTS / "compile_time.json"
+    measured = json.loads(file.read_text()) if file.is_file() else None
+    return measured if measured is not None and measured["task"] == task else None
 
 
 def in_readme(text: str, found: dict[str, Any], weights: dict[str, Any], compute: dict[str, Any]) -> str:
