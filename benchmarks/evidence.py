@@ -1,6 +1,6 @@
 """What every technique gains on the reference tasks: run the benches, and write ``docs/evidence.md`` from their results.
 
-    python benchmarks/evidence.py run {gpt,vit,bert,gpt2,rings} [--set weights|compute] [--budget 60rs] [--jobs 2] [--rounds 5]
+    python benchmarks/evidence.py run {gpt,vit,bert,gpt2,rings,bert8k} [--set weights|compute] [--jobs 2] [--rounds 5]
     python benchmarks/evidence.py search {gpt,vit} [--seeds 0,10]
     python benchmarks/evidence.py confirm {gpt,vit} STACK
     python benchmarks/evidence.py ladder {gpt,vit,bert,rings} [--ladder 0.5,0.75,1.5]
@@ -80,8 +80,8 @@ def compare(
     arguments = [f"--recipe={path.stem}={base},{path}" for path in overlays]
     arguments += [f"--baseline=baseline={base}", "--target=val_loss", f"--budget={options.budget}"]
     # in the set of what moves the weights, the baseline is the control: what they leave to its optimizer keeps its rate
-    # in that of what costs the GPT's step less, controls are arms of their own; elsewhere techniques name theirs
-    alone = name.startswith(("search", "weights")) or name == "compute_gpt"
+    # in that of what costs a language model's step less, controls are arms of their own; elsewhere techniques name theirs
+    alone = name.startswith(("search", "weights")) or name in ("compute_gpt", "compute_bert8k")
     controls = "none" if alone else "auto"
     arguments += [f"--seeds={seeds}", f"--controls={controls}", "--threads=1"]
     arguments += [f"--jobs={options.jobs}", f"--rounds={options.rounds}", f"--out={out}"]

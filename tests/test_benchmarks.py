@@ -15,9 +15,13 @@ import lightning_eff
 from benchmarks import evidence, tune
 from benchmarks.bert.data import MASK, MaskedStdlibText, mask_bytes
 from benchmarks.bert.module import IGNORED, ByteBert
+from benchmarks.bert8k import pieces
+from benchmarks.bert8k.data import MaskedPieces
+from benchmarks.bert8k.module import PieceBert
 from benchmarks.gpt2.module import ByteGPT2
 from benchmarks.memory import page as memory_page
 from benchmarks.rings.data import DIRECTIONS, Rings, render
+from examples.gpt.data import SPLIT_PERIOD, VAL_FILE, read_bytes, stdlib_files
 from examples.gpt.module import GPT
 from examples.vit.data import Digits, shift
 from lightning_eff._core.technique import Technique
@@ -61,12 +65,11 @@ RECIPES = {
     "fix_res": "FixRes",
 }
 COMPUTE = {"ngram", "ngram_dense", "compile"}
+HEADS = {"fused_head", "mask_rate"}  # of masked language models
 RESOLUTIONS = {"progressive_resizing", "efficient_train", "fix_res"}
 WEIGHTS = {"muon", "soap", "schedule_free", "moving_average", "batch_warmup", "rate_schedule"}
 MEMORY = {"rematerialization", "activation_compression", "activation_offload", "optimizer_offload"}
 TOKENS = {
-    "fused_head",
-    "mask_rate",
     "random_ltd",
     "patch_dropout",
     "token_dropping",
@@ -84,6 +87,7 @@ ONLY = {
 }
 PAIRS = [(task, recipe) for task in TASKS for recipe in RECIPES if task in ONLY.get(recipe, TASKS)]
 PAIRS += [("rings", recipe) for recipe in (*sorted(RESOLUTIONS), "patch_dropout", "random_ltd")]
+PAIRS += [("bert8k", recipe) for recipe in sorted(HEADS)]
 
 # Widths and texts as small as they go; depths and lengths stay those of the task, because recipes are fitted to them.
 TINY: dict[str, list[str]] = {
@@ -94,6 +98,10 @@ TINY: dict[str, list[str]] = {
         *("--data.num_train_images=16", "--data.num_val_images=8"),
     ],
     "bert": ["--model.dim=16", "--model.num_heads=2", "--data.max_bytes=2000000", "--data.num_eval_windows=2"],
+    "bert8k": [
+        *("--model.dim=16", "--model.num_heads=2", "--data.num_pieces=300", "--data.max_bytes=300000"),
+        *("--data.num_eval_windows=2", "--data.batch_size=2"),
+    ],
     "gpt2": [
         *("--model.n_embd=16", "--model.n_head=2", "--model.vocab_size=256", "--data.max_bytes=2000000"),
         *("--data.batch_size=3", "--data.num_eval_windows=2", "--trainer.accelerator=cpu"),
@@ -114,6 +122,7 @@ SHORT = [
 def parsed(task: str, recipe: str | None, tmp_path: Path) -> LightningCLI:
     """What ``lightning-eff fit --config baseline.yaml --config recipes/recipe.yaml`` would run, made tiny."""
     overlays = [] if recipe is None else ["--config", str(BENCHMARKS / task / "recipes" / f"{recipe}.yaml")]
+    own = [f"--data.folder={tmp_path}"] if task == "bert8k" else []
     cli = LightningCLI(
         LightningModule,
         LightningDataModule,
@@ -122,7 +131,7 @@ def parsed(task: str, recipe: str | None, tmp_path: Path) -> LightningCLI:
         save_config_callback=None,
         run=False,
         args=[
-            *("--config", str(BENCHMARKS / task / "baseline.yaml"), *overlays, *TINY[task], *SHORT),
+            *("--config", str(BENCHMARKS / task / "baseline.yaml"), *overlays, *TINY[task], *own, *SHORT),
             f"--trainer.default_root_dir={tmp_path}",
         ],
     )
@@ -243,6 +252,56 @@ def test_validation_loss_weighs_windows_by_their_masked_bytes(tmp_path: Path) ->
     whole = cli.datamodule.val_set.batch
     assert len({int((row != IGNORED).sum()) for row in whole["labels"]}) > 1
     assert result["val_loss"] == pytest.approx(cli.model._loss(whole).item(), rel=1e-5)
+
+
+def test_pieces_are_learnt_once_and_alike_from_the_training_text_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [b"def one():\n    return one\n\xff" * 20, "gr\u00fcn = two + two\n".encode() * 20]
+    tokenizer, again = pieces.learn(texts, 270), pieces.learn(texts, 270)
+    assert tokenizer.to_str() == again.to_str() and tokenizer.get_vocab_size() == 270
+    first, _ = pieces.pieces(texts, [b"def"], 270, tmp_path)
+    assert tokenizer.decode(first.tolist()).encode() == b"".join(texts).replace(b"\xff", "\ufffd".encode())
+    assert len(first) < sum(map(len, texts)) * 0.8 and int(first.max()) < 270
+    with pytest.raises(ValueError, match="raise max_bytes"):
+        pieces.learn(texts, 2000)
+    learnt: list[Any] = []
+    monkeypatch.setattr(pieces, "learn", lambda texts, num: learnt.append(texts) or tokenizer)
+    kept, _ = pieces.pieces(texts, [b"def"], 270, tmp_path)
+    assert torch.equal(kept, first) and not learnt
+    data = MaskedPieces(num_pieces=270, block_size=8, max_bytes=1_500_000, num_eval_windows=3, folder=tmp_path)
+    data.setup("fit")
+    held = read_bytes(stdlib_files(), 1_500_000)[VAL_FILE::SPLIT_PERIOD]
+    assert len(learnt[0]) > 8 * len(held) and not {text for text in held if len(text) > 200} & set(learnt[0])
+
+
+def test_masked_pieces_are_validated_alike_and_trained_anew(tmp_path: Path) -> None:
+    kept = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        data = MaskedPieces(8, 4, num_pieces=260, max_bytes=200_000, num_eval_windows=6, folder=tmp_path)
+        data.setup("fit")
+        kept.append((next(iter(data.val_dataloader())), data._mask(list(data.train_set[:6]))))
+    (val, train), (val_again, train_again) = kept
+    assert all(torch.equal(val[name], val_again[name]) for name in val)
+    assert not torch.equal(train["labels"], train_again["labels"]) and train["input_ids"].shape == (6, 8)
+    masked = torch.cat([batch["input_ids"][batch["labels"] != IGNORED] for batch in (val, train, train_again)])
+    assert int(masked.max()) == 260 and masked.eq(260).float().mean() > 0.5
+    with pytest.raises(ValueError, match="num_pieces=255"):
+        MaskedPieces(num_pieces=255)
+
+
+def test_sparse_prediction_and_evaluation_have_the_plain_loss() -> None:
+    torch.manual_seed(0)
+    model = PieceBert(dim=16, num_layers=2, block_size=16, vocab_size=301)
+    batch = mask_bytes(torch.randint(0, 300, (3, 16)), probability=0.3, mask=300)
+    plain = model._loss(batch)
+    wanted = torch.autograd.grad(plain, list(model.parameters()))
+    model.sparse = True
+    loss = model._loss(batch)
+    torch.testing.assert_close(loss, plain)
+    torch.testing.assert_close(torch.autograd.grad(loss, list(model.parameters())), wanted)
+    torch.testing.assert_close(model.eval()._loss(batch), plain)
 
 
 def test_gpt2_has_124_million_parameters() -> None:
@@ -406,9 +465,9 @@ def test_the_page_has_a_line_for_every_technique_the_lost_ones_too() -> None:
     for recipe, (technique, claim) in evidence.CLAIMS.items():
         (line,) = (line for line in text.splitlines() if line.startswith(f"| `{technique}`"))
         assert claim in line and (summarize(made)[recipe]["verdict"] in line if recipe in names else "| – |" in line)
-    assert set(RECIPES) - MEMORY - WEIGHTS - TOKENS - COMPUTE - RESOLUTIONS == set(evidence.CLAIMS)
+    assert set(RECIPES) - MEMORY - WEIGHTS - TOKENS - COMPUTE - HEADS - RESOLUTIONS == set(evidence.CLAIMS)
     assert set(evidence.WEIGHTS) == WEIGHTS
-    assert set(evidence.COMPUTE) >= COMPUTE | RESOLUTIONS
+    assert set(evidence.COMPUTE) >= COMPUTE | HEADS | RESOLUTIONS
     assert "its control: two layers throughout" in text
 
 

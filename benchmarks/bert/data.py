@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from benchmarks.bert.module import IGNORED
-from examples.gpt.data import ByteWindows, StdlibText
+from examples.gpt.data import StdlibText
 
 MASK = 256  # the token after the bytes
 MASKED, KEPT = 0.8, 0.1  # of the chosen bytes; the rest become random bytes
@@ -14,32 +14,32 @@ VAL_MASK_SEED = 0  # The validation mask is part of the data set: it stays the s
 
 
 def mask_bytes(
-    text: Tensor, *, probability: float = 0.15, generator: torch.Generator | None = None
+    text: Tensor, *, probability: float = 0.15, mask: int = MASK, generator: torch.Generator | None = None
 ) -> dict[str, Tensor]:
     """BERT's masking (Devlin et al. 2019): of the bytes chosen, 80 % hidden, 10 % replaced by any byte, 10 % left.
 
     Args:
-        text: bytes of any shape, int64 in 0..255.
+        text: bytes of any shape, int64 in 0..255, or other tokens below ``mask``.
         probability: of each byte to be chosen, in [0, 1].
+        mask: the token that hides; those below it are what may replace a byte.
         generator: where the draws come from; None is torch's global generator.
 
     Returns:
-        ``input_ids``, with :data:`MASK` for what is hidden, and ``labels``, the bytes where chosen and -100 elsewhere.
+        ``input_ids``, with ``mask`` for what is hidden, and ``labels``, the bytes where chosen and -100 elsewhere.
     """
     chosen = torch.rand(text.shape, generator=generator) < probability
     fate = torch.rand(text.shape, generator=generator)
-    noise = torch.randint(0, MASK, text.shape, generator=generator)
-    changed = torch.where(fate < MASKED, MASK, torch.where(fate < MASKED + KEPT, text, noise))
+    noise = torch.randint(0, mask, text.shape, generator=generator)
+    changed = torch.where(fate < MASKED, mask, torch.where(fate < MASKED + KEPT, text, noise))
     return {"input_ids": torch.where(chosen, changed, text), "labels": torch.where(chosen, text, IGNORED)}
 
 
 class FixedMask(Dataset[dict[str, Tensor]]):
-    """Windows masked once and for all, ``{"input_ids": (T,), "labels": (T,)}`` each."""
+    """Windows (N, T) masked once and for all, ``{"input_ids": (T,), "labels": (T,)}`` each."""
 
-    def __init__(self, windows: ByteWindows, probability: float) -> None:
-        text = torch.stack([windows[i]["input_ids"] for i in range(len(windows))])  # (N, T)
+    def __init__(self, text: Tensor, probability: float, mask: int = MASK) -> None:
         generator = torch.Generator().manual_seed(VAL_MASK_SEED)
-        self.batch = mask_bytes(text, probability=probability, generator=generator)
+        self.batch = mask_bytes(text, probability=probability, mask=mask, generator=generator)
 
     def __len__(self) -> int:
         return len(self.batch["labels"])
@@ -78,7 +78,9 @@ class MaskedStdlibText(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         self.text.setup(stage)
-        self.val_set = FixedMask(self.text.val_set, self.probability)
+        windows = self.text.val_set
+        text = torch.stack([windows[i]["input_ids"] for i in range(len(windows))])
+        self.val_set = FixedMask(text, self.probability)
 
     def _mask(self, windows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         """A training batch with a mask of its own, drawn from torch's global generator."""

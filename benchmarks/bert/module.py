@@ -27,6 +27,7 @@ class ByteBert(LightningModule):
         lr: peak learning rate, reached after ``warmup_steps``, then falling linearly to zero at the end of the run.
         weight_decay: AdamW's, on matrices only.
         warmup_steps: optimizer steps.
+        vocab_size: of tokens, the mask among them.
     """
 
     def __init__(
@@ -39,11 +40,12 @@ class ByteBert(LightningModule):
         lr: float = 8e-3,
         weight_decay: float = 0.1,
         warmup_steps: int = 100,
+        vocab_size: int = VOCAB_SIZE,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
         config = ModernBertConfig(
-            vocab_size=VOCAB_SIZE,
+            vocab_size=vocab_size,
             hidden_size=dim,
             intermediate_size=2 * dim,
             num_hidden_layers=num_layers,
