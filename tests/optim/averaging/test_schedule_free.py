@@ -15,7 +15,15 @@ from lightning_eff import LatestWeightAveraging, ReplaceOptimizer, ScheduleFree
 from tests.cases import Case
 from tests.models import flat, loader, module, trainer
 from tests.optim.watch import Watch, differing, state_of
-from tests.runs import checkpoints, differences, final_state, fit, resume_from_batches, resume_from_every_step
+from tests.runs import (
+    checkpoints,
+    differences,
+    final_state,
+    fit,
+    fit_yaml,
+    resume_from_batches,
+    resume_from_every_step,
+)
 
 schedulefree = pytest.importorskip("schedulefree")
 
@@ -255,3 +263,8 @@ def test_it_resumes_from_everywhere(tmp_path: Path) -> None:
     for model in ("classifier", "gpt2"):
         assert resume_from_every_step(model, build, tmp_path / model) == {}
         assert resume_from_batches(model, build, tmp_path / f"{model}-batches", None) == {}
+
+
+def test_a_yaml_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit_yaml(tmp_path, "ScheduleFree", {"momentum": 0.8, "warmup_steps": 2}, max_steps=3)
+    assert "ScheduleFree" in capsys.readouterr().out

@@ -9,7 +9,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
 
 from lightning_eff import SOAP, ReplaceOptimizer
@@ -284,30 +283,6 @@ def test_it_trains_and_resumes_in_an_unchanged_module(tmp_path: Path) -> None:
     for path in checkpoints(tmp_path)[::2]:
         assert differences(whole, run(resume=path)) == []
         assert torch.load(path, weights_only=True)["optimizer_states"]
-
-
-def test_it_is_named_in_the_command_lines_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Plain(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)], nn.Linear(8, 3))
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-        def train_dataloader(self) -> Any:
-            return loader("classifier", 16)
-
-    path = tmp_path / "config.yaml"
-    path.write_text(
-        "optimizer:\n  class_path: lightning_eff.SOAP\n  init_args: {lr: 0.01, betas: [0.9, 0.95], refresh_steps: 2}\n"
-        "trainer: {max_steps: 3, logger: false, enable_checkpointing: false, enable_progress_bar: false,"
-        " enable_model_summary: false, accelerator: cpu}\n"
-    )
-    cli = LightningCLI(Plain, args=["fit", "--config", str(path)], save_config_callback=None)
-    (optimizer,) = cli.trainer.optimizers
-    held = getattr(optimizer, "optimizer", optimizer)
-    assert type(held) is SOAP and held.param_groups[0]["refresh_steps"] == 2 and len(held._folds) == 5
 
 
 def test_it_is_plain_in_configure_optimizers() -> None:
