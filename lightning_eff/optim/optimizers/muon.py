@@ -273,14 +273,15 @@ class Muon(Optimizer):
 
     def _step_matrices(self) -> None:
         held = [(group, p) for group in self.param_groups if group["algorithm"] == "muon" for p in group["params"]]
-        held = [(group, p) for group, p in held if p.grad is not None]
-        if not held:  # such as where a step drops every block
-            return
+        held = [(group, p) for group, p in held if p.grad is not None]  # none where a step drops every block
         alike: dict[Any, list[Piece]] = {}  # what may be in one stack
         for (group, p), u in zip(held, self._momentum(held), strict=True):
             divided = hasattr(p, "full_tensor")
             key = (group["orthogonalization"], group["num_iterations"], divided, p.dtype)
             alike.setdefault(key, []).extend(self._pieces(group, p, whole_of(u), divided=divided))
+        if self._division is not None:
+            shapes = {key: [tuple(piece.block.shape) for piece in some] for key, some in alike.items()}
+            self._division.agree([(str(key), some) for key, some in shapes.items()])
         parts: dict[Tensor, dict[int, Tensor]] = {}  # the steps of DTensors, by parameter and block
         for (method, num_iterations, divided, _), pieces in alike.items():
             for stack in self._polar([piece.block for piece in pieces], method, num_iterations):

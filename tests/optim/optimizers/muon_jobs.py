@@ -111,7 +111,11 @@ def two_sided() -> dict[str, Any]:
 
 
 def apart() -> dict[str, Any]:
-    """No rank averages: after two steps on equal batches, each goes its own way; and a NaN on one rank hangs nobody."""
+    """No rank averages: after two steps on equal batches, each goes its own way.
+
+    And nobody hangs on a NaN on one rank, nor where one has no gradient of a matrix, as a stage of a pipeline whose blocks
+    are frozen.
+    """
 
     def run(distributed: bool) -> Tensor:
         net = _net()
@@ -130,7 +134,26 @@ def apart() -> dict[str, Any]:
         "same_as_alone": torch.equal(here, expected),
         "alike": all(torch.equal(one, here) for one in _gathered(here)),
         "nan_is_finished": True,
+        "one_that_has_none": _one_that_has_none(),
     }
+
+
+def _one_that_has_none() -> list[bool]:
+    """Whether each rank ends where it does alone; the second has nothing to make orthogonal."""
+
+    def run(distributed: bool) -> Tensor:
+        torch.manual_seed(5)
+        params = [nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))]
+        optimizer = Muon(params, distributed=distributed)
+        for _ in range(3):
+            params[0].grad = None if dist.get_rank() else torch.randn(8, 8)
+            params[1].grad = torch.randn(8)
+            optimizer.step()
+        return torch.cat([p.detach().flatten() for p in params])
+
+    found: list[Any] = [None, None]
+    dist.all_gather_object(found, torch.equal(run(True), run(False)))
+    return found
 
 
 def fsdp2() -> dict[str, Any]:

@@ -496,6 +496,7 @@ def test_under_ddp_matrices_are_divided_and_the_weights_are_those_of_one_process
 def test_ranks_that_train_apart_divide_nothing(two: dict[str, Any]) -> None:
     assert two["apart"]["same_as_alone"] and not two["apart"]["alike"]
     assert two["apart"]["nan_is_finished"]
+    assert two["apart"]["one_that_has_none"] == [True, True]
 
 
 def test_sharded_parameters_end_where_one_process_does(two: dict[str, Any]) -> None:

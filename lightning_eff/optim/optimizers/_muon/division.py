@@ -1,6 +1,6 @@
 """Work on a list of tensors divided over the ranks of a run, whose results are exchanged."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,9 @@ from lightning_eff.optim.optimizers import _lists as lists
 class Division:
     """Divides work that every rank would do alike, as long as the ranks hold the same tensors.
 
-    At the first call the ranks agree on whether they hold tensors of the same shapes. At each, the norms of all tensors
-    travel with the results: where they differ (each rank trains for itself), the ranks find out together, do that call's
-    work again by themselves, and divide nothing from then on.
+    Before the first call the ranks agree on whether they hold tensors of the same shapes; in a pipeline they do not, and some
+    may hold none. At each call the norms of all tensors travel with the results: where they differ (each rank trains for
+    itself), the ranks find out together, do that call's work again by themselves, and divide nothing from then on.
     """
 
     def __init__(self) -> None:
@@ -31,6 +31,19 @@ class Division:
             not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1 or self._divides is False
         )
 
+    def agree(self, held: Sequence[Any]) -> None:
+        """Find out whether the ranks can divide anything; each must call it, also one that holds nothing.
+
+        Args:
+            held: of the tensors of all calls to come in this step, what must be alike on all ranks; empty where there are none.
+        """
+        if self._divides is not None or self.idle:
+            return
+        said: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(said, held)
+        if any(said):
+            self._divides = all(one == said[0] for one in said)
+
     def run(self, tensors: list[Tensor], work: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
         """``work(tensors)``, whose results have the shapes of ``tensors`` and depend on each tensor alone.
 
@@ -40,12 +53,7 @@ class Division:
         """
         if self.idle:
             return work(tensors)
-        if self._divides is None:
-            said: list[object] = [None] * dist.get_world_size()
-            dist.all_gather_object(said, [(tuple(t.shape), str(t.dtype), t.device.type) for t in tensors])
-            self._divides = bool(tensors) and all(one == said[0] for one in said)
-            if not self._divides:
-                return work(tensors)
+        assert self._divides, "the ranks have agreed"
         world, rank = dist.get_world_size(), dist.get_rank()
         owner = divided([t.shape[0] * t.shape[1] * min(t.shape) for t in tensors], world)
         mine = [i for i, who in enumerate(owner) if who == rank]
