@@ -400,7 +400,7 @@ def test_rings_are_the_same_in_every_run_and_their_noise_in_validation_alone() -
     assert set(kept[0][3].tolist()) == set(range(DIRECTIONS)) and kept[0][2].abs().max() == 1
     assert not torch.equal(kept[0][2][:44], kept[0][2][256:])
     noise = data._noisy([(image, label) for image, label in data.train_set])[0] - data.train_set.tensors[0]
-    assert noise.std().item() == pytest.approx(0.3, rel=0.02)
+    assert noise.std().item() == pytest.approx(0.5, rel=0.02)
     with pytest.raises(ValueError, match="noise=-1"):
         Rings(noise=-1)
     with pytest.raises(ValueError, match="num_val_images=0"):
@@ -410,7 +410,7 @@ def test_rings_are_the_same_in_every_run_and_their_noise_in_validation_alone() -
 @pytest.mark.parametrize("task", tune.TASKS)
 def test_the_baseline_is_the_best_point_of_its_grid(task: str) -> None:
     results = json.loads((BENCHMARKS / "results" / f"tuning_{task}.json").read_text())
-    assert results["seed"] == 0 and results["budget_seconds"] == 60.0
+    assert results["seed"] == 0 and f"{results['budget_seconds']:g}rs" == evidence.BUDGETS.get(task, "60rs")
     best = min(results["results"], key=lambda result: result["metrics"]["val_loss"])
     baseline = yaml.safe_load((BENCHMARKS / task / "baseline.yaml").read_text())
     assert {key: baseline[key] for key in ("trainer", "model", "data")} == best["settings"]
