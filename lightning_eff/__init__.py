@@ -19,9 +19,9 @@ def __dir__() -> list[str]:
 
 
 def _import_techniques() -> None:
-    """A LightningCLI takes the classes that are imported by their names alone. The bench stays out."""
+    """A LightningCLI takes the classes that are imported by their names alone. The bench and the search stay out."""
     for name, home in _public.HOMES.items():
-        if not home.startswith("lightning_eff.bench"):
+        if not home.startswith(("lightning_eff.bench", "lightning_eff.tune")):
             __getattr__(name)
 
 

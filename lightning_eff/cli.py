@@ -12,6 +12,7 @@ from lightning_eff._errors import Arguments, UsageError, check_configs, did_you_
 _USAGE = """\
 usage: lightning-eff {fit,validate,test,predict} --config recipe.yaml [options of LightningCLI]
        lightning-eff bench --baseline a.yaml --recipe b.yaml --target val_loss --budget 120s --seeds 3
+       lightning-eff tune --baseline a.yaml --target val_loss --budget 120s
        lightning-eff plan --config recipe.yaml --gpus 512 --gpu h200
        lightning-eff budget --hours 5000 --gpu h100
        lightning-eff techniques
@@ -20,6 +21,8 @@ usage: lightning-eff {fit,validate,test,predict} --config recipe.yaml [options o
                                  techniques go into trainer.callbacks, and precision plugins into trainer.plugins, by
                                  class name alone. More: lightning-eff fit --help
   bench                          does a recipe pay, by how much, and how sure is that? More: lightning-eff bench --help
+  tune                           which techniques could pay on a config, and why not the others.
+                                 More: lightning-eff tune --help
   plan                           which layout trains a recipe's module fastest on so many accelerators, by simulation;
                                  needs none of them. More: lightning-eff plan --help
   budget                         the size and the tokens that FLOPs, accelerator-hours or money are best spent on.
@@ -28,7 +31,7 @@ usage: lightning-eff {fit,validate,test,predict} --config recipe.yaml [options o
 
 Modules are looked up from the current folder too. Errors are told in a paragraph; --debug gives the traceback.
 """
-COMMANDS = ("fit", "validate", "test", "predict", "bench", "plan", "budget", "techniques")
+COMMANDS = ("fit", "validate", "test", "predict", "bench", "tune", "plan", "budget", "techniques")
 
 
 def technique_classes() -> list[Any]:
@@ -86,6 +89,10 @@ def _run(argv: list[str], *, debug: bool) -> None:
         from lightning_eff.bench.command import main as bench
 
         bench(rest, debug=debug)
+    elif command == "tune":
+        from lightning_eff.tune.command import main as tune
+
+        tune(rest, debug=debug)
     elif command == "plan":
         from lightning_eff.planner.command import main as plan
 

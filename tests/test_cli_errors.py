@@ -165,7 +165,7 @@ def test_a_config_that_cannot_be_used_is_said_in_one_paragraph(
 COMMANDS: dict[str, tuple[list[str], str]] = {
     "misspelt command": (
         ["fti"],
-        "got 'fti'; expected one of fit, .*bench, plan, budget, techniques. Did you mean 'fit'",
+        "got 'fti'; expected one of fit, .*bench, tune, plan, budget, techniques. Did you mean 'fit'",
     ),
     "misspelt bench": (["bnech"], "Did you mean 'bench'"),
     "option before a command": (["--what"], "got '--what'; expected one of fit"),
@@ -184,6 +184,10 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
         "there is no file 'a.yaml'",
     ),
     "folder of bench": (["bench", "report", "nowhere"], "no such file"),
+    "option of tune": (
+        ["tune", "--baseline=a.yaml", "--target=c", "--budget=1s", "--exlude=x"],
+        "got --exlude=x; there is no such option. Did you mean '--exclude'",
+    ),
     "option of plan": (
         ["plan", "--config=a.yaml", "--gpus=8", "--gpu=h200", "--fp9"],
         "got --fp9.* Did you mean '--fp8'",

@@ -26,6 +26,8 @@ RICH = RunProfile(
     int8=True,
     world_size=8,
     optimizer_states=True,
+    masked_labels=True,
+    num_matrices=48,
 )
 STUDY = {"S2FP8Precision", "Wang2018FP8Precision", "HybridParallelStrategy"}
 POINTLESS = {"ExactResume", "GradientNoiseScale"}  # makes no training more efficient
@@ -83,6 +85,8 @@ def test_stand_ins_are_not_searched(name: str) -> None:
         ("SelectiveBackprop", {"batch_size": 1}),
         ("SharpnessAwareMinimization", {"epochs": 0.3}),
         ("LatestWeightAveraging", {"decayed_rate": True}),
+        ("MaskRateSchedule", {"masked_labels": False}),
+        ("ReplaceOptimizer", {"num_matrices": 0}),
         ("ActivationOffload", {"accelerator": "cpu"}),
         ("OptimizerOffload", {"optimizer_states": False}),
         ("ActivationCompression", {"memory_bound": False}),

@@ -110,6 +110,8 @@ class RunProfile:
         int8: the device multiplies int8 matrices.
         world_size: processes.
         optimizer_states: the optimizer keeps tensors for each parameter.
+        masked_labels: tokens are predicted where their labels are not -100, and most are.
+        num_matrices: parameters of hidden linear maps and convolutions.
     """
 
     num_blocks: int = 0
@@ -125,6 +127,8 @@ class RunProfile:
     int8: bool = False
     world_size: int = 1
     optimizer_states: bool = False
+    masked_labels: bool = False
+    num_matrices: int = 0
 
 
 def _always(profile: RunProfile) -> None:

@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,11 @@ class Workers:
         count: how many runs at once.
         threads: torch's in each; 0 leaves them.
         logs: the folder for what they print.
+        environment: variables that they have beside this process's own.
     """
 
-    def __init__(self, count: int, threads: int, logs: Path) -> None:
+    def __init__(self, count: int, threads: int, logs: Path, environment: Mapping[str, str] | None = None) -> None:
+        self._environment = dict(environment or {})
         self._pool = ThreadPoolExecutor(count)
         self._threads = threads
         self._logs = logs
@@ -80,7 +82,9 @@ class Workers:
         return self._rehearsing
 
     def _start(self) -> "_Worker":
-        worker = _Worker(self._logs / f"worker-{os.getpid()}-{len(self._all) + 1}.log", self._threads)
+        worker = _Worker(
+            self._logs / f"worker-{os.getpid()}-{len(self._all) + 1}.log", self._threads, self._environment
+        )
         self._all.append(worker)
         if self._closed:  # meanwhile
             worker.kill()
@@ -98,7 +102,7 @@ Place = InProcess | Workers  #: where jobs are done
 
 
 class _Worker:
-    def __init__(self, log: Path, threads: int) -> None:
+    def __init__(self, log: Path, threads: int, environment: Mapping[str, str]) -> None:
         limits = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")} if threads else {}
         self.log = log
         begin = "from lightning_eff.bench.running.worker import main; main()"
@@ -107,7 +111,7 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, **limits},
+            env={**os.environ, **limits, **environment},
         )
 
     @property

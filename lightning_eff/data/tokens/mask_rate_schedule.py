@@ -112,7 +112,9 @@ _SETTINGS = ("mask_token_id", "hidden", "random", "vocab_size", "special_tokens"
 
 
 def _pointless(profile: RunProfile) -> str | None:
-    return "samples are no sequences" if profile.sequence_length is None else None
+    if profile.sequence_length is None:
+        return "samples are no sequences"
+    return None if profile.masked_labels else "tokens are not hidden and predicted: most labels are not -100"
 
 
 class MaskRateSchedule(Technique):

@@ -95,6 +95,10 @@ def _ratio(rate: float, reference: float | None, part: Share, scheduled: bool) -
     )
 
 
+def _pointless(profile: RunProfile) -> str | None:
+    return None if profile.num_matrices else "there is no hidden matrix, which the other optimizer would step"
+
+
 def _search(cls: Any, values: Mapping[str, Any], profile: RunProfile) -> Any:
     return cls({"class_path": "lightning_eff.Muon", "init_args": dict(values)})
 
@@ -156,6 +160,7 @@ class ReplaceOptimizer(Technique):
             "momentum": Choice((0.8, 0.9, 0.95)),
             "weight_decay": Choice((0.0, 0.05, 0.15)),
         },
+        _pointless,
         make=_search,
     )
     control: ClassVar[Control] = Control(

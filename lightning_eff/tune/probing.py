@@ -1,0 +1,99 @@
+"""Each technique alone for two steps on the user's module: what refuses to run there is not searched, and says why."""
+
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from lightning_eff._core.search_space import Choice, Integer, Range
+from lightning_eff.bench.pace import Pace
+from lightning_eff.bench.running.jobs import Job
+from lightning_eff.tune.config import Choices, Recipes
+from lightning_eff.tune.places import Places
+from lightning_eff.tune.space import Candidate, Space
+
+STEPS = 2
+
+
+def middle(what: Range) -> Any:
+    """A value from the middle of a range, or the first of a few."""
+    if isinstance(what, Choice):
+        return what.values[0]
+    value = math.sqrt(what.low * what.high) if what.log else (what.low + what.high) / 2
+    return round(value) if isinstance(what, Integer) else value
+
+
+def usual(one: Candidate) -> dict[str, Any]:
+    """A technique's settings from the middle of their ranges."""
+    return {name: middle(what) for name, what in one.space.settings.items()}
+
+
+def probe(
+    recipes: Recipes,
+    places: Places,
+    folder: Path,
+    *,
+    target: str,
+    steps: int,
+    seed: int,
+    threads: int,
+    jobs: int = 1,
+    known: dict[str, str | None] | None = None,
+    tell: Callable[[str, str | None], None] | None = None,
+) -> dict[str, str | None]:
+    """For each technique of the space, why two steps of it do not run; None where they do.
+
+    Args:
+        recipes: of the space.
+        places: where they run.
+        folder: for configs.
+        target: the validation metric.
+        steps: of a whole run, over which schedules are laid out.
+        seed: of the runs.
+        threads: torch's.
+        jobs: at once.
+        known: what was found before.
+        tell: called with each name and what was found.
+    """
+    found = dict(known or {})
+    left = [name for name in recipes.space.techniques if name not in found]
+
+    def tried(name: str) -> str | None:
+        return refused(recipes, name, places, folder, target=target, steps=steps, seed=seed, threads=threads)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for name, why in zip(left, pool.map(tried, left), strict=True):
+            found[name] = why
+            if tell is not None:
+                tell(name, why)
+    return found
+
+
+def refused(
+    recipes: Recipes, name: str, places: Places, folder: Path, *, target: str, steps: int, seed: int, threads: int
+) -> str | None:
+    """Why a technique does not run; None where it does."""
+    one = recipes.space.techniques[name]
+    try:
+        arm = recipes.arm(name, Choices(techniques={name: usual(one)}), steps, folder)
+    except (ValueError, TypeError) as error:  # its constructor refuses these settings
+        return str(error)
+    pace = Pace(target, steps=max(steps, STEPS), sweep=STEPS)
+    (record,) = places.do([Job(arm, seed, pace, f"probe-{one.cls.__name__}", threads)])
+    return None if record["status"] == "finished" else reason(record)
+
+
+def reason(record: dict[str, Any]) -> str:
+    """Why a job did not finish, in one line and without the name of a Python error."""
+    text = " ".join(str(record["error"]).split())
+    head, colon, rest = text.partition(": ")
+    return rest if colon and head.isidentifier() and head.endswith(("Error", "Exception")) else text
+
+
+def after(space: Space, found: dict[str, str | None]) -> Space:
+    """The space without the techniques that did not run."""
+    for name, why in found.items():
+        if why is not None and name in space.techniques:
+            space = space.without(name, f"refused: {why}")
+    return space

@@ -1,0 +1,281 @@
+"""A short run of the user's own config: what a search must know of it, with the reason, and where time and memory go."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from statistics import median
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from lightning_eff._core.batches import num_samples, tensors
+from lightning_eff._core.blocks import candidates
+from lightning_eff._core.losses import LossNotVisible, ObserveLosses, check_visible, loss_of
+from lightning_eff._core.patches import Patches
+from lightning_eff._core.search_space import RunProfile
+from lightning_eff.bench import calibration
+from lightning_eff.bench.arms import Arm
+from lightning_eff.bench.pace import Incomparable, Pace
+from lightning_eff.bench.running.jobs import Job, work
+from lightning_eff.monitor.efficiency_monitor import EfficiencyMonitor
+from lightning_eff.monitor.machine import peak_memory
+from lightning_eff.optim.optimizers._matrices import hidden_matrices
+
+FIRST = 8  # steps of the first look
+BOUND = 0.8  # of the memory that may be used: from there on it limits what can be trained
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a look at a config found.
+
+    Attributes:
+        run: what techniques are asked by whether they could gain anything.
+        why: how that was told, by the profile's field.
+        steps: optimizer steps that the budget holds.
+        step_seconds: of one of them.
+        start_seconds: to build the module, the data and the trainer, up to the first step.
+        validation_seconds: of one validation.
+        samples: of an optimizer step.
+        rate: the learning rate's peak, its last value over the budget and the share at which the peak is reached.
+        base_rate: the largest rate that the optimizers' groups were made with.
+        decays: weight decays of the optimizers' groups.
+        callbacks: classes of the config's own callbacks.
+        metrics: what validation logs.
+        monitor: :meth:`EfficiencyMonitor.summary` of the first steps.
+        peak_bytes: of memory, in these steps.
+        probe: the record of the rehearsal, which other arms' data are held against.
+    """
+
+    run: RunProfile
+    why: Mapping[str, str]
+    steps: int
+    step_seconds: float
+    start_seconds: float
+    validation_seconds: float
+    samples: float
+    rate: Mapping[str, float]
+    base_rate: float
+    decays: tuple[float, ...]
+    callbacks: tuple[str, ...]
+    metrics: tuple[str, ...]
+    monitor: Mapping[str, Any]
+    peak_bytes: int
+    probe: Mapping[str, Any] = field(repr=False)
+
+    def record(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> "Found":
+        """From JSON."""
+        lists = {name: tuple(record[name]) for name in ("decays", "callbacks", "metrics")}
+        return cls(**{**record, **lists, "run": RunProfile(**record["run"])})
+
+
+class Look(Callback):
+    """Looks at the module, the first batches and the optimizers of a run, and changes nothing."""
+
+    def __init__(self) -> None:
+        self.fields: dict[str, Any] = {}
+        self.why: dict[str, str] = {}
+        self.base_rate = 0.0
+        self.decays: tuple[float, ...] = ()
+        self.dataset_length: int | None = None
+        self.callbacks: tuple[str, ...] = ()
+        self.monitor = EfficiencyMonitor()
+        self._patches = Patches()
+        self._watched = False
+
+    def _set(self, name: str, value: Any, why: str) -> None:
+        self.fields[name], self.why[name] = value, why
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        original = pl_module.training_step
+
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            if self._watched or not args:
+                return original(*args, **kwargs)
+            self._watched = True
+            return self._observed(original, args, kwargs)
+
+        training_step.__wrapped__ = original  # pyright: ignore[reportFunctionMemberAccess]
+        self._patches.set(pl_module, "training_step", training_step)
+        trainer.callbacks.append(self.monitor)  # pyright: ignore[reportAttributeAccessIssue]  # a bench leaves it out
+
+    def _observed(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The first step, and whether its loss can be taken apart by sample."""
+        observed = ObserveLosses(num_samples(args[0]))
+        with observed:
+            output = step(*args, **kwargs)
+        loss = loss_of(output)
+        try:
+            if loss is None:
+                raise LossNotVisible("training_step returned no loss.")
+            check_visible(observed, loss)
+            self._set("visible_loss", True, f"{len(observed.calls)} loss call(s) add up to the step's loss")
+        except LossNotVisible as error:
+            self._set("visible_loss", False, str(error))
+        return output
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        stacks = candidates(pl_module)
+        blocks = stacks[0].length if stacks else 0
+        self._set("num_blocks", blocks, f"the stack {stacks[0]}" if stacks else "no repeated blocks in a ModuleList")
+        matrices = hidden_matrices(pl_module)
+        self._set("num_matrices", len(matrices), f"such as {next(iter(matrices))}" if matrices else "no hidden matrix")
+        device = trainer.strategy.root_device
+        self._set("accelerator", device.type, f"the trainer runs on {device}")
+        major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+        chip = f"compute capability {major}.{minor}" if device.type == "cuda" else "no CUDA device"
+        self._set("float8", 10 * major + minor >= 89, chip)
+        self._set("int8", 10 * major + minor >= 75, chip)
+        self._set("world_size", trainer.world_size, "processes of the trainer")
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        made = [float(g[name]) for g in groups for name in ("lr", "initial_lr", "max_lr") if g.get(name) is not None]
+        self.base_rate = max(made, default=0.0)
+        self.decays = tuple(sorted({float(g["weight_decay"]) for g in groups if g.get("weight_decay") is not None}))
+        try:
+            self.dataset_length = len(trainer.train_dataloader.dataset)  # pyright: ignore[reportOptionalMemberAccess]
+        except (AttributeError, TypeError):
+            self.dataset_length = None
+        theirs = [c for c in trainer.callbacks if c not in (self, self.monitor)]  # pyright: ignore[reportAttributeAccessIssue]
+        self.callbacks = tuple(
+            type(c).__name__ for c in theirs if not type(c).__module__.startswith("lightning_eff.bench")
+        )
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if "batch_size" not in self.fields:
+            self._look_at(batch)
+
+    def _look_at(self, batch: Any) -> None:
+        size = num_samples(batch)
+        self._set("batch_size", size, "samples of the first batch")
+        held = [(path, t) for path, t in tensors(batch) if t.ndim and t.shape[0] == size]
+        whole = [(p, t) for p, t in held if t.ndim == 2 and not t.is_floating_point() and t.dtype is not torch.bool]
+        length = max((t.shape[1] for _, t in whole), default=0)
+        if length > 1:
+            path = next(p for p, t in whole if t.shape[1] == length)
+            self._set("sequence_length", length, f"the integers batch{path} of shape (samples, {length})")
+        else:
+            self._set("sequence_length", None, "no 2-D tensor of integers in a batch")
+        images = [(p, t) for p, t in held if t.ndim == 4 and min(t.shape[2:]) > 1]
+        if images:
+            path, image = images[0]
+            self._set("image_side", min(image.shape[2:]), f"batch{path} of shape {tuple(image.shape)}")
+        else:
+            self._set("image_side", None, "no 4-D tensor in a batch")
+        hidden = [(p, float((t == -100).float().mean())) for p, t in whole]
+        path, share = max(hidden, key=lambda pair: pair[1], default=("", 0.0))
+        told = f"{share:.0%} of batch{path} are -100" if path else "no labels of tokens in a batch"
+        self._set("masked_labels", share > 0.5 and len(whole) > 1, told)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        states = [s for o in trainer.optimizers for s in getattr(o, "state", {}).values() if isinstance(s, Mapping)]
+        large = sum(isinstance(v, torch.Tensor) and v.numel() > 1 for state in states for v in state.values())
+        self._set("optimizer_states", large > 0, f"the optimizers keep {large} tensors of more than one number")
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._patches.restore()
+
+
+def look(arm: Arm, *, target: str, budget: float, seed: int, threads: int = 0, memory: int | None = None) -> Found:
+    """Train the baseline for some steps, and tell what it is.
+
+    Args:
+        arm: the baseline.
+        target: the metric that validation must log.
+        budget: seconds of a run.
+        seed: of the run.
+        threads: torch's; 0 leaves them.
+        memory: bytes that may be used; None leaves that open.
+
+    Raises:
+        Incomparable: if the target is not logged, or the budget is too short for any schedule.
+        RuntimeError: if the module crashes or diverges in these steps.
+    """
+    eye = Look()
+
+    def watched() -> Any:
+        built = arm.build(seed)
+        built.trainer.callbacks.append(eye)  # pyright: ignore[reportAttributeAccessIssue]
+        return tuple(built)
+
+    first = _done(Job(replace(arm, source=watched), seed, Pace(target, steps=FIRST, sweep=FIRST), "first", threads))
+    per_step = len(first["times"]) / max(first["steps"], 1)
+    seconds = median(first["times"][2:] or first["times"]) * per_step
+    calibration.check_length("baseline", budget, seconds)
+    peak = peak_memory(torch.device(eye.fields["accelerator"]))
+    sweep = calibration.sweep_steps(budget, seconds)
+    pace = Pace(target, steps=max(1, round(budget / seconds)), sweep=sweep, inspect=True)
+    probe = _done(Job(arm, seed, pace, "probe", threads))
+    prices = calibration.prices([probe])
+    steps = calibration.steps_in(budget, probe, {price["kind"]: price["seconds"] for price in prices})
+    samples = probe["samples"] / probe["steps"]
+    fields, why = dict(eye.fields), dict(eye.why)
+    rate = probe["lr"]
+    fields["decayed_rate"] = rate["last"] <= calibration.DECAYED * rate["peak"]
+    why["decayed_rate"] = f"from {rate['peak']:.3g} to {rate['last']:.3g} over the budget's {steps} steps"
+    length = eye.dataset_length
+    if length:
+        fields["epochs"] = steps * samples / length
+        why["epochs"] = f"{steps} steps of {samples:g} samples, of {length}"
+    else:
+        why["epochs"] = "the training set does not tell its length; taken for one"
+    fields["memory_bound"] = memory is not None and peak.bytes > BOUND * memory
+    limit = "no --memory was given" if memory is None else f"of {memory / 2**30:.3g} GiB that may be used"
+    why["memory_bound"] = f"a peak of {peak.bytes / 2**30:.3g} GiB ({peak.kind}); {limit}"
+    return Found(
+        run=RunProfile(**fields),
+        why=why,
+        steps=steps,
+        step_seconds=budget / steps,
+        start_seconds=max(probe["total_seconds"] - probe["validation_seconds"] - math.fsum(probe["times"]), 0.0),
+        validation_seconds=probe["validation_seconds"],
+        samples=samples,
+        rate=rate,
+        base_rate=eye.base_rate,
+        decays=eye.decays,
+        callbacks=eye.callbacks,
+        metrics=tuple(sorted(probe["metrics"])),
+        monitor=eye.monitor.summary(),
+        peak_bytes=peak.bytes,
+        probe=probe,
+    )
+
+
+def _done(job: Job) -> dict[str, Any]:
+    record = work(job)
+    if record["status"] == "refused":
+        raise Incomparable(record["error"])
+    if record["status"] != "finished":
+        raise RuntimeError(
+            f"The baseline {record['status']} in its first steps, so there is nothing to tune: {record['error']}"
+        )
+    return record
+
+
+def told(found: Found) -> list[str]:
+    """The profile in lines for people."""
+    run = found.run
+    phases = {name: seconds for name, seconds in found.monitor["phases"].items() if seconds}
+    total = math.fsum(phases.values()) or 1.0
+    shares = ", ".join(f"{name} {s / total:.0%}" for name, s in sorted(phases.items(), key=lambda kv: -kv[1]))
+    memory = ", ".join(f"{n} {b / 2**20:.1f} MiB" for n, b in found.monitor["memory"].items() if b)
+    lines = [f"{name}: {getattr(run, name)} ({why})" for name, why in found.why.items()]
+    lines += [
+        f"a step: {1000 * found.step_seconds:.3g} ms of {found.samples:g} samples; {found.steps} in the budget",
+        f"where time goes: {shares}",
+        f"where memory goes: {memory}; peak {found.peak_bytes / 2**20:.0f} MiB",
+    ]
+    return lines

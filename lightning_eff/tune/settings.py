@@ -1,0 +1,101 @@
+"""The rate and the weight decay of a module's own optimizers, set from outside where no argument of its config does so."""
+
+import math
+from typing import Any, ClassVar
+
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_eff._core._optim.scheduled import optimizers_of, schedulers_of
+from lightning_eff._core.session import Session
+from lightning_eff._core.technique import Control, Technique
+
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+
+
+def scale_rates(optimizers: list[Optimizer], schedulers: list[Any], rate: float) -> None:
+    """Give the group with the largest rate ``rate``, and all others theirs in proportion; schedules keep their shapes."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    made = [float(group[name]) for group in groups for name in _RATES[:3] if group.get(name) is not None]
+    largest = max(made, default=0.0)
+    if largest <= 0.0:
+        raise ValueError(
+            f"OptimizerSettings({rate=}): the module's optimizers have no rate above 0 that others could stand in proportion"
+            " to; expected one. Set the rate in the module."
+        )
+    factor = rate / largest
+    for group in groups:
+        for name in _RATES:
+            if group.get(name) is not None:
+                group[name] = group[name] * factor
+    waiting, seen = list(schedulers), set()
+    while waiting:
+        one = waiting.pop(0)
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        for name in ("base_lrs", "max_lrs", "_last_lr"):
+            if isinstance(getattr(one, name, None), list):
+                setattr(one, name, [value * factor for value in getattr(one, name)])
+        waiting += getattr(one, "_schedulers", [])
+
+
+def set_decays(optimizers: list[Optimizer], weight_decay: float) -> None:
+    """Give groups that decay their weights ``weight_decay``, in proportion to the largest; all groups, if none does."""
+    groups = [group for o in optimizers for group in o.param_groups if group.get("weight_decay") is not None]
+    largest = max((float(group["weight_decay"]) for group in groups), default=0.0)
+    for group in groups:
+        group["weight_decay"] = float(group["weight_decay"]) / largest * weight_decay if largest else weight_decay
+
+
+class OptimizerSettings(Technique):
+    """Train with another rate and weight decay than the module's optimizers are made with; all else is the module's.
+
+    It stands in recipes of ``lightning-eff tune`` whose module takes neither as an argument. Put it before all techniques.
+
+    Args:
+        rate: of the group with the largest, > 0; others stay in proportion, and schedules keep their shapes. None leaves it.
+        weight_decay: of the groups that decay their weights, >= 0; None leaves it.
+
+    Raises:
+        ValueError: for other values; at setup, for optimizers without a rate.
+    """
+
+    saves: ClassVar[str] = "steps: the module's own optimizer, tuned"
+    paper: ClassVar[str] = "-"
+    control: ClassVar[Control] = Control("the baseline with the same settings")
+    needs_automatic_optimization: ClassVar[bool] = False
+    needs_optimizer: ClassVar[bool] = True
+    any_strategy: ClassVar[bool] = True
+    sparse_gradients: ClassVar[bool] = True
+
+    def __init__(self, rate: float | None = None, weight_decay: float | None = None) -> None:
+        if rate is not None and not 0.0 < rate < math.inf:
+            raise ValueError(f"OptimizerSettings({rate=}): expected a finite rate above 0, or None.")
+        if weight_decay is not None and not 0.0 <= weight_decay < math.inf:
+            raise ValueError(f"OptimizerSettings({weight_decay=}): expected a finite number >= 0, or None.")
+        self.rate, self.weight_decay = rate, weight_decay
+
+    @property
+    @override
+    def neutral(self) -> bool:
+        return self.rate is None and self.weight_decay is None
+
+    @override
+    def attach(self, session: Session) -> None:
+        configure = session.module.configure_optimizers
+
+        def configure_optimizers() -> Any:
+            configured = configure()
+            optimizers = optimizers_of(configured)
+            if self.rate is not None:
+                scale_rates(optimizers, schedulers_of(configured), self.rate)
+            if self.weight_decay is not None:
+                set_decays(optimizers, self.weight_decay)
+            return configured
+
+        session.patches.set(session.module, "configure_optimizers", configure_optimizers)
+
+    @override
+    def summary(self) -> str:
+        return f"rate {self.rate}, weight decay {self.weight_decay}"

@@ -1,0 +1,101 @@
+"""Modules and data of a few milliseconds a run for the search's tests, as configs name them."""
+
+from pathlib import Path
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_eff.bench.running.jobs import work_all
+
+
+class Table(LightningDataModule):
+    """Rows of 8 numbers, and what a linear map with noise makes of them."""
+
+    def __init__(self, batch_size: int = 16, rows: int = 512) -> None:
+        super().__init__()
+        self.batch_size, self.rows = batch_size, rows
+
+    def _set(self, seed: int, rows: int) -> TensorDataset:
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(rows, 8, generator=generator)
+        return TensorDataset(x, x.sum(1) + 0.1 * torch.randn(rows, generator=generator))
+
+    def train_dataloader(self):
+        return DataLoader(self._set(0, self.rows), self.batch_size, shuffle=True)
+
+    def val_dataloader(self):
+        return DataLoader(self._set(1, 64), 64)
+
+
+class Regression(LightningModule):
+    """An MLP on a table.
+
+    Args:
+        lr: the peak rate.
+        weight_decay: AdamW's.
+        warmup_steps: optimizer steps.
+        schedule: decay the rate to zero.
+    """
+
+    def __init__(
+        self, lr: float = 3e-3, weight_decay: float = 0.01, warmup_steps: int = 2, schedule: bool = True
+    ) -> None:
+        super().__init__()
+        self.given = {"lr": lr, "weight_decay": weight_decay}
+        self.warmup_steps, self.schedule = warmup_steps, schedule
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.mse_loss(self.net(batch[0]).squeeze(1), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]).squeeze(1), batch[1]))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), **self.given)
+        if not self.schedule:
+            return optimizer
+        length = self.trainer.estimated_stepping_batches
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: min((step + 1) / (self.warmup_steps + 1), max(0.0, 1 - step / length))
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Hidden(Regression):
+    """The same, whose rate and decay no argument sets."""
+
+    def __init__(self) -> None:
+        super().__init__(schedule=False)
+
+
+class Here:
+    """Does jobs in this process, for tests that are not about processes."""
+
+    def __init__(self, *args: object) -> None:
+        pass
+
+    def do(self, jobs, progress=None):
+        return work_all(jobs, progress or (lambda job, u: None))
+
+    def close(self) -> None:
+        pass
+
+
+def config(folder: Path, text: str = "") -> str:
+    """A config of the regression in a folder; ``text`` in place of its model."""
+    file = folder / "baseline.yaml"
+    model = text or "model: {class_path: tests.tune.tasks.Regression}"
+    file.write_text(
+        f"trainer: {{accelerator: cpu, devices: 1}}\n{model}\ndata: {{class_path: tests.tune.tasks.Table}}\n"
+    )
+    return str(file)
+
+
+class Refusing(Callback):
+    """A callback that runs nowhere."""
+
+    def setup(self, trainer, pl_module, stage):
+        raise ValueError("Refusing: not on a Monday.")
