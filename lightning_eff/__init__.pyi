@@ -36,6 +36,7 @@ from lightning_eff.data.tokens.mask_rate_schedule import MaskRateSchedule as Mas
 from lightning_eff.data.tokens.patch_dropout import PatchDropout as PatchDropout
 from lightning_eff.data.tokens.random_ltd import RandomLTD as RandomLTD
 from lightning_eff.data.tokens.sequence_packing import SequencePacking as SequencePacking
+from lightning_eff.data.tokens.span_masking import SpanMasking as SpanMasking
 from lightning_eff.data.tokens.token_dropping import TokenDropping as TokenDropping
 from lightning_eff.data.tokens.token_merging import TokenMerging as TokenMerging
 from lightning_eff.memory.act_precision import ACTPrecision as ACTPrecision

@@ -24,3 +24,10 @@ class Sequences(pl.LightningDataModule):
 
     def train_dataloader(self):
         return loader("tiny_gpt")
+
+
+class Texts(pl.LightningDataModule):
+    """What ``Translator`` trains on."""
+
+    def train_dataloader(self):
+        return loader("translator")

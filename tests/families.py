@@ -122,6 +122,8 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
     if kind in ("image", "speech"):
         fewer = {"TokenDropping": "no nn.Embedding was called on the ids"}
     masks = {"SequencePacking": _NO_MASK, "MaskRateSchedule": _NO_IDS if kind in ("image", "speech") else _NOT_MASKED}
+    if kind != "seq2seq":
+        masks["SpanMasking"] = _NO_DECODER
     windows = {}
     if kind == "seq2seq" or name in ("mamba", "rwkv"):
         windows = {"AttentionWindowWarmup": "is an encoder-decoder" if kind == "seq2seq" else _NO_ATTENTION}
@@ -139,6 +141,7 @@ _NOT_FINITE = dict.fromkeys(("gemma2", "glm4", "helium"), frozenset({"Activation
 
 # Blocks of these go by where tokens stand, or hand on attention weights of them.
 _BY_PLACES = ("bloom", "mpt", "mamba", "rwkv", "roformer", "rembert", "squeezebert")
+_NO_DECODER = "holds no encoder-decoder"
 _NO_ATTENTION = "saw no self-attention in training_step"
 _NOT_FEWER = "cannot be given fewer of its tokens"
 _ON_IMAGES = ("ProgressiveResizing", "EfficientTrain", "FixRes")
@@ -193,10 +196,17 @@ FAMILIES: dict[str, Family] = {
     "m2m_100": _family("m2m_100", "seq2seq", _FLOAT_BUFFERS),
     "t5": _family("t5", "seq2seq", {"pp2": "relative_attention_bias.* depends on what earlier blocks returned"}),
     **{name: _family(name, "image", _NO_SEQUENCE) for name in ["vit", "beit", "dinov2", "vit_msn"]},
-    "swin": Family("image", _SWIN, _NO_SEQUENCE | _SAY_LAYERS | {"AttentionWindowWarmup": "is on 4 tokens"}),
+    "swin": Family(
+        "image",
+        _SWIN,
+        _NO_SEQUENCE | _SAY_LAYERS | {"AttentionWindowWarmup": "is on 4 tokens", "SpanMasking": _NO_DECODER},
+    ),
     **{name: _family(name, "speech", _NO_SEQUENCE) for name in ["wav2vec2", "hubert", "unispeech"]},
     "resnet": Family(
-        "own", {}, _NO_SEQUENCE | _NO_LINEAR | _NO_TOKENS | {"AttentionWindowWarmup": _NO_ATTENTION}, by_batch=True
+        "own",
+        {},
+        _NO_SEQUENCE | _NO_LINEAR | _NO_TOKENS | {"AttentionWindowWarmup": _NO_ATTENTION, "SpanMasking": _NO_DECODER},
+        by_batch=True,
     ),
 }
 

@@ -88,6 +88,42 @@ class TinyGPT(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
 
 
+class Translator(pl.LightningModule):
+    """An encoder-decoder on dict batches of ``input_ids``, ``decoder_input_ids`` and ``labels``, each (B, T).
+
+    The decoder has the mean of what the encoder makes of a text, and itself: attention to each place costs tests time, and
+    shows nothing more of what is hidden.
+    """
+
+    def __init__(self, num_layers: int = 4, dim: int = 16, dropout: float = 0.1, lr: float = 1e-2) -> None:
+        super().__init__()
+        self.lr = lr
+        self.embed, self.position = nn.Embedding(VOCAB, dim), nn.Embedding(LENGTH, dim)
+        self.encoder = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim), nn.GELU())
+        self.decoder = nn.ModuleList(Block(dim, dropout) for _ in range(num_layers))
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, VOCAB, bias=False)
+
+    def forward(self, ids: Tensor, decoder_ids: Tensor) -> Tensor:
+        place = self.position.weight[: ids.shape[1]]
+        x = self.embed(decoder_ids) + place + self.encoder(self.embed(ids) + place).mean(dim=1, keepdim=True)
+        for block in self.decoder:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def _loss(self, batch: dict[str, Tensor]) -> Tensor:
+        logits = self(batch["input_ids"], batch["decoder_input_ids"])
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self._loss(batch)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self._loss(batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
 class TinyClassifier(pl.LightningModule):
     """An MLP with BatchNorm and dropout on (features, label) tuples: (B, 8) and (B,)."""
 
@@ -212,7 +248,7 @@ def hugging_face(name: str, num_layers: int = 4, dropout: float = 0.0) -> Huggin
 
 
 def make_batch(name: str, size: int = 4, length: int = LENGTH, seed: int = 0) -> Any:
-    """A batch for ``tiny_gpt``, ``padded``, ``classifier`` or a Hugging Face name; what is to be learnt is learnable."""
+    """A batch for ``tiny_gpt``, ``padded``, ``translator``, ``classifier`` or a Hugging Face name, which can be learnt."""
     g = torch.Generator().manual_seed(seed)
     if name == "classifier":
         x = torch.randn(size, 8, generator=g)
@@ -230,6 +266,8 @@ def make_batch(name: str, size: int = 4, length: int = LENGTH, seed: int = 0) ->
         labels = ids[:, 1:].masked_fill(~keep, -100)
         return {"input_ids": ids[:, :-1].masked_fill(~keep, 0), "attention_mask": keep, "labels": labels}
     ids = ids[:, :-1].contiguous()
+    if name == "translator":
+        return {"input_ids": ids, "decoder_input_ids": ids.roll(1, 1), "labels": ids.clone()}
     if name == "bert":
         masked = torch.rand(size, length, generator=g) < 0.3
         masked[:, 0] = True
@@ -267,6 +305,8 @@ def module(name: str, **kwargs: Any) -> pl.LightningModule:
     """The module that ``make_batch(name)`` is for."""
     if name in ("tiny_gpt", "padded"):
         return TinyGPT(**kwargs)
+    if name == "translator":
+        return Translator(**kwargs)
     return TinyClassifier(**kwargs) if name == "classifier" else hugging_face(name, **kwargs)
 
 
