@@ -35,6 +35,8 @@ _UNKNOWN = (
 )  # fmt: skip
 _HARMLESS = {"aten", "prim", "prims", "c10d", "_c10d_functional", "profiler", "inductor", "rngprims", "debugprims"}
 _OPERATOR = re.compile(r"\w+::\w+")
+_HEAD = re.compile(r'"nodes":\s*\[\s*')  # of a record, behind which its entries begin
+_BETWEEN = re.compile(r"[\s,]*")  # two entries
 _BACKWARD = "lightning_eff: backward"
 _COMPILING = "(dynamo_timed)"  # ends the names of what runs while torch.compile traces, on tensors without data
 _COMPILED = "## Call CompiledFxGraph"  # begins the name of a graph that runs in kernels of its own
@@ -72,6 +74,7 @@ class _Node:
         number: in the order in which entries began.
         parent: the number of that in which it began.
         graph: whether it ran where graphs are built.
+        call: its arguments, results and schema as they were recorded, if there is a formula for it.
     """
 
     number: int
@@ -79,7 +82,7 @@ class _Node:
     name: str
     thread: int
     graph: bool
-    raw: dict[str, Any]
+    call: tuple[dict[str, Any], dict[str, Any], str] | None
     children: list["_Node"] = field(default_factory=list)
 
 
@@ -124,7 +127,7 @@ class Counter:
             if error[0] is None:
                 text = (Path(folder.name) / "operators.json").read_text(encoding="utf-8", errors="replace")
                 with suppress(ValueError):  # names that users give stretches of their program may break it
-                    self._read(json.loads(text, strict=False)["nodes"])
+                    self._read(list(_nodes(text)))
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -134,9 +137,9 @@ class Counter:
 
     # -- reading the record
 
-    def _read(self, raw: list[dict[str, Any]]) -> None:
+    def _read(self, entries: list[_Node]) -> None:
         self.flops = {"forward": 0, "backward": 0, "again": 0}
-        nodes = {node.number: node for node in sorted(map(_node, raw), key=lambda node: node.number)}
+        nodes = {node.number: node for node in sorted(entries, key=lambda node: node.number)}
         roots: list[_Node] = []
         for node in nodes.values():
             (nodes[node.parent].children if node.parent in nodes and node.parent != node.number else roots).append(node)
@@ -148,7 +151,7 @@ class Counter:
         """Count what ``node`` computes; whether something was counted, or named as unknown."""
         if node.name.endswith(_COMPILING):
             return False
-        flops = _flops(node) if node.name in _BY_NAME else None
+        flops = _flops(node)
         if flops is not None:
             assert self.flops is not None
             late = self._backward or any(begin < node.number < end for begin, end in backward)
@@ -165,13 +168,36 @@ class Counter:
         return False
 
 
+def _nodes(text: str) -> Iterator[_Node]:
+    """The entries of a record, each read by itself: of all that torch writes of an operator, little is kept.
+
+    Read as one, a record would be some hundred thousand small objects at once, which the garbage collector goes through
+    again and again.
+
+    Raises:
+        ValueError: if the record is not JSON.
+    """
+    decoder = json.JSONDecoder(strict=False)
+    head = _HEAD.search(text)
+    if head is None:
+        raise ValueError(f"The record of operators has no list of nodes; it begins with {text[:80]!r}.")
+    at = head.end()
+    while not text.startswith("]", at):
+        raw, at = decoder.raw_decode(text, at)
+        yield _node(raw)
+        between = _BETWEEN.match(text, at)
+        assert between is not None
+        at = between.end()
+
+
 def _node(raw: dict[str, Any]) -> _Node:
     more = {attribute["name"]: attribute["value"] for attribute in raw["attrs"]}
-    number, parent = int(raw["id"]), int(raw["ctrl_deps"])
+    name = raw["name"]
     graph = (
         int(more.get("seq_id", -1)) >= 0 and more.get("scope") == 0
     )  # an operator; a node of a graph has its number too
-    return _Node(number, parent, raw["name"], int(more.get("tid", 0)), graph, {**raw, **more})
+    call = (raw["inputs"], raw["outputs"], more.get("op_schema", "")) if name in _BY_NAME else None
+    return _Node(int(raw["id"]), int(raw["ctrl_deps"]), name, int(more.get("tid", 0)), graph, call)
 
 
 def _span(label: _Node, nodes: dict[int, _Node]) -> tuple[int, float]:
@@ -200,15 +226,17 @@ def _computes(name: str) -> bool:
 
 
 def _flops(node: _Node) -> int | None:
-    """The FLOPs of one call; None where its formula does not fit it."""
-    packet = _BY_NAME[node.name]
+    """The FLOPs of one call; None where there is no formula, or it does not fit."""
+    if node.call is None:
+        return None
     try:
-        given = _values(node.raw["inputs"])
-        arguments = torch._C.parse_schema(node.raw["op_schema"]).arguments
+        inputs, outputs, schema = node.call
+        given = _values(inputs)
+        arguments = torch._C.parse_schema(schema).arguments
         args = [x for x, argument in zip(given, arguments, strict=True) if not argument.kwarg_only]
         kwargs = {a.name: x for x, a in zip(given, arguments, strict=True) if a.kwarg_only and a.name != "out"}
-        out = _values(node.raw["outputs"])
-        return int(_FORMULAS[packet](*args, out_val=out[0] if len(out) == 1 else tuple(out), **kwargs))
+        out = _values(outputs)
+        return int(_FORMULAS[_BY_NAME[node.name]](*args, out_val=out[0] if len(out) == 1 else tuple(out), **kwargs))
     except Exception:  # formulas are others', and of any operator: one that fails is one that is not known
         return None
 

@@ -321,6 +321,19 @@ def test_nothing_is_left_behind(build: Any, first: bool, fails: int | None) -> N
     assert seen.summary()["counted_batches"] == (fails != 0)
 
 
+def test_names_that_break_the_record_leave_the_flops_unknown() -> None:
+    x = torch.ones(2, 2)
+    with counting.Counter() as counter, torch.autograd.profiler.record_function('a "name" in quotes'):
+        _ = x @ x
+    assert counter.flops is None
+    with counting.Counter() as counter, torch.autograd.profiler.record_function('"nodes": [ in a\nname'):
+        _ = x @ x
+    assert counter.flops is None
+    with counting.Counter() as counter, torch.autograd.profiler.record_function("a plain name, [of] its own"):
+        _ = x @ x
+    assert counter.flops == {"forward": 16, "backward": 0, "again": 0}
+
+
 def test_another_wrapper_is_put_back_as_it_was() -> None:
     class Wrapping(pl.Callback):
         def setup(self, t: pl.Trainer, net: pl.LightningModule, stage: str) -> None:
