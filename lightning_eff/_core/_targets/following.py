@@ -6,7 +6,7 @@ value for each entry (casts, masks, one-hot codes) leave them where they are. Th
 give what the loss call would have got, had the batch had those.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from lightning_eff._core._targets.operations import CASTING, COMPARING, JOINING, MOVING, POINTWISE, name_of
+
+_NESTED = (list, tuple, dict)
 
 
 @dataclass
@@ -81,6 +83,21 @@ class Follower:
         """What is known of ``value``, if it is a tensor that is made of labels."""
         found = self._traces.get(id(value))
         return None if found is None else found[1]
+
+    def knows(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a tensor made of labels is among a call's arguments, however nested; asked at each call of torch."""
+        if not self._traces:
+            return False
+        return self._known(args) or (bool(kwargs) and self._known(kwargs.values()))
+
+    def _known(self, values: Iterable[Any]) -> bool:
+        traces = self._traces
+        for value in values:
+            if id(value) in traces:
+                return True
+            if isinstance(value, _NESTED) and self._known(value.values() if isinstance(value, dict) else value):
+                return True
+        return False
 
     def clear(self) -> None:
         self._traces.clear()

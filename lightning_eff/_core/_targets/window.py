@@ -26,6 +26,8 @@ from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step
 
 _SYMMETRIC = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
+_BACKWARD = (Tensor.backward, torch.autograd.backward)
+_LOOKED_AT = frozenset((*LOSSES, *_BACKWARD))
 _NAMES = ", ".join(f"F.{fn.__name__}" for fn in LOSSES)
 
 
@@ -51,7 +53,9 @@ class _Window(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)
-        if func in (Tensor.backward, torch.autograd.backward):
+        if func not in _LOOKED_AT and not self.follower.knows(args, kwargs):  # as almost all are
+            return func(*args, **kwargs)
+        if func in _BACKWARD:
             with self:  # torch has put the mode aside, and what checkpoints run again is to be seen, too
                 return backward_by_edges(*args, **kwargs)
         arguments = bind_loss(func, args, kwargs)
