@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-RUNS = 3.5  # of a whole stack: undisturbed, resumed from three steps, and without what changes no weight
+RUNS = 2.75  # of a whole stack: undisturbed, interrupted and resumed at three steps, and without what changes no weight
 LEFT_OUT = 0.3  # of a run, for a name that is left out: it stops where a step shows it
 BEGUN = 0.5  # of a run, for the few names beside which one is left out: most show it in its first quarter
 PLAIN = 1.5  # what a run without techniques costs, in what one technique adds to it
@@ -62,11 +62,13 @@ def work(stacks: Sequence[Sequence[str]], looked_at: Sequence[Mapping[str, Seque
 
     A name is left out of the stack, or of a few of it, which are begun once more as they are; see ``tests.stacks.checks``.
     """
+    from tests.stacks import FEW
+
     total = 0.0
     for stack, seen in zip(stacks, looked_at, strict=True):
         total += RUNS * (PLAIN + len(stack))
         for partners in seen.values():
-            few = 2 * (1 + len(partners)) < len(stack)
+            few = FEW * (1 + len(partners)) < len(stack)
             total += (BEGUN + LEFT_OUT) * (PLAIN + 1 + len(partners)) if few else LEFT_OUT * (PLAIN + len(stack))
     return total
 

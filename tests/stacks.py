@@ -6,7 +6,7 @@ What is wrong with a stack is looked for in each of its parts by :func:`tests.co
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import combinations
+from itertools import combinations, cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from tests.runs import NUM_STEPS, SaveBatches, differences, final_state, fit
 MODEL = "tiny_gpt"
 RESUMED = (3, 6, 9)  # of 12 steps, in epochs of 5 batches
 EARLY = 3  # batches in which most techniques have changed weights
+FEW = 3  # a name is looked at beside its partners alone where these with it are less than one in so many of a stack
 
 
 def declared(cases: Mapping[str, Case], plugins: Mapping[str, PluginCase]) -> dict[Pair, str]:
@@ -113,6 +114,16 @@ class _Trace(pl.Callback):
             trainer.should_stop = True
 
 
+class _Until(pl.Callback):
+    """Stops the run as this batch ends."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        trainer.should_stop = trainer.fit_loop.epoch_loop.batch_progress.total.processed >= self.batch
+
+
 @dataclass(frozen=True)
 class Whole:
     """An undisturbed run: weights after each step, what it left behind, and each technique's figures above zero."""
@@ -179,20 +190,40 @@ class Stacks:
             return f"trained {whole.steps} of {NUM_STEPS} steps, to weights that are {'' if finite else 'not '}finite"
         return None
 
-    def resumes(self, step: int, names: Stack) -> str | None:
-        wrong = self._resumed(step, names)
-        return f"resumed from step {step}, ends otherwise than undisturbed: {wrong}" if wrong else None
+    def resumes(self, names: Stack) -> str | None:
+        """A run is interrupted at three steps, each time to be resumed in the other order: what of it is to blame, if any.
 
-    def resumes_in_any_order(self, step: int, names: Stack) -> str | None:
-        """One run for two things, which are told apart where it fails."""
-        wrong = self._resumed(step, names, EfficiencyMonitor(), backwards=True)
-        if wrong and self.resumes(step, names) is None:
-            return f"in reversed order, beside a monitor, ends otherwise: {wrong}"
-        return self.resumes(step, names) if wrong else None
+        In reversed order a monitor stands beside the techniques.
+        """
+        wrong = self._resumed(names, RESUMED)
+        if not wrong:
+            return None
+        for step in RESUMED:
+            if alone := self._resumed(names, (step,), orders=(False,)):
+                return f"resumed from step {step}, ends otherwise than undisturbed: {alone}"
+        for step in RESUMED:
+            if alone := self._resumed(names, (step,)):
+                return f"in reversed order, beside a monitor, ends otherwise when resumed from step {step}: {alone}"
+        told = ", ".join(map(str, RESUMED))
+        return f"resumed again and again, at the steps {told}, in one order and the other, ends otherwise: {wrong}"
 
-    def _resumed(self, step: int, names: Stack, *callbacks: pl.Callback, **kwargs: Any) -> str:
+    def _resumed(self, names: Stack, steps: Sequence[int], orders: Sequence[bool] = (True, False)) -> str:
+        """What differs of a run that is resumed from the first of ``steps``, ends at the next, and is resumed from there.
+
+        Args:
+            names: of the run.
+            steps: where it is interrupted.
+            orders: whether techniques stand in reversed order, beside a monitor, in turn.
+        """
         whole = self.whole(names)
-        net, trainer = self.run(names, *callbacks, resume=self._at(names) / f"batch={step}.ckpt", **kwargs)
+        at, net, trainer = self._at(names), None, None
+        for (step, until), backwards in zip(pairwise((*steps, None)), cycle(orders)):
+            beside: list[pl.Callback] = [EfficiencyMonitor()] if backwards else []
+            if until is not None:
+                beside += [SaveBatches(at / "again", [until]), _Until(until)]
+            path = at / f"batch={step}.ckpt" if step == steps[0] else at / "again" / f"batch={step}.ckpt"
+            net, trainer = self.run(names, *beside, backwards=backwards, resume=path)
+        assert net is not None and trainer is not None
         return ", ".join(differences(whole.final, final_state(net, trainer))[:4])
 
     def exact(self, without: frozenset[str], names: Stack) -> str | None:
@@ -214,17 +245,23 @@ class Stacks:
         if name not in names:
             return None
         rest = tuple(other for other in names if other != name)
-        if names not in self._whole:  # most show it early, and no more is run of these names
-            begun, trace = _Trace(batches=EARLY), _Trace(batches=EARLY)
-            self.run(names, begun)
-            trace.known = begun.seen
-            self.run(rest, trace)
-            if trace.differs:
-                return None
-        whole = self.whole(names)
-        trace = _Trace(whole.trace)
+        if names in self._whole:
+            return self._changes(name, self.whole(names).trace, self.whole(names).weights, rest)
+        begun = _Trace(batches=EARLY)  # most show it early, and no more is run of these names
+        self.run(names, begun)
+        trace = _Trace(begun.seen, batches=EARLY)
+        self.run(rest, trace)
+        if trace.differs:
+            return None
+        undisturbed = _Trace()
+        net, _ = self.run(names, undisturbed)
+        return self._changes(name, undisturbed.seen, flat(net).cpu(), rest)
+
+    def _changes(self, name: str, known: Sequence[Tensor], end: Tensor, rest: Stack) -> str | None:
+        """Whether ``rest``, a run without ``name``, has other weights than are known of one with it."""
+        trace = _Trace(known)
         net, _ = self.run(rest, trace)
-        if trace.differs or not torch.equal(flat(net).cpu(), whole.weights):
+        if trace.differs or not torch.equal(flat(net).cpu(), end):
             return None
         return f"{name} changes nothing: without it, every step and the end are the same"
 
@@ -244,14 +281,12 @@ def checks(
     exact = frozenset(name for name, case in cases.items() if case.exact and not case.rounds)
     saving = frozenset(name for name in exact if stacks.cases[name].saves_less)
     lossy = {name for name in stack if known[name].lossy}
-    first, *later = RESUMED
     found: list[tuple[Stack, Callable[[Stack], str | None]]] = [(stack, stacks.trains)]
-    found.append((stack, partial(stacks.resumes_in_any_order, first)))
-    found += [(stack, partial(stacks.resumes, step)) for step in later]
+    found.append((stack, stacks.resumes))
     found += [(stack, partial(stacks.shows, name)) for name in stack if name in stacks.cases]
     for name, partners in watched.items():
         few = tuple(sorted((name, *partners)))
-        found.append((few if 2 * len(few) < len(stack) else stack, partial(stacks.acts, name)))
+        found.append((few if FEW * len(few) < len(stack) else stack, partial(stacks.acts, name)))
     if exact and not (lossy and saving):
         found.append((stack, partial(stacks.exact, exact)))
     elif exact:  # what is compressed depends on what is saved: both are looked at, but not with each other
