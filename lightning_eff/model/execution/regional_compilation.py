@@ -75,7 +75,8 @@ class RegionalCompilation(Technique):
     block, with the block itself as an input), so that what compiling takes does not grow with depth. It takes place in the
     first step, in tens of seconds for torch's own backend, ``inductor``. From then on a step's time falls by what fusing all
     that lies between matrix products saves: a twelfth to a tenth of the time of a small GPT on one thread of a CPU, which
-    showed no difference in its loss at equal time (docs/evidence.md); its authors report more on GPUs.
+    showed no difference in its loss at equal time; with compiling counted, 22 s of a minute, it is slower (docs/evidence.md).
+    Its authors report more on GPUs.
 
     The module stays what it is: no wrapper, the same names in checkpoints, which load strictly with and without the
     technique; copies and pickles of it are plain. Training steps alone are compiled, scoring passes within them included;
