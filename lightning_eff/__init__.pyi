@@ -45,6 +45,7 @@ from lightning_eff.memory.activation_offload import ActivationOffload as Activat
 from lightning_eff.memory.eight_bit_optimizer import EightBitOptimizer as EightBitOptimizer
 from lightning_eff.memory.optimizer_offload import OptimizerOffload as OptimizerOffload
 from lightning_eff.memory.rematerialization import Rematerialization as Rematerialization
+from lightning_eff.model.execution.channels_last import ChannelsLast as ChannelsLast
 from lightning_eff.model.execution.regional_compilation import RegionalCompilation as RegionalCompilation
 from lightning_eff.model.growth.progressive_layer_dropping import ProgressiveLayerDropping as ProgressiveLayerDropping
 from lightning_eff.model.growth.progressive_stacking import ProgressiveStacking as ProgressiveStacking

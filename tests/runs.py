@@ -144,8 +144,8 @@ def fit_yaml(
         folder: of the YAML.
         technique: its name.
         arguments: of it.
-        model: another module of ``tests.models``.
-        data: of ``tests.cli_data``, what it trains on.
+        model: another module of ``tests.models``, or a dotted path.
+        data: of ``tests.cli_data``, what it trains on, or a dotted path.
         keeps_state: whether the technique has anything to keep.
         settings: of the trainer.
     """
@@ -153,8 +153,8 @@ def fit_yaml(
     named = [{"class_path": technique, "init_args": arguments}]
     config = {
         "trainer": {**quiet, **settings, "callbacks": named},
-        "model": {"class_path": f"tests.models.{model}"},
-        "data": {"class_path": f"tests.cli_data.{data}"},
+        "model": {"class_path": model if "." in model else f"tests.models.{model}"},
+        "data": {"class_path": data if "." in data else f"tests.cli_data.{data}"},
     }
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(config))

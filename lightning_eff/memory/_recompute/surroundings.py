@@ -33,7 +33,8 @@ class Surroundings:
     """Random state, autocast, default device and training flags around one call of a block.
 
     Other torch function and dispatch modes around the step are not entered again: most of them watch or collect, and
-    would see the call twice; a mode that also holds the loss would keep the whole graph in memory.
+    would see the call twice; a mode that also holds the loss would keep the whole graph in memory. One on which results
+    depend says so by a method ``again``, which gives what is entered when the block runs again.
 
     Args:
         modules: the block's modules.
@@ -52,7 +53,9 @@ class Surroundings:
             if torch.amp.is_autocast_available(kind)
         ]
         self.cache = torch.is_autocast_cache_enabled()
-        self.defaults = [mode.device for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
+        modes = _get_current_function_mode_stack()
+        self.defaults: list[Any] = [mode.device for mode in modes if isinstance(mode, DeviceContext)]
+        self.defaults += [mode.again() for mode in modes if hasattr(mode, "again")]
         self.flags = [m.training for m in modules]
 
     @contextmanager

@@ -1,0 +1,302 @@
+"""Channels-last memory format: the channels of a pixel lie together, in images and in convolutions' weights (PyTorch 2020)."""
+
+import copy
+import functools
+import inspect
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_eff._core.batches import map_tensors
+from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
+from lightning_eff._core.session import Session
+from lightning_eff._core.technique import Control, Technique
+from lightning_eff.model.execution._plain_order import FORMATS, PlainOrder
+
+_KINDS = {2: (nn.Conv2d, nn.ConvTranspose2d), 3: (nn.Conv3d, nn.ConvTranspose3d)}
+
+
+def strides_last(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a dense tensor (N, C, ..., W) whose elements lie in the order N, ..., W, C.
+
+    stride_C = 1, stride_W = C, stride_H = C W, ..., stride_N = C W H ...
+    """
+    strides, step = [0] * len(shape), 1
+    for dim in (1, *range(len(shape) - 1, 1, -1), 0):
+        strides[dim] = step
+        step *= shape[dim]
+    return tuple(strides)
+
+
+def plain_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a dense tensor whose elements lie in the order of its dimensions."""
+    return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def channels_last(tensor: Tensor) -> Tensor:
+    """The same values of the same shape, (N, C, H, W) or (N, C, D, H, W), with channels last in memory; others as they are.
+
+    Also where there is one channel or one pixel, and both orders are one: kernels read from the strides which is meant.
+    """
+    memory_format = FORMATS.get(tensor.ndim)
+    if memory_format is None:
+        return tensor
+    return tensor.contiguous(memory_format=memory_format).as_strided(tensor.shape, strides_last(tensor.shape))
+
+
+def laid(tensor: Tensor, strides: Sequence[int]) -> Tensor:
+    """The same values at these strides, which those of a dense tensor must be."""
+    if tensor.stride() == tuple(strides):
+        return tensor
+    made = torch.empty_strided(tensor.shape, tuple(strides), dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)
+
+
+def in_plain_order(value: Any) -> Any:
+    """What a checkpoint holds, with every tensor of four or five dimensions in plain order; nothing is changed in place."""
+    if isinstance(value, Tensor):
+        return laid(value, plain_strides(value.shape)) if value.ndim in FORMATS else value
+    if isinstance(value, dict):
+        made = copy.copy(value)  # of its own kind, such as a state_dict with its metadata
+        made.update({key: in_plain_order(item) for key, item in value.items()})
+        return made
+    if type(value) in (list, tuple):
+        return type(value)(in_plain_order(item) for item in value)
+    return value
+
+
+def convolutions(module: nn.Module, dims: Sequence[int]) -> dict[str, nn.Module]:
+    """Convolutions over so many dimensions, transposed ones too, by path."""
+    kinds = tuple(kind for d in dims for kind in _KINDS[d])
+    return {path: m for path, m in module.named_modules() if isinstance(m, kinds)}
+
+
+def weights_of(found: Mapping[str, nn.Module]) -> list[nn.Parameter]:
+    """Their kernels, those that a parametrization computes a kernel from too, each once."""
+    weights: dict[int, nn.Parameter] = {}
+    for m in found.values():
+        ndim = next(d for d, kinds in _KINDS.items() if isinstance(m, kinds)) + 2
+        weights |= {id(p): p for p in m.parameters() if p.ndim == ndim and type(p.data) is Tensor}
+    return [*weights.values()]
+
+
+def _stepped(optimizer: Optimizer) -> list[Tensor]:
+    """An optimizer's parameters, in the order of its groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _strides(state: Mapping[str, Any]) -> dict[str, list[int]]:
+    """The strides of the tensors of a parameter's state that a checkpoint holds at others."""
+    found = {key: x for key, x in state.items() if type(x) is Tensor and x.ndim in FORMATS}
+    return {key: [*x.stride()] for key, x in found.items() if x.stride() != plain_strides(x.shape)}
+
+
+def _lay_beside(optimizers: Sequence[Optimizer], weights: Sequence[tuple[nn.Parameter, tuple[int, ...]]]) -> None:
+    """Lay gradients, and optimizer states with an element for each of a weight's, at these strides."""
+    for w, strides in weights:
+        if w.grad is not None:
+            w.grad = laid(w.grad, strides)
+        for state in (optimizer.state[w] for optimizer in optimizers if w in optimizer.state):
+            for key, value in state.items():
+                if type(value) is Tensor and value.shape == w.shape:
+                    state[key] = laid(value, strides)
+
+
+def _pointless(profile: RunProfile) -> str | None:
+    return None if profile.image_side is not None else "samples are no images"
+
+
+class ChannelsLast(Technique):
+    """Train with images, and the weights of convolutions, in channels-last order: what fast convolution kernels read.
+
+    Shapes and values stay what they are: what changes is where an element lies in memory, so that the channels of a pixel
+    stand side by side. The weights of convolutions are laid so once, images as each batch comes, and activations and
+    gradients between them follow by themselves. The numbers are those of plain training up to float32's rounding, since
+    kernels add up in another order; which elements a dropout draws is the same.
+
+    A module need not know of it: where it flattens images by ``view``, which other orders of memory refuse, it gets a copy,
+    as ``flatten`` gives it, and random numbers for each element of an image are drawn in plain order. Both cost a copy, and
+    ``copies`` tells how many.
+
+    What it gains depends on the device's kernels, so measure it (``benchmarks/layout_time.py``). On GPUs with tensor cores in
+    half precision PyTorch tells of 8 to 35 % on V100, 22 % for a ResNet-50, and Composer of about 30 %; none was at hand
+    here. On one thread of a CPU, in float32, a step of a ResNet took 0.80 of the plain time, and one of transformers'
+    ConvNeXt, whose norms permute, 0.95 (0.91 to 1.12); under bf16-mixed there, 0.94 and 1.27, which is a loss. A ViT, whose
+    one convolution is that of its patches, has next to nothing to gain.
+
+    Checkpoints hold all tensors in plain order, those of optimizers too, and go both ways. When the run ends, weights,
+    gradients and optimizer states lie as before.
+
+    Logged: ``convolutions``, how many weights lie so; ``images``, the tensors of the last batch that do; ``copies``, of the
+    last step.
+
+    Args:
+        dims: of which convolutions: 2 for images, 3 for volumes and videos, or both. Empty is plain training.
+
+    Raises:
+        ValueError: if ``dims`` holds anything but 2 and 3; at setup, if the module has no such convolution, or an optimizer
+            of bitsandbytes, whose scales belong to blocks of memory; in a step, if the module writes in place into images
+            that it has flattened, and reads these again, or flattens by ``view``, or draws for each element, within
+            ``torch.utils.checkpoint``.
+
+    Sources:
+        PyTorch 2020, Channels Last Memory Format in PyTorch (tutorial); MosaicML 2022, Composer's method card.
+    """
+
+    saves: ClassVar[str] = "time of convolutions, where their kernels read channels last"
+    paper: ClassVar[str] = "PyTorch 2020, Channels Last Memory Format in PyTorch"
+    constraints: ClassVar[str] = (
+        "modules with nn.Conv2d, nn.Conv3d or transposed ones; no 8-bit optimizer; a single device or DDP"
+    )
+    survey: ClassVar[Survey | None] = None
+    search_space: ClassVar[SearchSpace | None] = SearchSpace({}, _pointless)
+    control: ClassVar[Control] = Control("the baseline for as many seconds: the numbers are the same to rounding")
+    conflicts: ClassVar[Mapping[str, str]] = {
+        "EightBitOptimizer": "its scales belong to blocks of elements that lie together, which would be others in a checkpoint"
+    }
+    needs_automatic_optimization: ClassVar[bool] = False
+    sparse_gradients: ClassVar[bool] = True
+
+    def __init__(self, *, dims: Sequence[int] = (2, 3)) -> None:
+        if not isinstance(dims, list | tuple) or any(d not in _KINDS for d in dims) or len(set(dims)) < len(dims):
+            raise ValueError(
+                f"ChannelsLast({dims=}): expected a list of 2 (images), 3 (volumes and videos) or both; [] is plain training."
+            )
+        self.dims = tuple(dims)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._before: list[tuple[nn.Parameter, tuple[int, ...]]] = []  # weights, and the strides that they had
+        self._channels: dict[int, set[int]] = {}  # by number of dimensions, how many channels convolutions read
+        self._count = 0
+        self._strides: list[list[dict[str, list[int]]]] | None = (
+            None  # of a checkpoint's states, as :meth:`state_dict` says
+        )
+        self._settled = False  # whether gradients and optimizer states of a checkpoint lie as the weights do
+        self._images = 0
+        self._copies = 0
+
+    @property
+    @override
+    def neutral(self) -> bool:
+        return not self.dims
+
+    @override
+    def attach(self, session: Session) -> None:
+        self._reset()
+        module, strategy = session.module, session.trainer.strategy
+        for name in ("training_step", "validation_step"):
+            session.patches.set(module, name, self._step(getattr(module, name)))
+        session.chain.original = module.training_step  # which other techniques' extra passes run too
+        states = strategy.lightning_module_state_dict
+        session.patches.set(strategy, "lightning_module_state_dict", lambda: in_plain_order(states()))
+
+    @override
+    def on_model(self, session: Session) -> None:
+        if not session.fitting:
+            return
+        module = session.module
+        found = convolutions(module, self.dims)
+        if not found:
+            held = Counter(type(m).__name__ for m in module.modules() if [*m.parameters(recurse=False)])
+            kinds = ", ".join(f"{count} {kind}" for kind, count in held.most_common(6)) or "nothing"
+            named = " or ".join(f"nn.Conv{d}d" for d in sorted(self.dims))
+            raise ValueError(
+                f"ChannelsLast(dims={list(self.dims)}): {type(module).__name__} has no convolution that could profit; expected"
+                f" one of {named} or transposed, and found parameters in {kinds}. Take the technique out."
+            )
+        for m in found.values():
+            ndim = next(d for d, kinds in _KINDS.items() if isinstance(m, kinds)) + 2
+            self._channels.setdefault(ndim, set()).add(int(m.in_channels))  # pyright: ignore[reportArgumentType]
+        for w in weights_of(found):
+            self._before.append((w, w.stride()))
+            w.data = channels_last(w.data)
+        self._count = len(self._before)
+        rank_zero_info(f"ChannelsLast: the weights of {self._count} convolutions lie with their channels last")
+
+    @override
+    def on_optimizers(self, session: Session) -> None:
+        ours = {id(w) for w, _ in self._before}
+        for optimizer in session.optimizers:
+            steps = any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
+            if steps and type(optimizer).__module__.startswith("bitsandbytes"):
+                raise ValueError(
+                    f"ChannelsLast: got the optimizer {type(optimizer).__name__} of bitsandbytes for weights of convolutions;"
+                    f" expected one with states of 32 bits: {self.conflicts['EightBitOptimizer']}. Use torch.optim's, or take"
+                    " the technique out."
+                )
+
+    # -- a step
+
+    def _step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if not self._before or not args:
+                return original(*args, **kwargs)
+            self._images = 0
+            with PlainOrder(type(self).__name__) as order:
+                output = original(map_tensors(args[0], self._lay), *args[1:], **kwargs)
+            self._copies = order.copies
+            return output
+
+        step.__wrapped__ = inspect.unwrap(original)  # pyright: ignore[reportAttributeAccessIssue]
+        return step
+
+    def _lay(self, tensor: Tensor) -> Tensor:
+        """A tensor of a batch: an image is one that a convolution could read, by its dimensions and its channels."""
+        shown = tensor.is_floating_point() or tensor.dtype == torch.uint8
+        if not shown or tensor.ndim not in FORMATS or tensor.shape[1] not in self._channels.get(tensor.ndim, ()):
+            return tensor
+        self._images += 1
+        return channels_last(tensor)
+
+    @override
+    def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
+        if self._settled:
+            return
+        self._settled = True  # what a checkpoint brought lies plainly
+        weights = [(w, w.stride()) for w, _ in self._before]
+        _lay_beside(session.optimizers if self._strides is None else [], weights)
+        for optimizer, of_parameters in zip(session.optimizers, self._strides or [], strict=False):
+            for p, own in zip(_stepped(optimizer), of_parameters, strict=False):
+                state = optimizer.state[p] if own else {}
+                state.update({key: laid(state[key], strides) for key, strides in own.items() if key in state})
+
+    # -- what is left of it
+
+    @override
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        checkpoint.update(in_plain_order(checkpoint))
+
+    @override
+    def detach(self, session: Session) -> None:
+        for w, strides in self._before:
+            w.data = laid(w.data, strides)
+        _lay_beside(session.optimizers, self._before)
+        self._before = []
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Of each optimizer, for each parameter that it steps, the strides of its states that lie otherwise than plainly."""
+        optimizers = [] if self._session is None else self._session.optimizers
+        return {"strides": [[_strides(o.state.get(p, {})) for p in _stepped(o)] for o in optimizers]}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._strides = state_dict["strides"]
+
+    @override
+    def report(self) -> dict[str, float | int | Tensor]:
+        return {"convolutions": self._count, "images": self._images, "copies": self._copies}
+
+    @override
+    def summary(self) -> str:
+        return f"{self._count} convolutions' weights lay with their channels last"
