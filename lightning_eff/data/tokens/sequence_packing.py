@@ -33,8 +33,10 @@ class SequencePacking(Technique):
     for it. Every sample's tokens see one another and nobody else's. ``F.scaled_dot_product_attention`` within a block
     (Hugging Face's ``sdpa``, ``nn.MultiheadAttention``, and modules that call it, with ``is_causal`` or with masks of their
     own) is computed for each sample; a mask that blocks are handed (Hugging Face's ``eager``, too) becomes block-diagonal.
-    Position ids and rotary tables go along with their tokens. Where an input knows no samples, such as a mask (T, T), all
-    samples stand in one row.
+    ``flex_attention`` (Hugging Face's, too, and compiled by itself) is given a block mask of rows, in which block masks and
+    functions of scores are asked for the places that tokens have in the padded batch, or for slots, where a block makes them
+    of what it was handed in rows. Position ids and rotary tables go along with their tokens. Where an input knows no samples,
+    such as a mask (T, T), all samples stand in one row.
 
     It is the blocks that are called so, and not the module: what is around them (embeddings, position tables, heads, losses,
     poolings) sees a padded batch as ever, so that it works for whatever takes and returns (B, T, D), and ``labels``, shifts
@@ -77,7 +79,7 @@ class SequencePacking(Technique):
     paper: ClassVar[str] = "Krell et al. 2021, arXiv:2107.02027"
     constraints: ClassVar[str] = (
         "automatic optimization; a mask of padding in the batch; a stack of blocks on (B, T, D) that mix tokens by"
-        " scaled_dot_product_attention or by masks that they are handed, and are not compiled"
+        " scaled_dot_product_attention, flex_attention or masks that they are handed, and are not compiled"
     )
     survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace(pointless=_pointless)

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn, overrides
+from torch import Tensor, nn
 
+from lightning_eff._core._run.listeners import without_listeners
 from lightning_eff._core._tokens.inputs import is_cache
 from lightning_eff._core.blocks import signature
 
@@ -88,22 +89,6 @@ def forward_as(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]
             del space["forward"]
         else:
             space["forward"] = before
-
-
-@contextmanager
-def without_listeners() -> Iterator[None]:
-    """Put aside the modes that look for the step's loss calls, which are not in here: they would be compiled with the rest."""
-    modes = [overrides._pop_mode() for _ in range(torch._C._len_torch_function_stack())]  # the innermost first
-    kept = [mode for mode in modes if not getattr(mode, "apart_from_compiled", False)]
-    for mode in reversed(kept):
-        overrides._push_mode(mode)
-    try:
-        yield
-    finally:
-        for _ in kept:
-            overrides._pop_mode()
-        for mode in reversed(modes):
-            overrides._push_mode(mode)
 
 
 @dataclass

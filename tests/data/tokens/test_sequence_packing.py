@@ -1,6 +1,7 @@
 """SequencePacking: loss and gradients of the padded batch, fewer tokens computed, and what reads padding is refused."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 import torch.nn.functional as F
 import transformers as hf
 from torch import Tensor, nn
+from torch.nn.attention import flex_attention as flex
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -54,30 +57,39 @@ def batch(side: str = "right", *, masked: bool = False, seed: int = 0, lengths: 
 
 
 class Taken(pl.Callback):
-    """The loss and gradients of each step, and how many tokens the blocks were called on."""
+    """The loss and gradients of each step, and how many tokens the blocks were called on, if ``counted``."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, counted: bool = True) -> None:
+        self.counted = counted
         self.losses: list[Tensor] = []
         self.gradients: list[dict[str, Tensor]] = []
         self.flops: list[int] = []
 
     def on_train_batch_start(self, *args: Any) -> None:
-        self._counter = FlopCounterMode(display=False)
-        self._counter.__enter__()
+        if self.counted:
+            self._counter = FlopCounterMode(display=False)
+            self._counter.__enter__()
 
     def on_before_optimizer_step(self, trainer: Any, net: Any, optimizer: Any) -> None:
-        self._counter.__exit__(None, None, None)
-        self.flops.append(self._counter.get_total_flops())
+        if self.counted:
+            self._counter.__exit__(None, None, None)
+            self.flops.append(self._counter.get_total_flops())
         self.gradients.append({name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None})
 
     def on_train_batch_end(self, trainer: Any, net: Any, outputs: Any, *args: Any) -> None:
         self.losses.append(outputs["loss"].detach())
 
 
-def taken(build: Callable[[], Any], batches: list[Any], *techniques: pl.Callback, precision: Any = "64-true") -> Taken:
+def taken(
+    build: Callable[[], Any],
+    batches: list[Any],
+    *techniques: pl.Callback,
+    precision: Any = "64-true",
+    counted: bool = True,
+) -> Taken:
     """Some steps that change no weight."""
     torch.manual_seed(0)
-    net, found = build(), Taken()
+    net, found = build(), Taken(counted=counted)
     net.configure_optimizers = lambda: torch.optim.SGD(net.parameters(), lr=0.0)
     run = trainer(*techniques, found, max_steps=len(batches), precision=precision)
     run.fit(net, DataLoader(batches, batch_size=None))
@@ -85,11 +97,15 @@ def taken(build: Callable[[], Any], batches: list[Any], *techniques: pl.Callback
 
 
 def same(
-    build: Callable[[], Any], batches: list[Any], technique: SequencePacking, precision: Any = "64-true"
+    build: Callable[[], Any],
+    batches: list[Any],
+    technique: SequencePacking,
+    precision: Any = "64-true",
+    **settings: Any,
 ) -> tuple[Taken, Taken]:
     """The padded and the packed run; the same losses and gradients."""
-    plain = taken(build, batches, precision=precision)
-    packed = taken(build, batches, technique, precision=precision)
+    plain = taken(build, batches, precision=precision, **settings)
+    packed = taken(build, batches, technique, precision=precision, **settings)
     loss, gradient = (1e-10, 1e-8) if precision == "64-true" else (1e-6, 1e-4)
     torch.testing.assert_close(packed.losses, plain.losses, rtol=loss, atol=0.0)
     for got, expected in zip(packed.gradients, plain.gradients, strict=True):
@@ -264,6 +280,124 @@ def test_losses_and_gradients_of_modules_written_by_hand(kind: str, head: str) -
         same(lambda: Net(kind, head), [batch(lengths=(12, *range(1, 12)))], SequencePacking())
     assert packed.flops[1] < 0.8 * plain.flops[1]
     assert technique.report()["rows"] == (1 if kind == "no samples" else 3)
+
+
+# -- FlexAttention: block masks and scores of the padded batch, or made within the block of what it was handed in rows
+
+
+class FlexMix(Mix):
+    """A block whose attention is FlexAttention, found by the name and with the functions that ``kind`` says."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.slopes = nn.Parameter(torch.tensor([0.5, -1.0]))
+        self.called = {"attribute": torch.compile(flex_attention), "hidden": partial(flex_attention)}.get(kind)
+
+    def forward(self, x: Tensor, mask: Any = None, table: Any = None, score: Any = None) -> Tensor:
+        if self.kind == "slots":  # adds what it was handed, (B, T), which then is in rows in its functions, too
+            x = x + (mask * table).unsqueeze(-1)
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, dim=-1))
+        if self.kind == "slots":
+            keep, places, tokens = mask, table, x.shape[1]
+
+            def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+                return keep[b, k] & (q >= k)
+
+            def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+                return s + places[b, k]
+
+            mask = create_block_mask(seen, len(x), None, tokens, tokens, device="cpu")
+        elif score is None:
+
+            def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+                return s + self.slopes[h] * (q - k) + (0 if table is None else table[b, q])
+
+        call = self.called or flex_attention
+        y = call(q, k, v, score, block_mask=mask) if self.kind == "attribute" else call(q, k, v, score, mask)
+        return x + self.out(y.transpose(1, 2).flatten(2).tanh())
+
+
+class FlexNet(Net):
+    """A block of each of ``kinds``."""
+
+    def __init__(self, kinds: Sequence[str], *, frozen: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(FlexMix(kind) for kind in kinds)
+        self.requires_grad_(not frozen)
+        self.out.requires_grad_(True)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        keep = self.seen(batch["attention_mask"].bool())
+        places = torch.linspace(-1, 1, keep.numel(), dtype=self.out.weight.dtype).view(keep.shape)
+
+        def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return keep[b, k] & ((q >= k) | (h == 1))
+
+        def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return s + places[b, q] * places[b, k]
+
+        mask = create_block_mask(seen, len(keep), 2, T, T, device="cpu")
+        handed = {"slots": (keep, places), "score by places": (mask, None, score), "score by slots": (mask, places)}
+        x = self.embed(batch["input_ids"]) + self.place.weight
+        for block in self.blocks:
+            x = block(x, *handed.get(str(block.kind), (mask,)))
+        return F.cross_entropy(self.out(x).flatten(0, 1), batch["labels"].flatten())
+
+    def seen(self, keep: Tensor) -> Tensor:
+        return keep
+
+
+UNFUSED = pytest.mark.filterwarnings("ignore:flex_attention called without")
+FLEX = ["places", "score by places", "score by slots", "slots", "attribute"]
+
+
+@pytest.fixture
+def eager() -> Iterator[None]:
+    """What is compiled runs as it is written: compiling FlexAttention takes seconds, for each of its shapes."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@UNFUSED
+def test_losses_of_flex_attention(eager: None) -> None:
+    """With blocks that do not train, since FlexAttention has no backward pass on a CPU."""
+    technique = SequencePacking()
+    same(lambda: FlexNet(["places", "slots", "attribute"], frozen=True), [batch("left")], technique, counted=False)
+    assert technique.report() == {"tokens": 36, "rows": 3, "share": 36 / (B * T)}
+    assert flex.flex_attention is flex_attention and flex_attention.__module__ == flex.__name__, "and nothing is left"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own insides
+def test_gradients_of_flex_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's own derivation of them, which it keeps from CPUs; with the slopes that a function of scores learns."""
+    monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
+    build = lambda: FlexNet([kind for kind in FLEX if kind != "attribute"], frozen=False)  # noqa: E731
+    _, packed = same(build, [batch(side) for side in ("right", "left", "one a row")], SequencePacking(), counted=False)
+    assert bool(packed.gradients[0]["blocks.0.slopes"].any())
+
+
+@pytest.mark.slow
+@UNFUSED
+@pytest.mark.parametrize("name", ["llama", "qwen3", "modernbert"])
+def test_hugging_faces_flex_attention(name: str, eager: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
+    technique = SequencePacking()
+    batches = [batch(side, masked=name == "modernbert") for side in ("right", "left", "one a row")]
+    same(hugging_face(name, "flex_attention"), batches, technique, counted=False)
+    assert technique.report() == {"tokens": 40, "rows": 5, "share": 40 / (B * T)}
+
+
+@UNFUSED
+def test_flex_attention_that_cannot_be_met_is_refused(eager: None) -> None:
+    refused(FlexNet(["hidden"] * 2, frozen=True), [batch()], "flex_attention, by a global of a file or an attribute")
+
+    class Seen(FlexNet):
+        def seen(self, keep: Tensor) -> Tensor:
+            return torch.ones_like(keep) if self.trainer.global_step else keep
+
+    net = Seen(["places"] * 2, frozen=True)
+    refused(net, [batch(), batch()], "FlexAttention's block mask lets tokens see padding")
 
 
 def test_on_other_devices_attention_has_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,8 @@
 
 ``F.scaled_dot_product_attention`` is met wherever it is called within a block, by whatever name, Hugging Face's attention
 and ``nn.MultiheadAttention`` included. On a CPU it is computed sample by sample, which costs what each sample's length asks
-for, and keeps a causal call causal; elsewhere, where many small calls would be slow, once with a block-diagonal mask.
+for, and keeps a causal call causal; elsewhere, where many small calls would be slow, once with a block-diagonal mask. For
+``flex_attention`` see :mod:`~lightning_eff.data.tokens._packing.flex`.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,11 +12,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_eff._core.patches import Patches
+from lightning_eff.data.tokens._packing.flex import Flex, Mods
 from lightning_eff.data.tokens._packing.rows import Rows
 
 APART = ("cpu",)  #: kinds of devices on which it is computed sample by sample
@@ -26,21 +28,27 @@ class Attention(TorchFunctionMode):
 
     Args:
         who: the technique's name, for messages.
+
+    Attributes:
+        flex: FlexAttention on these rows.
     """
+
+    apart_from_compiled = True  # sees nothing in compiled code, which need not be compiled with it
 
     def __init__(self, who: str) -> None:
         super().__init__()
         self.who = who
+        self.flex = Flex(self._check)
         self._rows: Rows | None = None
         self._around: tuple[bool, Any] = (False, None)
 
     @contextmanager
-    def within(self, rows: Rows) -> Iterator[None]:
+    def within(self, block: nn.Module, rows: Rows, mods: Mods) -> Iterator[None]:
         """A block's call on these rows is under way; each call, since backward passes that run blocks again know no modes."""
         around = self._rows, self._around
         self._rows, self._around = rows, _recording()
         try:
-            with self:
+            with self, self.flex.within(block, rows, mods):
                 yield
         finally:
             self._rows, self._around = around
@@ -52,12 +60,7 @@ class Attention(TorchFunctionMode):
         kwargs, rows = kwargs or {}, self._rows
         if rows is None or func not in (F.scaled_dot_product_attention, F.multi_head_attention_forward):
             return func(*args, **kwargs)
-        if _recording() != self._around:
-            raise ValueError(
-                f"{self.who}: attention is within a checkpoint inside of its block, and would run again without what is known"
-                " of its rows; expected blocks to run again as a whole. Checkpoint whole blocks, as Rematerialization does,"
-                " or take the technique out."
-            )
+        self._check()
         if func is F.scaled_dot_product_attention:
             return attend(func, rows, *args, **kwargs)
         # a function of torch's own in Python, in which this mode is off and names are looked up in F
@@ -67,6 +70,14 @@ class Attention(TorchFunctionMode):
             return func(*args, **kwargs)
         finally:
             patches.restore()
+
+    def _check(self) -> None:
+        if _recording() != self._around:
+            raise ValueError(
+                f"{self.who}: attention is within a checkpoint inside of its block, and would run again without what is known"
+                " of its rows; expected blocks to run again as a whole. Checkpoint whole blocks, as Rematerialization does,"
+                " or take the technique out."
+            )
 
 
 def _recording() -> tuple[bool, Any]:

@@ -106,12 +106,14 @@ class PackedBlocks(Tokens):
         self._given, self.rows, self._one_row, self.places = None, None, None, 0
         self._held.clear()
         self._flags.clear()
+        self._attention.flex.forget()
         super()._put_on(step)
 
     @override
     def _take_off(self) -> None:
         super()._take_off()
         self._held.clear()
+        self._attention.flex.forget()
         self._given = None
         if sys.exc_info()[0] is None:
             self._raise_flags()
@@ -216,8 +218,9 @@ class PackedBlocks(Tokens):
         self.rows = rows
         self._look_at_masks(call, plan, rows)
         less = plan.in_rows(call, rows, self._held)
-        with self._attention.within(rows):
+        with self._attention.within(fewer.block, rows, plan.mods):
             new, rest = split_output(fewer.plain(*less[0], **less[1]))
+        self._look_at_flex(plan)
         full = unpacked(hidden, new, rows, plan.dim, self._watch)
         return full if rest is None else (full, *given_back(rest, less, call))
 
@@ -283,6 +286,14 @@ class PackedBlocks(Tokens):
                     (f"the mask {'.'.join(map(str, path))} that blocks are handed lets tokens see padding", seen)
                 )
         if not hidden_of(*call).is_cuda:
+            self._raise_flags()
+
+    def _look_at_flex(self, plan: Plan) -> None:
+        """Block masks that blocks found elsewhere than among what they were handed, too."""
+        seen, self._attention.flex.seen = self._attention.flex.seen, []
+        if plan.flex_hides:
+            self._flags += [("FlexAttention's block mask lets tokens see padding", flag) for flag in seen]
+        if seen and not seen[0].is_cuda:
             self._raise_flags()
 
     def _watch(self, gradient: Tensor) -> None:

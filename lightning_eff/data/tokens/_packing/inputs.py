@@ -1,7 +1,7 @@
 """How a block's inputs are handed over in rows, and whether the block then computes the same: tried on a copy of it."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -24,8 +24,10 @@ from lightning_eff._core._tokens.checking import (
 from lightning_eff._core._tokens.inputs import BLIND, Call, Path, is_cache, leaves, mapped, told
 from lightning_eff._core.blocks import hidden_of, split_output
 from lightning_eff.data.tokens._packing.attention import Attention
+from lightning_eff.data.tokens._packing.flex import EVERY, Mods
 from lightning_eff.data.tokens._packing.rows import Rows, in_rows, packed
 
+_TRIES_OF_MODS = 16
 Dims = tuple[int, ...]
 
 
@@ -40,6 +42,8 @@ class Plan:
         true_hides: what a boolean mask of which two tokens see each other has where they do not.
         one_row: all samples stand in one row, since an input has no dimension for samples.
         hides: paths of masks that let no token see padding.
+        mods: what the functions that FlexAttention is given go by.
+        flex_hides: its block masks let no token see padding.
     """
 
     hidden: Path
@@ -48,6 +52,8 @@ class Plan:
     true_hides: bool = False
     one_row: bool = False
     hides: frozenset[Path] = frozenset()
+    mods: Mods = EVERY[0]
+    flex_hides: bool = False
 
     def in_rows(self, call: Call, rows: Rows, held: dict[Any, tuple[Tensor, Tensor]] | None = None) -> Call:
         """The call on rows; caches of keys and values are left out.
@@ -172,10 +178,9 @@ def _find(
             f"its hidden state has {hidden.shape[dim]} tokens of a sample, and the mask of padding {keep.shape[1]} places"
         )
     for path, value in leaves(call):
-        if type(value).__name__ == "BlockMask" or (isinstance(value, Tensor) and value.is_nested):
+        if isinstance(value, Tensor) and value.is_nested:
             raise CannotTake(
-                f"{told(path, value)} cannot be taken apart; expected a mask that is a tensor, or none (with Hugging Face,"
-                " attn_implementation='sdpa' or 'eager')"
+                f"{told(path, value)} is nested and cannot be taken apart; expected padded tensors, or none"
             )
     at = next(path for path, value in leaves(call) if value is hidden)
     reasons: list[str] = []
@@ -188,16 +193,37 @@ def _find(
             except Exception as error:  # a kernel without this dtype, or a block that cannot be copied
                 reasons = [f"a copy of it in {str(dtype)[6:]} does not run ({first_line(error)})"]
                 break
-            for plan in _plans(call, at, along, keep):
+            for tried, plan in enumerate(_plans(call, at, along, keep)):
                 rows = in_rows(keep, keep.numel() if plan.one_row else capacity)
-                reason = None if rows is None else trial.refuted(plan, rows, attention)
-                if rows is not None and reason is None:
-                    hiding = _hiding(plan, call, rows)
-                    return Plan(at, along, plan.dims, plan.true_hides, plan.one_row, hiding)
-                reasons += [] if reason is None else [reason]
+                if rows is None:
+                    continue
+                found, told_why = _with_mods(trial, plan, rows, attention)
+                if found is not None:
+                    return replace(found, hides=_hiding(plan, call, rows))
+                reasons += told_why
+                if len(told_why) > 1 and tried >= _TRIES_OF_MODS:  # each of which torch compiles anew
+                    break
         else:
             break
     raise CannotTake(min(reasons, key=lambda reason: reason.startswith("in rows it fails")) if reasons else "no rows")
+
+
+def _with_mods(trial: "_Trial", plan: Plan, rows: Rows, attention: Attention) -> tuple[Plan | None, list[str]]:
+    """The plan, with what the functions of FlexAttention go by where it has any; or why it cannot be."""
+    reasons: list[str] = []
+    for mods in EVERY:
+        plan = replace(plan, mods=mods)
+        attention.flex.forget()
+        try:
+            reason = trial.refuted(plan, rows, attention)
+            if reason is None:
+                return replace(plan, flex_hides=not any(bool(seen) for seen in attention.flex.seen)), []
+            reasons.append(reason)
+            if not attention.flex.met:
+                break
+        finally:
+            attention.flex.forget()
+    return None, reasons
 
 
 def _plans(call: Call, at: Path, dim: int, keep: Tensor) -> Iterator[Plan]:
@@ -246,7 +272,7 @@ class _Trial:
         """Why the block cannot be called on these rows in this way; None if it can."""
         try:
             call = plan.in_rows(self.call, rows)
-            with attention.within(rows):
+            with attention.within(self.block, rows, plan.mods):
                 new, rest = split_output(called(self.block, call))
         except Exception as error:
             return f"in rows it fails ({first_line(error)})"
@@ -260,9 +286,9 @@ class _Trial:
         if not bool((got - expected).abs().max() <= TOLERANCE[self.dtype] * (expected - entered).abs().max() + 1e-12):
             return (
                 "without padding, or with several samples in a row, it computes something else: its tokens see padding, or it"
-                " mixes tokens otherwise than by F.scaled_dot_product_attention or a mask that it is handed (convolutions"
-                " over tokens, recurrences, attention written out with a mask of its own), or it goes by statistics of the"
-                " batch"
+                " mixes tokens otherwise than by F.scaled_dot_product_attention, flex_attention, by a global of a file or an"
+                " attribute of its own, or a mask that it is handed (convolutions over tokens, recurrences, attention written"
+                " out with a mask of its own), or it goes by statistics of the batch"
             )
         for value in rest or ():
             if isinstance(value, Tensor) and not _handed(value, call):

@@ -1,0 +1,23 @@
+"""Modes of torch that listen to what a module calls, put aside where compiled code is entered."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import overrides
+
+
+@contextmanager
+def without_listeners() -> Iterator[None]:
+    """Put aside the modes that say ``apart_from_compiled``: they see nothing in here, and would be compiled with the rest."""
+    modes = [overrides._pop_mode() for _ in range(torch._C._len_torch_function_stack())]  # the innermost first
+    kept = [mode for mode in modes if not getattr(mode, "apart_from_compiled", False)]
+    for mode in reversed(kept):
+        overrides._push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in kept:
+            overrides._pop_mode()
+        for mode in reversed(modes):
+            overrides._push_mode(mode)
