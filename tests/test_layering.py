@@ -1,6 +1,7 @@
 """Imports go one way, the public names are frozen, and importing costs little and needs no extra."""
 
 import ast
+import functools
 import importlib
 import itertools
 import json
@@ -13,6 +14,7 @@ import pytest
 
 import lightning_eff
 from lightning_eff import _public
+from tests.conftest import Once
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "lightning_eff"
@@ -21,6 +23,7 @@ FOLDERS = sorted(p.name for p in PACKAGE.iterdir() if (p / "__init__.py").exists
 STUB = PACKAGE / "__init__.pyi"  # the one list of public names
 
 
+@functools.cache
 def imported(path: Path) -> set[str]:
     """The modules that a file imports, wherever in it; ``from a import b`` counts as ``a`` and ``a.b``."""
     names: set[str] = set()
@@ -110,31 +113,100 @@ for name in ("deepspeed_zero_2", "hybrid_tp2_pp4", "hybrid_tp8_pp8"):
 """
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import sys, lightning_eff; assert not {'torch', 'lightning'} & set(sys.modules)" + _TAKES,
-        "import lightning.pytorch, lightning_eff" + _TAKES,
-        "from lightning_eff._core.technique import Technique" + _TAKES,
-        "import lightning_eff.strategies.deep_speed" + _TAKES,
-    ],
-    ids=["before Lightning", "after it", "by way of a technique", "by way of a strategy"],
-)
-def test_strategy_strings_work_after_the_import(code: str) -> None:
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, cwd=ROOT)
-
-
-@pytest.mark.parametrize("first", ["import lightning_eff", "import lightning.pytorch.cli, lightning_eff"])
-def test_a_lightning_cli_of_the_users_own_takes_short_names(first: str) -> None:
-    code = f"""
-{first}
+_CLI = """
+import lightning_eff
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 args = ["--trainer.callbacks+=SequenceLengthWarmup", "--trainer.callbacks.start=8", "--trainer.accelerator=cpu"]
 cli = LightningCLI(BoringModel, run=False, args=args, save_config_callback=None)
 assert isinstance(cli.trainer.callbacks[0], lightning_eff.SequenceLengthWarmup)
 """
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import sys, lightning_eff; assert not {'torch', 'lightning'} & set(sys.modules)" + _TAKES + _CLI,
+        "from lightning_eff._core.technique import Technique" + _TAKES,
+        "import lightning_eff.strategies.deep_speed" + _TAKES,
+    ],
+    ids=["before Lightning", "by way of a technique", "by way of a strategy"],
+)
+def test_strategy_strings_and_a_cli_of_the_users_own_work_after_the_import(code: str) -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, cwd=ROOT)
+
+
+#: in a process that has imported ``lightning``, each by itself
+_AFTER_LIGHTNING = {
+    "strategy strings": "import lightning.pytorch, lightning_eff" + _TAKES,
+    "a LightningCLI of the user's own": "import lightning.pytorch.cli, lightning_eff" + _CLI,
+    # torchmetrics itself looks for some of the extras
+    "no extra": """
+import sys
+for name in ("triton", "deepspeed", "bitsandbytes", "peft", "transformers", "jsonargparse", "sklearn"):
+    for loaded in [m for m in sys.modules if m.split(".")[0] == name]:
+        del sys.modules[loaded]
+    sys.modules[name] = None
+import lightning_eff
+assert lightning_eff.ProgressiveStacking
+""",
+    # the 0.2 s that an import may cost on top of Lightning's is a matter of modules: few, and as few with more names
+    "loads little": """
+import sys
+before = set(sys.modules)
+import lightning_eff
+own = {f"lightning_eff{name}" for name in ("", "._lazy", "._public", "._source_tree", ".strategies")}
+more = set(sys.modules) - before - own - {"lightning_eff.strategies._names"}
+assert not more, more
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def after_lightning(once: Once) -> dict[str, str]:
+    """What each of these printed in a fork of one process, whose import of Lightning takes seconds; empty if it is right."""
+    code = """
+import json, os, sys, traceback, lightning
+assert not any(name.startswith("lightning_eff") for name in sys.modules)
+found = {}
+for name, text in json.loads(sys.stdin.read()).items():
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+        told = ""
+        try:
+            exec(text, {})
+        except BaseException:
+            told = traceback.format_exc()[-1000:]
+        os.write(write, told.encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as stream:
+        found[name] = stream.read()
+    status = os.waitpid(child, 0)[1]
+    found[name] = found[name] or (f"ended with {status}" if status else "")
+print()
+print(json.dumps(found))
+"""
+
+    def run() -> dict[str, str]:
+        out = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", code],
+            check=True,
+            cwd=ROOT,
+            input=json.dumps(_AFTER_LIGHTNING),
+            capture_output=True,
+            text=True,
+        )
+        return json.loads(out.stdout.splitlines()[-1])
+
+    return once("after_lightning", run)
+
+
+@pytest.mark.parametrize("what", sorted(_AFTER_LIGHTNING))
+def test_after_lightning_the_import_brings(what: str, after_lightning: dict[str, str]) -> None:
+    assert after_lightning[what] == ""
 
 
 def test_an_import_that_fails_is_waited_for_again(tmp_path: Path) -> None:
@@ -207,34 +279,6 @@ def test_examples_never_import_the_package() -> None:
     for path in modules:
         assert not any(name.split(".")[0] == "lightning_eff" for name in imported(path)), path
         assert "lightning_eff" not in path.read_text(), path
-
-
-def test_import_needs_no_extra() -> None:
-    """``import lightning_eff`` works where no extra is installed; torchmetrics itself looks for some of them."""
-    code = """
-import sys, lightning
-for name in ("triton", "deepspeed", "bitsandbytes", "peft", "transformers", "jsonargparse", "sklearn"):
-    for loaded in [m for m in sys.modules if m.split(".")[0] == name]:
-        del sys.modules[loaded]
-    sys.modules[name] = None
-import lightning_eff
-assert lightning_eff.ProgressiveStacking
-"""
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, cwd=ROOT)
-
-
-def test_import_loads_little_beside_lightning() -> None:
-    """The 0.2 s that an import may cost on top of lightning's is a matter of modules: few, and as few with more names."""
-    code = """
-import sys, lightning
-before = set(sys.modules)
-import lightning_eff
-print(*sorted(set(sys.modules) - before))"""
-    out = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], check=True, cwd=ROOT, capture_output=True, text=True
-    )
-    own = {f"lightning_eff{name}" for name in ("", "._lazy", "._public", "._source_tree", ".strategies")}
-    assert set(out.stdout.split()) <= own | {"lightning_eff.strategies._names"}, out.stdout
 
 
 def test_files_stay_small() -> None:
