@@ -49,6 +49,7 @@ from lightning_eff.model.execution.channels_last import ChannelsLast as Channels
 from lightning_eff.model.execution.regional_compilation import RegionalCompilation as RegionalCompilation
 from lightning_eff.model.growth.progressive_layer_dropping import ProgressiveLayerDropping as ProgressiveLayerDropping
 from lightning_eff.model.growth.progressive_stacking import ProgressiveStacking as ProgressiveStacking
+from lightning_eff.model.initialization.zero_projections import ZeroProjections as ZeroProjections
 from lightning_eff.model.layers.ngram_embedding import NgramEmbedding as NgramEmbedding
 from lightning_eff.monitor.efficiency_monitor import EfficiencyMonitor as EfficiencyMonitor
 from lightning_eff.optim.averaging.exponential_moving_average import (

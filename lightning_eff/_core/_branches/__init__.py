@@ -1,0 +1,1 @@
+"""What an autograd graph tells of a network's architecture: its residual branches and its heads."""

@@ -1,0 +1,232 @@
+"""The autograd graph of one loss, as a graph of operations: what each is computed from, and of which weights.
+
+Names of nodes are autograd's: ``aten`` operations with ``Backward0`` behind. A node's inputs stand in the order of the
+operation's arguments that take gradients.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+
+Node = Any  # torch.autograd.graph.Node, whose attributes torch does not type
+
+
+def _named(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+SHAPES = _named(
+    "View UnsafeView ReshapeAlias AsStrided Alias Clone Copy CopySlices ToCopy Repeat Expand Transpose T Permute Movedim"
+    " Unsqueeze Squeeze Flatten Unflatten Roll Flip ConstantPadNd Slice Select Split SplitWithSizes Chunk Unbind Cat Stack"
+    " Index IndexSelect Gather Scatter ScatterAdd IndexAdd IndexPut MaskedScatter NativeDropout FusedDropout"
+)
+PRODUCTS = _named("Mul Div Bmm Addcmul")
+LINEAR = SHAPES | PRODUCTS | _named("Add Sub Neg Sum Mean AvgPool2D AdaptiveAvgPool2D Lerp MaskedFill Where")
+MAPS = _named(
+    "Addmm Mm Bmm Baddbmm Linear GroupedMm Convolution ConvolutionOverrideable MkldnnConvolution CudnnConvolution"
+)
+NORMS = _named("NativeLayerNorm NativeGroupNorm NativeBatchNorm CudnnBatchNorm MiopenBatchNorm FusedRmsNorm RmsNorm")
+_DATA = MAPS | _named("Embedding EmbeddingBag Index IndexSelect Gather")  # of parameters, by what a batch holds
+_ROOTS = _named("Rsqrt Sqrt Reciprocal Std LinalgVectorNorm Norm Pow")
+ATTENTION = "ScaledDotProduct"
+LARGEST = 40_000  # nodes: who comes of whom is kept as a bit for each pair, which then takes 200 MB
+
+
+class TooLarge(ValueError):
+    """A graph of more operations than are looked through."""
+
+
+class End(NamedTuple):
+    """A map that a tensor is a linear function of the output of.
+
+    Attributes:
+        weight: the name of its weight.
+        node: that computes it.
+        inputs: the nodes that it was handed.
+        norms: names of weights and biases of the norms between the two; an empty tuple for a norm without any.
+        added: names of parameters that are added on the way.
+    """
+
+    weight: str
+    node: Node
+    inputs: tuple[Node, ...]
+    norms: tuple[tuple[str, ...], ...]
+    added: tuple[str, ...]
+
+
+class _Way(NamedTuple):
+    """How far down a search for maps has come: at a node, with what it met."""
+
+    node: Node
+    norms: tuple[tuple[str, ...], ...] = ()
+    added: tuple[str, ...] = ()
+    scales: tuple[str, ...] = ()  # since the last norm, whose weights they are if one comes
+
+
+def kind(node: Node) -> str:
+    """The operation of a node, without what autograd puts around its name."""
+    return node.name().rpartition("::")[2].partition("Backward")[0]
+
+
+class Graph:
+    """What a loss was computed from.
+
+    Args:
+        loss: shape (), with its graph.
+        module: its parameters give the names; those that took no gradient are not in the graph.
+
+    Raises:
+        TooLarge: if it has more than :data:`LARGEST` nodes, as that of a recurrence over a long sequence.
+    """
+
+    def __init__(self, loss: Tensor, module: nn.Module) -> None:
+        names = {id(p): name for name, p in module.named_parameters()}
+        self.inputs: dict[Node, tuple[Node, ...]] = {}
+        self.leaves: dict[Node, tuple[str, Tensor]] = {}
+        self.order: dict[Node, int] = {}
+        self._ends: dict[Node, tuple[End, ...]] = {}
+        self._weights: dict[Node, str | None] = {}
+        root = loss.grad_fn
+        stack: list[tuple[Node, bool]] = [] if root is None else [(root, False)]
+        while stack:
+            node, done = stack.pop()
+            if done:
+                self.order.setdefault(node, len(self.order))
+                continue
+            if node in self.inputs:
+                continue
+            self.inputs[node] = tuple(f for f, _ in node.next_functions if f is not None)
+            variable = getattr(node, "variable", None)
+            if variable is not None and id(variable) in names:
+                self.leaves[node] = (names[id(variable)], variable)
+            stack.append((node, True))
+            stack += [(f, False) for f in reversed(self.inputs[node])]
+        if len(self.order) > LARGEST:
+            raise TooLarge(f"{len(self.order)} operations in one pass; expected at most {LARGEST}")
+        self._fixed: set[Node] = set(self.leaves)  # what is made of parameters alone, whatever the batch
+        self._of: dict[Node, int] = {}
+        for node, place in self.order.items():
+            if self.inputs[node] and kind(node) not in _DATA and self._fixed.issuperset(self.inputs[node]):
+                self._fixed.add(node)
+            bits = 1 << place
+            for f in self.inputs[node]:
+                bits |= self._of[f]
+            self._of[node] = bits
+
+    def bits(self, nodes: Iterable[Node]) -> int:
+        """A set of nodes, a bit for each."""
+        found = 0
+        for node in nodes:
+            found |= 1 << self.order[node]
+        return found
+
+    def comes_of(self, node: Node, bits: int) -> bool:
+        """Whether ``node`` is one of a set of nodes, or was computed from one."""
+        return bool(self._of[node] & bits)
+
+    def below(self, node: Node, through: Callable[[Node], Iterable[Node]]) -> set[Node]:
+        """``node``, and all that ``through`` leads to from it, node by node."""
+        seen, stack = {node}, [node]
+        while stack:
+            for other in through(stack.pop()):
+                if other not in seen:
+                    seen.add(other)
+                    stack.append(other)
+        return seen
+
+    def nodes(self, *kinds: str) -> Iterator[Node]:
+        """The nodes of these operations, in the order in which they were computed."""
+        return (node for node in self.order if kind(node) in kinds)
+
+    def weight(self, node: Node) -> str | None:
+        """The parameter of two dimensions or more that a node is, seen through changes of shape, dtype and scale."""
+        if node not in self._weights:
+            here: Node | None = node
+            while here is not None and here not in self.leaves:
+                if kind(here) not in SHAPES and kind(here) not in ("Mul", "WeightNormInterface"):
+                    here = None
+                    break
+                big = [f for f in self.inputs[here] if f not in self.leaves or self.leaves[f][1].ndim > 1]
+                here = big[0] if len(big) == 1 else None
+            found = None if here is None else self.leaves[here]
+            self._weights[node] = found[0] if found is not None and found[1].ndim > 1 else None
+        return self._weights[node]
+
+    def uses(self, name: str) -> list[Node]:
+        """The operations, other than changes of its shape, that a parameter of two dimensions or more goes into."""
+        return [
+            node
+            for node in self.order
+            if kind(node) not in SHAPES and any(self.weight(f) == name for f in self.inputs[node])
+        ]
+
+    def map_at(self, node: Node) -> tuple[str, tuple[Node, ...]] | None:
+        """The weight of the map that a node computes, and what else it was handed; None where it is no map."""
+        if kind(node) not in MAPS and not isinstance(node, BackwardCFunction):  # a product written by hand
+            return None
+        weights = [(f, name) for f in self.inputs[node] if (name := self.weight(f)) is not None]
+        if not weights:
+            return None
+        rest = tuple(f for f in self.inputs[node] if f is not weights[-1][0] and f not in self._fixed)
+        return weights[-1][1], rest
+
+    def ends(self, node: Node) -> tuple[End, ...]:
+        """The maps of whose outputs ``node`` is a linear function, norms in between allowed; attention is so of its values."""
+        if node not in self._ends:
+            found: dict[Node, End] = {}
+            first = _Way(node)
+            seen, stack = {first}, [first]
+            while stack:
+                way = stack.pop()
+                at = self.map_at(way.node)
+                if at is not None:
+                    found.setdefault(way.node, End(at[0], way.node, at[1], way.norms, way.added))
+                    continue
+                onward = [other for other in self._linear(way) if other not in seen]
+                seen.update(onward)
+                stack += onward
+            self._ends[node] = tuple(found.values())
+        return self._ends[node]
+
+    def linear(self, node: Node) -> tuple[Node, ...]:
+        """What the output of a node is a linear function of, if of one thing only; norms and sums count as linear, too."""
+        at = self.map_at(node)
+        inputs = tuple(f for f in self.inputs[node] if f not in self._fixed) if at is None else at[1]
+        if (
+            at is None
+            and kind(node) not in NORMS
+            and (kind(node) not in LINEAR or (kind(node) in PRODUCTS and len(inputs) > 1))
+        ):
+            return ()
+        return inputs[:1] if kind(node) in NORMS else inputs
+
+    def _small(self, node: Node) -> tuple[str, ...]:
+        """Names of the parameters that a node was handed as they are."""
+        return tuple(self.leaves[f][0] for f in self.inputs[node] if f in self.leaves)
+
+    def _linear(self, way: _Way) -> Iterator[_Way]:
+        """Where a linear operation leads. A norm that is written by hand divides by a root."""
+        node, norms, added, scales = way
+        inputs, what = tuple(f for f in self.inputs[node] if f not in self._fixed), kind(node)
+        if what in NORMS:
+            yield _Way(inputs[0], (*norms, self._small(node)), added)
+        elif what.startswith(ATTENTION) and len(inputs) >= 3:
+            yield _Way(inputs[2], norms, added)
+        elif what in LINEAR:
+            if what in PRODUCTS:
+                scales = (*scales, *self._small(node))
+                if any(kind(self._plain(f)) in _ROOTS for f in inputs):
+                    norms, scales = (*norms, scales), ()
+                    inputs = tuple(f for f in inputs if kind(self._plain(f)) not in _ROOTS)
+            elif what in ("Add", "Sub"):
+                added = (*added, *self._small(node))
+            for f in inputs:
+                yield _Way(f, norms, added, scales)
+
+    def _plain(self, node: Node) -> Node:
+        """The first node on the way down that changes more than the shape, or adds a constant."""
+        while (kind(node) in SHAPES or kind(node) in ("Add", "ClampMin", "Clamp")) and len(self.inputs[node]) == 1:
+            node = self.inputs[node][0]
+        return node

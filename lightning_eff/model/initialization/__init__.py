@@ -1,0 +1,1 @@
+"""What the weights are at step 0."""

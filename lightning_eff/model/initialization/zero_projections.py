@@ -1,0 +1,150 @@
+"""Residual branches and the head begin at zero: the network begins as its skips (Goyal et al. 2017; Zhang et al. 2019)."""
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_eff._core._branches.finding import Branch, branches, heads
+from lightning_eff._core._branches.graph import End, Graph, kind
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey
+from lightning_eff._core.session import Session
+from lightning_eff._core.technique import Control
+from lightning_eff.model.initialization._once import Initialization, traced
+
+WHO = "ZeroProjections"
+
+
+def scaled(tensors: Iterable[Tensor], scale: float) -> int:
+    """W <- scale W, in place, b <- scale b, for all ``tensors``; returns how many numbers those are."""
+    numbers = 0
+    for tensor in tensors:
+        if scale == 0.0:
+            tensor.zero_()  # also where it is not finite
+        else:
+            tensor *= scale
+        numbers += tensor.numel()
+    return numbers
+
+
+class ZeroProjections(Initialization):
+    """Let each residual branch add nothing at first, and the head tell all classes as likely: their last maps begin at zero.
+
+    At the first batch of a fresh fit, one forward pass is looked through for sums of the form ``x + f(x)``, whatever modules
+    are called. The last map of each such branch (an attention's output map, the second of an MLP, each expert's second, the
+    last convolution) becomes zero, with its bias; where a norm stands behind it in the branch, that norm's weight does in its
+    place, since what comes out of a norm does not depend on how large its input is. Every block then begins as its skip, a
+    network of any depth passes on its embedding and its gradient as they are, and depth is learnt. The head (the map whose
+    outputs the loss of classes is taken of) begins at zero, too, unless its weight is also the embedding's: the first loss
+    is then log C for C classes. In a post-norm network, a block begins as its norm.
+
+    What was found is said at the start. Weights of a checkpoint that is gone on from, of Hugging Face's ``from_pretrained``,
+    and of a module that this process trained before are left alone. Under PyTorch's initialisation, validation before the
+    first step (Lightning's sanity check) sees the weights as the module made them.
+
+    Logged: ``numbers``, how many were set.
+
+    Args:
+        scale: what the last maps are multiplied by, in [0, 1]. 0 is the sources'; 1 is plain training.
+        head: whether the head is set, too.
+        force: also set weights that were loaded or trained before.
+
+    Raises:
+        ValueError: for a ``scale`` outside of [0, 1]; at setup, for a pretrained module without ``force``; at the first batch,
+            where no residual branch is found, or where a branch ends in something that cannot be made zero.
+
+    Sources:
+        Goyal et al. 2017, arXiv:1706.02677 (the last BatchNorm of a residual block begins at zero); Zhang et al. 2019,
+        arXiv:1901.09321 (Fixup: last maps and the classifier begin at zero); Jordan et al. 2024, modded-nanogpt (output
+        projections and an untied head, in speed runs of GPT-2).
+    """
+
+    saves: ClassVar[str] = "steps: deep networks begin as shallow ones, with their gradients whole"
+    paper: ClassVar[str] = "Goyal et al. 2017, arXiv:1706.02677; Zhang et al. 2019, arXiv:1901.09321"
+    constraints: ClassVar[str] = "a single device or DDP; modules with residual branches"
+    survey: ClassVar[Survey | None] = Survey("initialisation: zero-initialised residual branches (Fixup)", shen="4.3")
+    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+        {"scale": Choice((0.0, 0.25)), "head": Choice((True, False))},
+        pointless=lambda profile: None if profile.num_blocks else "there is no stack of blocks with residual branches",
+    )
+    control: ClassVar[Control] = Control(
+        "the baseline for as many seconds with its learning rate decayed to zero: a step costs the same"
+    )
+
+    def __init__(self, *, scale: float = 0.0, head: bool = True, force: bool = False) -> None:
+        if not 0.0 <= scale <= 1.0:
+            raise ValueError(
+                f"ZeroProjections(scale={scale}): expected a number in [0, 1], by which the last maps of residual branches are"
+                " multiplied. 0 is the sources'; 1 is plain training."
+            )
+        self.scale, self.head, self.force = scale, head, force
+
+    @property
+    @override
+    def neutral(self) -> bool:
+        return self.scale == 1.0
+
+    @override
+    def initialize(self, session: Session, batch: Any, batch_idx: int) -> int:
+        graph = traced(session, batch, batch_idx, who=WHO)
+        found = branches(graph)
+        if not found:
+            raise ValueError(
+                f"{WHO}: training_step of {type(session.module).__name__} adds nothing to what it is made of by a map; expected"
+                " residual branches, x + f(x), seen in autograd's graph (reentrant checkpoints hide theirs). Take the technique"
+                " out."
+            )
+        names = {
+            name: None
+            for branch in found
+            for end in branch.last
+            for name in _set_for(session.module, graph, end, found)
+        }
+        tied: list[str] = []
+        for weight in heads(graph) if self.head else ():
+            if len(graph.uses(weight)) > 1:
+                tied.append(weight)
+            else:
+                names |= dict.fromkeys((weight, *_biases(session.module, weight)))
+        parameters = dict(session.module.named_parameters())
+        rank_zero_info(
+            f"{WHO}: {len(found)} residual branches begin at {self.scale:g} of their last maps: {', '.join(names)}"
+            + (f"; left alone, since it is used elsewhere too: {', '.join(tied)}" if tied else "")
+        )
+        return scaled((parameters[name] for name in names), self.scale)
+
+    @override
+    def summary(self) -> str:
+        return f"{self._numbers} numbers began at {self.scale:g} of what the module had made them"
+
+
+def _set_for(module: nn.Module, graph: Graph, end: End, found: list[Branch]) -> tuple[str, ...]:
+    """Names of what must be zero for a branch's last map to add nothing."""
+    if end.norms:
+        if not end.norms[0]:
+            raise ValueError(
+                f"{WHO}: a residual branch ends in a norm behind {end.weight}, of which no weight is seen that could be zero"
+                " (none, or one to which 1 is added). Expected branches that end in a map, or in a norm with a weight. Take the"
+                " technique out."
+            )
+        return (*end.norms[0], *end.added)
+    ends = {other.node for branch in found for other in branch.last}
+    others = [kind(node) for node in graph.uses(end.weight) if node not in ends]
+    if others:
+        raise ValueError(
+            f"{WHO}: {end.weight} ends a residual branch and is used elsewhere too ({', '.join(others)}), where zeros would"
+            " do something else. Expected a weight of its own. Take the technique out."
+        )
+    return (end.weight, *_biases(module, end.weight), *end.added)
+
+
+def _biases(module: nn.Module, weight: str) -> tuple[str, ...]:
+    """The parameters of one dimension that stand beside a weight, in the module that has it; of norms in there, none."""
+    path = weight.rpartition(".")[0]
+    owner = module.get_submodule(path)
+    prefix = f"{path}." if path else ""
+    return tuple(
+        f"{prefix}{name}" for name, p in owner.named_parameters(recurse=False) if "bias" in name and p.ndim <= 2
+    )
