@@ -134,7 +134,7 @@ def first_step(build: Any, batch: Any, **settings: Any) -> tuple[Any, float]:
 
     m.training_step = training_step
     m.configure_optimizers = lambda: torch.optim.SGD(m.parameters(), 0.0)
-    data = torch.utils.data.DataLoader([batch], batch_size=None)
+    data: Any = [batch]
     trainer(ZeroProjections(**settings), max_steps=1).fit(m, data)
     return m, losses[-1]
 
