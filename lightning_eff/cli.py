@@ -12,7 +12,7 @@ from lightning_eff._errors import Arguments, UsageError, check_configs, did_you_
 _USAGE = """\
 usage: lightning-eff {fit,validate,test,predict} --config recipe.yaml [options of LightningCLI]
        lightning-eff bench --baseline a.yaml --recipe b.yaml --target val_loss --budget 120s --seeds 3
-       lightning-eff tune --baseline a.yaml --target val_loss --budget 120s
+       lightning-eff tune --baseline a.yaml --target val_loss --budget 120s --search 2h
        lightning-eff plan --config recipe.yaml --gpus 512 --gpu h200
        lightning-eff budget --hours 5000 --gpu h100
        lightning-eff techniques
@@ -21,7 +21,7 @@ usage: lightning-eff {fit,validate,test,predict} --config recipe.yaml [options o
                                  techniques go into trainer.callbacks, and precision plugins into trainer.plugins, by
                                  class name alone. More: lightning-eff fit --help
   bench                          does a recipe pay, by how much, and how sure is that? More: lightning-eff bench --help
-  tune                           which techniques could pay on a config, and why not the others.
+  tune                           the recipe that wins on a config, searched and confirmed; or what could be tried, and why not.
                                  More: lightning-eff tune --help
   plan                           which layout trains a recipe's module fastest on so many accelerators, by simulation;
                                  needs none of them. More: lightning-eff plan --help

@@ -8,10 +8,14 @@ from pathlib import Path
 from lightning_eff._errors import Arguments, told
 
 _DESCRIPTION = """\
-What could make this config train faster? Profiles it, asks each technique whether it could gain something there and what it
-would try, and lets each that could train for two steps. Lists what is tried, and why the rest is not.
+Finds a recipe that trains this config faster to the same target, or says that the baseline stands. Profiles it, asks each
+technique whether it could gain something there, searches settings and stacks (and as long the baseline's own rate, decay,
+batch and warm-up), confirms the best on fresh seeds, and tells what each technique adds.
 
-  lightning-eff tune --baseline baseline.yaml --target val_loss --budget 120s
+  lightning-eff tune --baseline baseline.yaml --target val_loss --budget 120s --search 2h
+  lightning-eff tune --baseline baseline.yaml --target val_loss --budget 120s --dry-run    what would be tried, and why not
+
+Writes recipe.yaml, ready for lightning-eff fit, and report.md into --out. The same command goes on where it was.
 
 A space file says more of what is tried:
 
@@ -45,6 +49,9 @@ def parser() -> argparse.ArgumentParser:
         required=True,
         help="training seconds of each run: 120s, 2m or 1h, each step at its calibrated price",
     )
+    time = options.add_mutually_exclusive_group(required=True)
+    time.add_argument("--search", metavar="TIME", help="how long it may take in all: 2h, 30m")
+    time.add_argument("--dry-run", action="store_true", help="list what would be tried, and why the rest is not")
     add("--memory", metavar="SIZE", help="what a run may use, such as 40GB (default: no limit)")
     add("--space", type=Path, metavar="FILE", help="a YAML file that says more of what is tried")
     several = {"nargs": "+", "action": "extend", "default": [], "metavar": "NAME"}
@@ -58,7 +65,10 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--jobs", type=int, default=0, help="runs at once (default: one on each CUDA device, or one)")
     add("--threads", type=int, default=0, help="torch's threads in each run (default: a share of torch's own choice)")
-    add("--seed", type=int, default=0, help="of the runs (default: 0)")
+    add("--seed", type=int, default=0, help="of the runs that search (default: 0)")
+    add("--seeds", type=int, default=3, help="fresh ones, on which the best is confirmed (default: 3)")
+    add("--price-per-hour", type=float, metavar="PRICE", help="of this machine, to tell what the search cost")
+    add("--price-per-kwh", type=float, metavar="PRICE", help="of its electricity")
     add("--quiet", action="store_true", help="no progress")
     return options
 
@@ -82,9 +92,18 @@ def _run(argv: Sequence[str]) -> None:
     options = vars(parser().parse_args(argv))
     from lightning_eff.tune.tuner import Tuner
 
-    quiet = options.pop("quiet")
+    quiet, dry = options.pop("quiet"), options.pop("dry_run")
     for name in ("include", "exclude"):
         options[name] = [part for text in options[name] for part in text.split(",") if part]
     tuner = Tuner(options.pop("baseline").split(","), **options)
-    look = tuner.look(None if quiet else lambda line: print(f"tune: {line}", file=sys.stderr, flush=True))
-    print("\n".join(look.lines()))
+    tell = None if quiet else lambda line: print(f"tune: {line}", file=sys.stderr, flush=True)
+    if dry:
+        print("\n".join(tuner.look(tell).lines()))
+        return
+    results = tuner.run(progress=not quiet, tell=tell)
+    print(f"{results['sentence']}\n")
+    for line in results["contributions"]:
+        print(f"  {line}")
+    print(
+        f"report: {tuner.out / 'report.md'}\n" + (f"recipe: {tuner.out / 'recipe.yaml'}" if results["recipe"] else "")
+    )

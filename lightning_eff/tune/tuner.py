@@ -1,43 +1,36 @@
-"""The search for a recipe that wins on the user's own module: what it may try is looked at first."""
+"""The search for a recipe that wins on the user's own module: it looks, searches, confirms and writes."""
 
 import json
+import math
 import os
-import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import yaml
 
 from lightning_eff._errors import UsageError
 from lightning_eff.bench.arms import Arm
 from lightning_eff.bench.pace import Budget, mode_of
+from lightning_eff.bench.reports import drawing
 from lightning_eff.bench.results import now, write_json
+from lightning_eff.monitor.energy import EnergyMeter
 from lightning_eff.monitor.machine import fingerprint
 from lightning_eff.tune import probing, profiling
+from lightning_eff.tune.arguments import parse_memory, parse_seconds, read_space
+from lightning_eff.tune.concluding import CONFIRMED, Finding
 from lightning_eff.tune.config import Recipes, parsed
+from lightning_eff.tune.confirm import Bench
 from lightning_eff.tune.own import discover
 from lightning_eff.tune.places import Places
+from lightning_eff.tune.search import RUNGS, Search, chosen, require_extra
 from lightning_eff.tune.space import Space, gather
+from lightning_eff.tune.trials import Trials
+from lightning_eff.tune.writing import write
 
 Tell = Callable[[str], None]
-_UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-
-
-def parse_memory(text: str | int | None) -> int | None:
-    """``"40GB"``, ``"512MiB"`` or bytes.
-
-    Raises:
-        UsageError: for anything else.
-    """
-    if text is None or isinstance(text, int):
-        return text
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?i?B)\s*", text, re.IGNORECASE)
-    if found is None or float(found[1]) <= 0:
-        raise UsageError(f"Got memory {text!r}; expected an amount above 0 such as 40GB, 512MB or 16GiB.")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
 @dataclass(frozen=True)
@@ -73,13 +66,14 @@ class Look:
 
 
 class Tuner:
-    """Which recipe wins on a module and its data, and which techniques could be in it.
+    """Which recipe wins on a module and its data: :meth:`look` says what may be tried, :meth:`run` tries, confirms and writes.
 
     Args:
         baseline: the path(s) of LightningCLI configs, merged from left to right.
         target: the metric that ``validation_step`` logs.
         budget: training seconds of a run, as ``"120s"`` or ``"2m"``. They are counted in reference-system time: each step
             costs the calibrated time of its kind, so that a busy machine and runs side by side do not matter.
+        search: seconds of it all, as ``"2h"``; None to look only. About half of it or less is kept for confirming.
         mode: "min" or "max"; None tells by the target's name.
         memory: what a run may use, as ``"40GB"`` or in bytes; None leaves it open.
         space: a file, or a mapping, that says more of the space: ``own``, ``techniques`` and ``most``.
@@ -88,7 +82,10 @@ class Tuner:
         out: the folder for all that is found; what was interrupted there goes on.
         jobs: runs at once; 0 for one on each CUDA device, and one on a machine without.
         threads: torch's in each run; 0 shares out those of this process.
-        seed: of runs that only look; none that confirms has it.
+        seed: of the runs that search; none that confirms has it.
+        seeds: on which the best is confirmed: how many.
+        price_per_hour: of this machine, in any currency; None tells no money for it.
+        price_per_kwh: of its electricity, in that currency.
 
     Raises:
         ValueError: for other values.
@@ -100,6 +97,7 @@ class Tuner:
         *,
         target: str,
         budget: str | float | Budget,
+        search: str | float | None = None,
         mode: Literal["min", "max"] | None = None,
         memory: str | int | None = None,
         space: str | os.PathLike[str] | Mapping[str, Any] | None = None,
@@ -109,6 +107,9 @@ class Tuner:
         jobs: int = 0,
         threads: int = 0,
         seed: int = 0,
+        seeds: int = 3,
+        price_per_hour: float | None = None,
+        price_per_kwh: float | None = None,
     ) -> None:
         paths = (baseline,) if isinstance(baseline, str | os.PathLike) else tuple(baseline)
         self.paths = tuple(map(str, paths))
@@ -117,18 +118,21 @@ class Tuner:
                 raise UsageError(
                     f"Got the baseline {path!r}, where there is no file; expected a config of LightningCLI."
                 )
-        if jobs < 0 or threads < 0:
-            raise UsageError(f"Tuner({jobs=}, {threads=}): expected numbers >= 0.")
+        if jobs < 0 or threads < 0 or seeds < 2:
+            raise UsageError(f"Tuner({jobs=}, {threads=}, {seeds=}): expected numbers >= 0, and at least 2 seeds.")
         self.target = target
         self.mode = mode or mode_of(target)
         self.budget = Budget.parse(budget).seconds
         self.memory = parse_memory(memory)
-        self.space = _space_file(space)
+        self.space = read_space(space)
         self.include, self.exclude = tuple(include), tuple(exclude)
         self.out = Path(out)
         self.jobs = jobs or torch.cuda.device_count() or 1
         self.threads = threads or max(1, torch.get_num_threads() // self.jobs)
         self.seed = seed
+        self.seeds = [seed + 1 + i for i in range(seeds)]
+        self.search = None if search is None else parse_seconds(search)
+        self.price_per_hour, self.price_per_kwh = price_per_hour, price_per_kwh
 
     def look(self, tell: Tell | None = None) -> Look:
         """Profile the baseline, and try each technique that could gain something for two steps.
@@ -158,6 +162,123 @@ class Tuner:
         recipes = Recipes(self.paths, space, scheduled=found.run.decayed_rate)
         space = probing.after(space, self._probes(recipes, found, tell or (lambda line: None)))
         return Look(found, space, Recipes(self.paths, space, scheduled=found.run.decayed_rate))
+
+    def run(self, *, progress: bool = True, tell: Tell | None = None) -> dict[str, Any]:
+        """Search, confirm and write; what is in the folder is not done again.
+
+        Args:
+            progress: show bars in the benches that confirm.
+            tell: called with a line on what is done.
+
+        Returns:
+            What was found, as in ``results.json``: ``recipe`` (its choices, or None where the baseline stands), ``baseline``,
+            ``sentence``, ``contributions``, ``trials``, ``left_out`` and ``cost``.
+
+        Raises:
+            ModuleNotFoundError: without Optuna (the extra ``tune``) or matplotlib (``bench``).
+            ValueError: if the search's seconds hold too little, no technique applies, or as :meth:`look` says.
+            RuntimeError: if the baseline trains in none of its trials.
+        """
+        require_extra()
+        drawing.require_extra()
+        if self.search is None:
+            raise UsageError("Got no seconds for the search; expected search='2h', or look() alone.")
+        say = tell or (lambda line: None)
+        began = time.monotonic()
+        with EnergyMeter() as meter:
+            look = self.look(say)
+            if not look.space.techniques:
+                reasons = "; ".join(f"{name}: {why}" for name, why in sorted(look.space.left_out.items())[:6])
+                raise UsageError(
+                    f"No technique applies to this config, so there is nothing to search ({reasons}; ...). All reasons:"
+                    " --dry-run."
+                )
+            need, reserve = self._needs(look.found)
+            if self.search < need:
+                raise UsageError(
+                    f"Got --search of {self.search:.0f} s; expected at least {math.ceil(need)} s, for one trial of the baseline"
+                    f" and one of a recipe on a budget of {self.budget:g} s, and to confirm on {len(self.seeds)} seeds"
+                    f" with {self.jobs} run(s) at once. Raise --search, or lower --budget."
+                )
+            places = Places(self.jobs, self.threads, self.out / "logs")
+            try:
+                search = self._search(look, places, self.search - min(reserve, self.search / 2), say)
+            finally:
+                places.close()
+            found = Finding(look, search, self._bench(look, search, progress)).conclude(say)
+        cost = self._cost(time.monotonic() - began, meter.joules)
+        return write(self.out, look, search, found, cost, mode=self.mode, target=self.target, budget=self.budget)
+
+    def _needs(self, found: profiling.Found) -> tuple[float, float]:
+        """The least seconds that a search can be done in, and what is kept for confirming."""
+        run = self.budget + found.start_seconds + 2 * found.validation_seconds
+        trial = sum(run * rung / RUNGS[-1] for rung in RUNGS)
+        once = run * len(self.seeds) / self.jobs
+        return 2 * trial / min(self.jobs, 2) + 2 * once, (2 + 2 * CONFIRMED + 4) * once
+
+    def _search(self, look: Look, places: Places, seconds: float, tell: Tell) -> Search:
+        assert self.search is not None
+        trials = Trials(
+            look.recipes,
+            look.found,
+            places,
+            self.out,
+            target=self.target,
+            budget=self.budget,
+            seed=self.seed,
+            threads=self.threads,
+            memory=self.memory,
+        )
+        search = Search(
+            look.space,
+            trials,
+            self.out,
+            mode=self.mode,
+            budget=self.budget,
+            seconds=seconds,
+            seed=self.seed,
+            jobs=self.jobs,
+            tell=tell,
+        )
+        try:
+            search.search()
+        except BaseException:
+            places.close()
+            raise
+        return search
+
+    def _bench(self, look: Look, search: Search, progress: bool) -> Bench:
+        best = search.best("baseline")
+        assert best is not None
+        return Bench(
+            look.recipes,
+            chosen(best),
+            look.found.steps,
+            self.out,
+            target=self.target,
+            mode=self.mode,
+            budget=self.budget,
+            seeds=self.seeds,
+            threads=self.threads,
+            jobs=self.jobs,
+            progress=progress,
+            drawn=True,
+        )
+
+    def _cost(self, seconds: float, joules: float | None) -> dict[str, Any]:
+        """Hours and energy over all times that the search was gone on with, and their price."""
+        file = self.out / "cost.json"
+        before = json.loads(file.read_text()) if file.is_file() else {"hours": 0.0, "kwh": None}
+        hours = before["hours"] + seconds / 3600
+        kwh = before["kwh"] if joules is None else (before["kwh"] or 0.0) + joules / 3.6e6
+        parts = [
+            price * amount
+            for price, amount in ((self.price_per_hour, hours), (self.price_per_kwh, kwh))
+            if price is not None and amount is not None
+        ]
+        cost = {"hours": hours, "kwh": kwh, "money": sum(parts) if parts else None}
+        write_json(file, cost)
+        return cost
 
     def _profile(self, tell: Tell) -> profiling.Found:
         file = self.out / "profile.json"
@@ -218,6 +339,7 @@ class Tuner:
             "exclude": list(self.exclude),
             "threads": self.threads,
             "seed": self.seed,
+            "seeds": self.seeds,
         }
 
     def _take_up(self) -> None:
@@ -238,20 +360,3 @@ class Tuner:
                 f"{self.out} holds what was found for another plan, which differs in {', '.join(differs)}; expected the same"
                 " on the same machine, to go on with it. Name another folder (--out), or delete that one."
             )
-
-
-def _space_file(space: str | os.PathLike[str] | Mapping[str, Any] | None) -> dict[str, Any]:
-    if space is None or isinstance(space, Mapping):
-        return dict(space or {})
-    file = Path(space)
-    if not file.is_file():
-        raise UsageError(f"--space {space}: there is no such file; expected a space in YAML.")
-    try:
-        told = yaml.safe_load(file.read_text())
-    except yaml.YAMLError as error:
-        raise UsageError(f"--space {space}: this is no YAML: {' '.join(str(error).split())}.") from None
-    if told is not None and not isinstance(told, dict):
-        raise UsageError(
-            f"--space {space}: got a {type(told).__name__}; expected the sections own, techniques and most."
-        )
-    return told or {}

@@ -1,5 +1,6 @@
 """Modules and data of a few milliseconds a run for the search's tests, as configs name them."""
 
+import time
 from pathlib import Path
 
 import torch
@@ -99,3 +100,49 @@ class Refusing(Callback):
 
     def setup(self, trainer, pl_module, stage):
         raise ValueError("Refusing: not on a Monday.")
+
+
+class Waiting(Regression):
+    """The regression, with a pause in each step that stands for what a network would compute."""
+
+    def __init__(self, pause: float = 0.01) -> None:
+        super().__init__()
+        self.pause = pause
+
+    def training_step(self, batch, batch_idx):
+        time.sleep(self.pause)
+        return super().training_step(batch, batch_idx)
+
+
+class Halving(Callback):
+    """A planted gain: half of the pause, and all else as it is."""
+
+    def setup(self, trainer, pl_module, stage):
+        pl_module.pause /= 2
+
+
+class Neutral(Callback):
+    """Does nothing."""
+
+
+class Shrinking(Callback):
+    """A planted fake: another model."""
+
+    def setup(self, trainer, pl_module, stage):
+        pl_module.net = nn.Linear(8, 1)
+
+
+class Peeking(Callback):
+    """A planted fake: it trains on the validation data."""
+
+    def setup(self, trainer, pl_module, stage):
+        trainer.datamodule.train_dataloader = trainer.datamodule.val_dataloader
+
+
+class Lying(Callback):
+    """A planted fake: it tells the bench of half of the seconds."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        pacer = trainer.callbacks[0]
+        pacer.seconds -= (pacer.seconds - getattr(self, "before", 0.0)) / 2
+        self.before = pacer.seconds

@@ -10,10 +10,11 @@ from torch import nn
 
 from lightning_eff import cli
 from lightning_eff.bench.pace import Incomparable
+from lightning_eff.tune.arguments import parse_memory
 from lightning_eff.tune.own import SETTINGS, discover
 from lightning_eff.tune.profiling import Found, Look, told
 from lightning_eff.tune.settings import OptimizerSettings, scale_rates, set_decays
-from lightning_eff.tune.tuner import Tuner, parse_memory
+from lightning_eff.tune.tuner import Tuner
 from tests.tune.tasks import Here, config
 
 HIDDEN = "model: {class_path: tests.tune.tasks.Hidden}"
@@ -139,7 +140,17 @@ def test_a_module_that_sets_its_rate_by_itself_is_tuned_from_outside(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--baseline", config(tmp_path, HIDDEN), "--target=val_loss", "--budget=2s", "--threads=1", "--quiet"]
-    cli.main(["tune", *arguments, "--out", str(tmp_path / "out"), "--include", "ProgressiveStacking,PatchDropout"])
+    cli.main(
+        [
+            "tune",
+            *arguments,
+            "--dry-run",
+            "--out",
+            str(tmp_path / "out"),
+            "--include",
+            "ProgressiveStacking,PatchDropout",
+        ]
+    )
     text = capsys.readouterr().out
     assert "rate (set from outside, now 0.003)" in text and "warm_up (set from outside, now unknown)" in text
     assert "a linear decay to zero stands in its place" in text and "Tried, at most 4 together (0)\n  none" in text
@@ -159,7 +170,7 @@ def test_arguments_that_cannot_be_used_are_said_in_one_line(
     more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["tune", "--baseline", config(tmp_path), "--target=val_loss", "--budget=2s", *more])
+        cli.main(["tune", "--dry-run", "--baseline", config(tmp_path), "--target=val_loss", "--budget=2s", *more])
     said = capsys.readouterr().err
     assert stopped.value.code == 2 and message in said and len(said.splitlines()) == 1, said
 

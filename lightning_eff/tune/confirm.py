@@ -1,0 +1,116 @@
+"""The best of a search, held against the tuned baseline on fresh seeds with controls; and what each technique adds."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_eff.bench.benchmark import Benchmark
+from lightning_eff.bench.pace import Budget
+from lightning_eff.bench.reports.intervals import Interval, paired_interval
+from lightning_eff.tune.config import Choices, Recipes
+
+BASELINE, RECIPE = "baseline", "recipe"
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What a technique adds to a stack: the target without it, less that with it, so that above 0 it helps.
+
+    Attributes:
+        name: of the technique.
+        interval: over the seeds, at 95 %; None for fewer than two of them.
+        dropped: it adds nothing: on average the stack is as good without it.
+    """
+
+    name: str
+    interval: Interval | None
+    dropped: bool
+
+    def told(self) -> str:
+        """In words."""
+        if self.interval is None:
+            return f"{self.name}: not known"
+        sure = "" if self.interval.excludes(0.0) else ", which may be chance"
+        bounds = f"{self.interval.estimate:+.4g} [{self.interval.low:+.4g}, {self.interval.high:+.4g}]"
+        return f"{self.name}: {bounds}{', dropped' if self.dropped else sure}"
+
+
+class Bench:
+    """Benches of what a search found, all with one baseline, at the same prices.
+
+    Args:
+        recipes: writes choices as configs.
+        baseline: the tuned baseline's choices.
+        steps: optimizer steps of a run, for settings in steps.
+        folder: for the benches, each in its own.
+        target, mode, budget, threads, jobs: see Tuner.
+        seeds: that nothing was searched on.
+        progress: show a bar.
+        drawn: draw each bench's report, which needs matplotlib.
+    """
+
+    def __init__(
+        self,
+        recipes: Recipes,
+        baseline: Choices,
+        steps: int,
+        folder: Path,
+        *,
+        target: str,
+        mode: Any,
+        budget: float,
+        seeds: Sequence[int],
+        threads: int,
+        jobs: int,
+        progress: bool,
+        drawn: bool,
+    ) -> None:
+        self.recipes, self.baseline, self.steps, self.folder = recipes, baseline, steps, folder
+        self.settings = {"target": target, "mode": mode, "seeds": list(seeds), "threads": threads, "jobs": jobs}
+        self.settings["budget"] = Budget(budget, "reference")
+        self.sign = 1.0 if mode == "min" else -1.0
+        self.progress, self.drawn = progress, drawn
+
+    def run(self, name: str, arms: Mapping[str, Choices], *, controls: bool) -> dict[str, Any]:
+        """The results of a bench of these choices, by name, against the tuned baseline."""
+
+        def source(choices: Choices) -> Any:
+            return self.recipes.arm("", choices, self.steps, self.folder / "configs").source
+
+        bench = Benchmark(
+            source(self.baseline),
+            {arm: source(choices) for arm, choices in arms.items()},
+            out=self.folder / name,
+            controls="auto" if controls else None,
+            rounds=4,
+            reference=self.folder / "prices.json",
+            title=f"What tuning found: {name}",
+            tuned=[BASELINE, *arms],
+            baseline_name=BASELINE,
+            **self.settings,
+        )
+        return bench.run(progress=self.progress, report=self.drawn)
+
+    def contributions(self, choices: Choices) -> list[Contribution]:
+        """What each technique of a stack adds: the stack, and the stack without each, on the same seeds."""
+        arms = {RECIPE: choices} | {f"without {name}": choices.without(name) for name in choices.techniques}
+        results = self.run("leave_one_out", arms, controls=False)
+        return [contribution(results, name, self.sign) for name in choices.techniques]
+
+
+def contribution(results: Mapping[str, Any], name: str, sign: float) -> Contribution:
+    """What a technique adds, from a bench with an arm "recipe" and an arm "without NAME"."""
+    finals: dict[str, dict[int, float]] = {}
+    for run in results["runs"]:
+        if run["status"] == "finished":
+            finals.setdefault(run["arm"], {})[run["seed"]] = run["points"][-1]["metric"]
+    own, other = finals.get(RECIPE, {}), finals.get(f"without {name}", {})
+    added = [sign * (other[seed] - own[seed]) for seed in own if seed in other]
+    mean = sum(added) / len(added) if added else None
+    return Contribution(name, paired_interval(added), dropped=mean is not None and mean <= 0.0)
+
+
+def confirmed(results: Mapping[str, Any], arm: str) -> bool:
+    """Whether a bench found an arm faster than the baseline, beyond chance."""
+    return results["summary"][arm]["verdict"] == "faster"

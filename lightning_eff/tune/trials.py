@@ -1,0 +1,179 @@
+"""One trial of a search on the user's module: rehearsed beside the baseline, checked for honesty, and run."""
+
+import json
+import math
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_eff._core._architecture.technique import Architecture
+from lightning_eff.bench import calibration
+from lightning_eff.bench.arms import Arm
+from lightning_eff.bench.pace import Incomparable, Pace
+from lightning_eff.bench.references import mean_cost
+from lightning_eff.bench.results import write_json
+from lightning_eff.bench.running.jobs import Job
+from lightning_eff.tune.config import Choices, Recipes
+from lightning_eff.tune.places import Places
+from lightning_eff.tune.probing import reason
+from lightning_eff.tune.profiling import Found
+from lightning_eff.tune.search import Outcome
+
+EVALUATIONS = 4  # validations of a run
+SLACK = (
+    1.5  # times what a run tells of its seconds may have passed between its first and its last step by another clock,
+)
+PAUSE = 1.0  # and so many seconds more
+
+
+class Trials:
+    """Trains what a search has chosen, in reference-system time.
+
+    Each choice rehearses once beside the baseline, in turns, which gives the price of its steps in the seconds of the
+    baseline's profile, and shows whether it has the baseline's data and model. Then a run at any budget spends that budget
+    at these prices. What it tells of its time is held against the clock of this process.
+
+    Args:
+        recipes: writes choices as configs.
+        found: the baseline's profile.
+        places: where runs are trained.
+        folder: for configs and rehearsals.
+        target: the validation metric.
+        budget: seconds of a whole run.
+        seed: of all runs.
+        threads: torch's in each.
+        memory: bytes that a run may use; None leaves that open.
+    """
+
+    def __init__(
+        self,
+        recipes: Recipes,
+        found: Found,
+        places: Places,
+        folder: Path,
+        *,
+        target: str,
+        budget: float,
+        seed: int,
+        threads: int,
+        memory: int | None = None,
+    ) -> None:
+        self.recipes, self.found, self.places, self.folder = recipes, found, places, folder
+        self.target, self.budget, self.seed, self.threads, self.memory = target, budget, seed, threads, memory
+        self._reference = calibration.prices([found.probe])
+        self._lock = threading.Lock()
+        (folder / "rehearsals").mkdir(parents=True, exist_ok=True)
+        self._paths = Arm("baseline", "baseline", recipes.paths)
+
+    def __call__(self, choices: Choices, budget: float) -> Outcome:
+        """What becomes of a run."""
+        try:
+            rehearsal = self._rehearsed(choices)
+        except (ValueError, TypeError) as error:  # a constructor, or what makes two arms incomparable
+            return Outcome(None, str(error), refused=isinstance(error, Incomparable))
+        if rehearsal["status"] != "finished":
+            return Outcome(
+                None, f"{rehearsal['status']} in its rehearsal: {rehearsal['error']}", refused=rehearsal["refused"]
+            )
+        prices = {price["kind"]: price["seconds"] for price in rehearsal["prices"]}
+        steps = calibration.steps_in(budget, rehearsal, prices)
+        arm = self._arm(choices, steps)
+        pace = Pace(
+            self.target,
+            budget=budget,
+            reference=True,
+            prices=prices,
+            common=[price["kind"] for price in self._reference],
+            steps=steps,
+            evaluations=EVALUATIONS,
+        )
+        heard: list[float] = []  # when steps were told of, by the clock of this process
+        job = Job(arm, self.seed, pace, f"{choices.key}-{budget:g}", self.threads)
+        (record,) = self.places.do([job], lambda job, u: heard.append(time.perf_counter()))
+        outer = heard[-1] - heard[0] if heard else 0.0
+        if record["status"] != "finished":
+            refused = record["status"] == "refused"
+            return Outcome(None, f"{record['status']}: {reason(record)}", refused=refused)
+        why = dishonest(record, prices, budget, outer)
+        if why is not None:
+            return Outcome(None, why, refused=True)
+        if self.memory is not None and record["peak_memory_bytes"] > self.memory:
+            return Outcome(None, f"it used {_gib(record['peak_memory_bytes'])}, of {_gib(self.memory)} that it may use")
+        return Outcome(float(record["points"][-1]["metric"]))
+
+    def _arm(self, choices: Choices, steps: int) -> Arm:
+        return self.recipes.arm("trial", choices, steps, self.folder / "configs")
+
+    def _rehearsed(self, choices: Choices) -> dict[str, Any]:
+        """Prices of a choice's steps, and what its steps are; as it is on disk, or as it comes out."""
+        file = self.folder / "rehearsals" / f"{choices.key}.json"
+        if file.is_file():
+            return json.loads(file.read_text())
+        steps = self.found.steps
+        sweep = calibration.sweep_steps(self.budget, self.found.step_seconds)
+        jobs = [
+            Job(self._paths, self.seed, Pace(self.target, steps=steps, sweep=sweep), "baseline-again", self.threads),
+            Job(
+                self._arm(choices, steps),
+                self.seed,
+                Pace(self.target, steps=steps, sweep=sweep, inspect=True),
+                f"{choices.key}-rehearsal",
+                self.threads,
+            ),
+        ]
+        baseline, own = self.places.do(jobs)
+        calibration.stop_if_failed(baseline)
+        record: dict[str, Any] = {"status": own["status"], "error": own["error"], "refused": False}
+        if own["status"] == "finished":
+            self._check(choices, own)
+            scale = mean_cost(self._reference) / mean_cost(calibration.prices([baseline]))
+            record |= {
+                "prices": [{**price, "seconds": price["seconds"] * scale} for price in calibration.prices([own])],
+                "kinds": own["kinds"],
+                "steps": own["steps"],
+                "parameters": own["facts"]["parameters"],
+            }
+        else:
+            record["error"] = reason(own)
+            record["refused"] = own["status"] in ("refused", "crashed")
+        write_json(file, record)
+        return record
+
+    def _check(self, choices: Choices, own: Mapping[str, Any]) -> None:
+        """Raise :class:`Incomparable` where a choice has other data or another model than the baseline."""
+        calibration.check_same(choices.told(), self.found.probe, own, other_training_data=False)
+        makes_others = any(
+            issubclass(self.recipes.space.techniques[name].cls, Architecture) for name in choices.techniques
+        )
+        ours, theirs = own["facts"], self.found.probe["facts"]
+        for what in ("model", "parameters"):
+            if ours[what] != theirs[what] and not makes_others:
+                raise Incomparable(
+                    f"{choices.told()}: got a module of {what} {ours[what]}, other than the baseline's {theirs[what]}; expected"
+                    " the same model, since none of its techniques says that it makes another one."
+                )
+
+
+def dishonest(record: Mapping[str, Any], prices: Mapping[str, float], budget: float, outer: float) -> str | None:
+    """Why what a run tells of its time cannot be; None where it can.
+
+    Args:
+        record: of the run.
+        prices: of its kinds of steps, in seconds.
+        budget: in seconds.
+        outer: seconds from its first step to its last, by a clock that is not its own.
+    """
+    names = ("wall_seconds", "warmup_seconds", "validation_seconds")
+    inner = math.fsum(record[name] for name in names)
+    if outer > PAUSE + SLACK * inner:
+        return f"it tells of {inner:.3g} s, and took {outer:.3g} s by another clock"
+    paid = math.fsum(prices.get(kind["kind"], 0.0) * kind["count"] for kind in record["kinds"])
+    if paid > 1.1 * budget + max(prices.values(), default=0.0):
+        return f"its steps cost {paid:.3g} s at their prices, of a budget of {budget:.3g} s"
+    return None
+
+
+def _gib(amount: int) -> str:
+    return f"{amount / 2**30:.3g} GiB"

@@ -1,0 +1,251 @@
+"""From a search to a verdict: what is confirmed, what is dropped, what is written, and what is refused as dishonest."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_eff import cli
+from lightning_eff._core.search_space import RunProfile, SearchSpace
+from lightning_eff._errors import UsageError
+from lightning_eff.bench import calibration
+from lightning_eff.bench.references import mean_cost
+from lightning_eff.bench.running.workers import InProcess
+from lightning_eff.tune.concluding import Finding
+from lightning_eff.tune.config import Choices, Recipes
+from lightning_eff.tune.confirm import contribution
+from lightning_eff.tune.search import Outcome, Search
+from lightning_eff.tune.space import Candidate, Space
+from lightning_eff.tune.trials import Trials, dishonest
+from lightning_eff.tune.tuner import Tuner
+from lightning_eff.tune.writing import recipe, report
+from tests.tune import tasks
+from tests.tune.tasks import Here, config
+
+pytest.importorskip("optuna")
+
+WAITING = "model: {class_path: tests.tune.tasks.Waiting}"
+BRIEF = "model: {class_path: tests.tune.tasks.Waiting, init_args: {pause: 0.002}}"
+GOOD, BAD = "tests.tune.tasks.Halving", "tests.tune.tasks.Neutral"
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_eff.tune.tuner.Places", Here)
+    monkeypatch.setattr("lightning_eff.bench.benchmark.Workers", lambda *args: InProcess())
+
+
+def space() -> Space:
+    techniques = {name: Candidate(name, getattr(tasks, name.rpartition(".")[2]), SearchSpace()) for name in (GOOD, BAD)}
+    return Space((), {}, techniques, {}, 3, RunProfile())
+
+
+class Look:
+    found = type("Found", (), {"steps": 100})
+    space = space()
+
+
+class FakeBench:
+    """A bench in which GOOD is faster and BAD adds nothing; ``never`` confirms nothing."""
+
+    baseline = Choices()
+    sign = 1.0
+
+    def __init__(self, *, never: bool = False) -> None:
+        self.asked: dict[str, Any] = {}
+        self.never = never
+
+    def run(self, name: str, arms: dict[str, Choices], *, controls: bool) -> dict[str, Any]:
+        self.asked[name] = {arm: sorted(choices.techniques) for arm, choices in arms.items()}
+        good = {arm: GOOD in choices.techniques and not self.never for arm, choices in arms.items()}
+        summary = {
+            arm: {
+                "verdict": "faster" if good[arm] else "no difference shown",
+                "sentence": f"{arm} told.",
+                "speedup": {"estimate": 2.0},
+            }
+            for arm in arms
+        }
+        runs = [
+            {
+                "arm": arm,
+                "seed": seed,
+                "status": "finished",
+                "points": [{"metric": (1.0 if good[arm] else 2.0) + seed / 100}],
+            }
+            for arm in arms
+            for seed in (1, 2, 3)
+        ]
+        return {"summary": summary, "runs": runs, "calibration": {arm: {"steps": 200} for arm in arms}}
+
+    def contributions(self, choices: Choices) -> list[Any]:
+        arms = {"recipe": choices} | {f"without {name}": choices.without(name) for name in choices.techniques}
+        results = self.run("leave_one_out", arms, controls=False)
+        return [contribution(results, name, self.sign) for name in choices.techniques]
+
+
+def searched(folder: Path, values: dict[tuple[str, ...], float]) -> Search:
+    """A search whose recipes have these values, and the baseline 1."""
+
+    def run(choices: Choices, budget: float) -> Outcome:
+        return Outcome(values.get(tuple(sorted(choices.techniques)), 3.0) if choices.techniques else 1.0)
+
+    search = Search(space(), run, folder, mode="min", budget=9.0, seconds=1e6, limit=12)
+    search.search()
+    return search
+
+
+def test_what_is_confirmed_stands_without_what_adds_nothing(tmp_path: Path) -> None:
+    search = searched(tmp_path, {tuple(sorted((GOOD, BAD))): 0.5, (GOOD,): 0.6})
+    bench, lines = FakeBench(), list[str]()
+    found = Finding(Look, search, bench).conclude(lines.append)  # pyright: ignore[reportArgumentType]
+    assert found.recipe is not None and list(found.recipe.techniques) == [GOOD] and found.steps == 200
+    assert bench.asked["leave_one_out"] == {
+        "recipe": sorted((GOOD, BAD)),
+        f"without {GOOD}": [BAD],
+        f"without {BAD}": [GOOD],
+    }
+    assert bench.asked["reduced"] == {"recipe": [GOOD]}, "what is left is held against the baseline by itself"
+    told = {part.name: part.told() for part in found.contributions}
+    assert told[BAD].endswith("dropped") and "+1 [" in told[GOOD] and "dropped" not in told[GOOD]
+
+
+def test_what_is_not_confirmed_leaves_the_baseline(tmp_path: Path) -> None:
+    search = searched(tmp_path, {(GOOD,): 0.6})
+    found = Finding(Look, search, FakeBench(never=True)).conclude(lambda line: None)  # pyright: ignore[reportArgumentType]
+    assert found.recipe is None and found.sentence.startswith(
+        "The baseline stands: what the search found was not confirmed"
+    )
+    search = searched(tmp_path / "worse", {(GOOD,): 1.5})
+    bench = FakeBench()
+    found = Finding(Look, search, bench).conclude(lambda line: None)  # pyright: ignore[reportArgumentType]
+    assert "no recipe of the search reached the tuned baseline's 1: the best came to 1.5" in found.sentence
+    assert not bench.asked, "no bench is run in vain"
+
+
+def test_a_run_must_have_taken_and_cost_what_it_tells_of() -> None:
+    record = {
+        "wall_seconds": 10.0,
+        "warmup_seconds": 0.0,
+        "validation_seconds": 1.0,
+        "kinds": [{"kind": "a", "count": 100}],
+    }
+    assert dishonest(record, {"a": 0.1}, 10.0, 12.0) is None
+    assert "tells of 11 s, and took 22 s by another clock" in str(dishonest(record, {"a": 0.1}, 10.0, 22.0))
+    assert "cost 20 s at their prices, of a budget of 10 s" in str(dishonest(record, {"a": 0.2}, 10.0, 12.0))
+
+
+def test_a_recipe_is_a_whole_config_for_as_many_steps(tmp_path: Path) -> None:
+    file = Path(config(tmp_path))
+    file.write_text(file.read_text().replace("devices: 1", "devices: 1, max_time: '00:00:01:00', max_epochs: 3"))
+    text = recipe(Recipes([str(file)], space(), scheduled=True), Choices(techniques={GOOD: {}}), 123, "It\nis faster.")
+    assert text.startswith("# Found by lightning-eff tune.\n# It is faster.\n")
+    told = yaml.safe_load(text)
+    assert told["trainer"] == {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": -1,
+        "callbacks": [{"class_path": GOOD}],
+        "max_steps": 123,
+    }
+    assert told["model"] == {"class_path": "tests.tune.tasks.Regression"}
+
+
+@pytest.fixture(scope="module")
+def looked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tuner, Any]:
+    folder = tmp_path_factory.mktemp("trials")
+    include = [f"tests.tune.tasks.{name}" for name in ("Halving", "Shrinking", "Peeking", "Lying")]
+    tuner = Tuner(
+        config(folder, WAITING), target="val_loss", budget=0.8, include=include, out=folder / "out", threads=1
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_eff.tune.tuner.Places", Here)
+        return tuner, tuner.look()
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("Halving", None),
+        ("Shrinking", "got a module of parameters 9, other than the baseline's 161"),
+        ("Peeking", "got a training set of 64 items"),
+        ("Lying", "at their prices, of a budget of 0.8 s"),
+    ],
+)
+def test_a_planted_gain_counts_and_a_planted_fake_is_refused(
+    looked: tuple[Tuner, Any], name: str, why: str | None, tmp_path: Path
+) -> None:
+    _, look = looked
+    trials = Trials(look.recipes, look.found, Here(), tmp_path, target="val_loss", budget=0.8, seed=0, threads=1)  # pyright: ignore[reportArgumentType]
+    choices = Choices(techniques={f"tests.tune.tasks.{name}": {}})
+    outcome = trials(choices, 0.8)
+    if why is None:
+        prices = json.loads((tmp_path / "rehearsals" / f"{choices.key}.json").read_text())["prices"]
+        assert outcome.value is not None
+        assert mean_cost(prices) < 0.85 * mean_cost(calibration.prices([look.found.probe])), (
+            prices,
+            look.found.step_seconds,
+        )
+        small = Trials(
+            look.recipes, look.found, Here(), tmp_path, target="val_loss", budget=0.8, seed=0, threads=1, memory=1
+        )  # pyright: ignore[reportArgumentType]
+        assert "of 9.31e-10 GiB that it may use" in str(small(choices, 0.8).why)
+    else:
+        assert outcome.refused and outcome.value is None and why in str(outcome.why)
+
+
+def test_a_search_that_holds_too_little_says_how_much_it_needs(looked: tuple[Tuner, Any]) -> None:
+    tuner, _ = looked
+    tuner.search = 0.01
+    with pytest.raises(
+        UsageError, match=r"Got --search of 0 s; expected at least \d+ s, for one trial of the baseline"
+    ):
+        tuner.run(progress=False)
+
+
+def test_a_config_to_which_nothing_applies_is_not_searched(looked: tuple[Tuner, Any], tmp_path: Path) -> None:
+    tuner, _ = looked
+    none = Tuner(
+        tuner.paths, target="val_loss", budget=0.8, search=60, include=["ProgressiveStacking"], out=tmp_path / "out"
+    )
+    with pytest.raises(UsageError, match="No technique applies to this config"):
+        none.run(progress=False)
+
+
+def test_a_search_from_config_to_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The whole, once: what it says, what it writes, and that it goes on."""
+    arguments = [
+        "tune",
+        "--baseline",
+        config(tmp_path, WAITING),
+        "--target=val_loss",
+        "--budget=0.5s",
+        "--search=14s",
+        "--quiet",
+    ]
+    arguments += [
+        "--include",
+        GOOD,
+        "--out",
+        str(tmp_path / "out"),
+        "--threads=1",
+        "--seeds=2",
+        "--price-per-hour=3600",
+    ]
+    cli.main(arguments)
+    out = capsys.readouterr().out
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["sentence"] in out and results["cost"]["money"] == pytest.approx(3600 * results["cost"]["hours"])
+    kinds = [trial["kind"] for trial in results["trials"] if not trial["free"]]
+    assert set(kinds) == {"baseline", "recipes"}
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "## The search" in text and "Left out, and why" in text and "SequencePacking: not included" in text
+    assert yaml.safe_load((tmp_path / "out" / "baseline_tuned.yaml").read_text())["trainer"]["max_steps"] > 20
+    assert (tmp_path / "out" / "recipe.yaml").is_file() == (results["recipe"] is not None)
+    lines = report(results, ["a line"])
+    assert lines[0] == "# What tuning found" and lines[-1] == "- a line"
+    cli.main(arguments)
+    again = json.loads((tmp_path / "out" / "results.json").read_text())["trials"]
+    assert again[: len(kinds)] == results["trials"][: len(kinds)], "what was tried is not tried again"

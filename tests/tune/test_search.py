@@ -1,0 +1,174 @@
+"""The search by itself, on objectives of closed form: what it finds, what it learns, and that it goes on where it was."""
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback
+
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Uniform
+from lightning_eff.tune import search as searching
+from lightning_eff.tune.config import Choices
+from lightning_eff.tune.own import Own
+from lightning_eff.tune.search import Outcome, Search, chosen
+from lightning_eff.tune.space import Candidate, Space
+
+pytest.importorskip("optuna")
+
+
+class A(Callback):
+    conflicts = {"B": "they clash"}
+
+
+class B(Callback): ...
+
+
+class C(Callback): ...
+
+
+class D(Callback): ...
+
+
+CLASSES = {"A": A, "B": B, "C": C, "D": D}
+RATE = Own("rate", Uniform(1e-4, 1.0, log=True), 0.5, "model.init_args.lr")
+
+
+def space(names: str = "ABCD", most: int = 3) -> Space:
+    settings = {"x": Uniform(0.0, 1.0), "mode": Choice((None, "b", (1, 2)))}
+    return Space(
+        own=(RATE,),
+        own_left_out={},
+        techniques={name: Candidate(name, CLASSES[name], SearchSpace(settings)) for name in names},
+        left_out={},
+        most=most,
+        profile=RunProfile(),
+    )
+
+
+class Objective:
+    """The rate's best is 0.01; A halves what is left to gain, C does harm, D is refused with A; longer runs are better."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        self.runs: list[tuple[str, float]] = []
+        self.stop_at = stop_at
+
+    def __call__(self, choices: Choices, budget: float) -> Outcome:
+        if self.stop_at is not None and len(self.runs) >= self.stop_at:
+            raise KeyboardInterrupt
+        self.runs.append((choices.key, budget))
+        names = set(choices.techniques)
+        if {"A", "D"} <= names:
+            return Outcome(None, "A and D do not fit", refused=True)
+        rate = choices.own["rate"]
+        if rate > 0.9:
+            return Outcome(None, "the loss is nan")
+        value = 1.0 + abs(math.log10(rate / 0.01)) / 10 + 0.1 / budget
+        value -= 0.3 * (1 - abs(choices.techniques["A"]["x"] - 0.5)) if "A" in names else 0.0
+        return Outcome(value + (0.2 if "C" in names else 0.0))
+
+
+def make(folder: Path, run: Any, limit: int = 15, **more: Any) -> Search:
+    return Search(more.pop("of", space()), run, folder, mode="min", budget=9.0, seconds=1e6, limit=limit, **more)
+
+
+def test_what_pays_is_found_and_what_is_refused_is_not_tried_again(tmp_path: Path) -> None:
+    run = Objective()
+    search = make(tmp_path, run)
+    search.search()
+    best, baseline = search.best("recipes"), search.best("baseline")
+    assert best is not None and baseline is not None
+    assert "A" in best["choices"]["techniques"] and "C" not in best["choices"]["techniques"]
+    assert best["value"] < baseline["value"] - 0.2 and baseline["value"] < 1.15
+    counts = {kind: len(search._counted(kind)) for kind in searching.KINDS}
+    assert counts == {"baseline": 15, "recipes": 15}, "the baseline has as many trials"
+    assert all(not record["choices"]["techniques"] for record in search.trials("baseline"))
+    refused = [r for r in search.trials("recipes") if {"A", "D"} <= set(r["choices"]["techniques"]) and not r["free"]]
+    assert len(refused) <= 1
+    assert all(len(r["choices"]["techniques"]) <= 3 for r in search.trials("recipes") if not r["free"])
+    assert not any({"A", "B"} <= set(r["choices"]["techniques"]) and not r["free"] for r in search.trials("recipes"))
+    assert search.trials("baseline")[0]["choices"]["own"] == {"rate": 0.5}, "first the config as it is"
+
+
+def test_few_trials_get_the_whole_budget(tmp_path: Path) -> None:
+    run = Objective()
+    search = make(tmp_path, run)
+    search.search()
+    budgets = [budget for _, budget in run.runs]
+    ninth, third, whole = (budgets.count(b) for b in (1.0, 3.0, 9.0))
+    assert ninth > 1.5 * third > 1.5 * whole > 0
+    left = [r for r in search.trials() if r["state"] == "pruned" and r["values"]]
+    assert left and all("not in the best third at 1/" in r["why"] for r in left if not r["refused"])
+    assert len(set(run.runs)) == len(run.runs), "nothing is run twice"
+
+
+@pytest.mark.parametrize("stop_at", [0, 11])
+def test_a_search_that_was_killed_goes_on_with_the_same_trials(tmp_path: Path, stop_at: int) -> None:
+    whole = Objective()
+    straight = make(tmp_path / "straight", whole, 11)
+    straight.search()
+    first = Objective(stop_at)
+    with pytest.raises(KeyboardInterrupt):
+        make(tmp_path / "killed", first, 11).search()
+    second = Objective()
+    again = make(tmp_path / "killed", second, 11)
+    again.search()
+    assert first.runs + second.runs == whole.runs
+    assert again.trials() == straight.trials()
+
+
+def test_trials_side_by_side_are_as_many(tmp_path: Path) -> None:
+    run = Objective()
+    search = make(tmp_path, run, 8, jobs=3)
+    search.search()
+    assert all(8 <= len(search._counted(kind)) <= 10 for kind in searching.KINDS)
+    assert len(set(run.runs)) == len(run.runs)
+
+
+def test_time_ends_a_search_after_one_trial_of_each_at_least(tmp_path: Path) -> None:
+    run = Objective()
+    search = Search(space(), run, tmp_path, mode="min", budget=9.0, seconds=0.0)
+    search.search()
+    assert [len(search._counted(kind)) for kind in searching.KINDS] == [1, 1]
+    assert search.spent > 0
+
+
+def test_a_module_that_diverges_in_every_trial_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(
+        RuntimeError, match=r"None of the baseline's 4 trials came to its end; the last said: the loss is nan"
+    ):
+        make(tmp_path, lambda choices, budget: Outcome(None, "the loss is nan"), 4).search()
+    with pytest.raises(RuntimeError, match=r"the target is nan"):
+        make(tmp_path / "nan", lambda choices, budget: Outcome(math.nan), 2).search()
+
+
+def test_a_search_in_which_every_stack_is_refused_ends(tmp_path: Path) -> None:
+    run = Objective()
+
+    def refusing(choices: Choices, budget: float) -> Outcome:
+        return Outcome(None, "never", refused=True) if choices.techniques else run(choices, budget)
+
+    search = make(tmp_path, refusing, 3, of=space("AC"))
+    search.search()
+    assert len(search.ranked("recipes")) == 0 and search.best("baseline") is not None
+    assert sum(not record["free"] for record in search.trials("recipes")) <= 3, "each refusal is learnt"
+
+
+def test_without_techniques_the_baseline_alone_is_tuned(tmp_path: Path) -> None:
+    search = make(tmp_path, Objective(), 5, of=space(""))
+    search.search()
+    assert len(search.trials("baseline")) == 5 and not search.trials("recipes")
+
+
+def test_choices_come_back_from_a_record(tmp_path: Path) -> None:
+    search = make(tmp_path, Objective(), 3)
+    search.search()
+    for record in search.trials("recipes"):
+        assert chosen(record).record() == record["choices"]
+
+
+def test_a_missing_optuna_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-eff\[tune\]'"):
+        searching.require_extra()
