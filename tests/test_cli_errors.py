@@ -185,7 +185,7 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     ),
     "folder of bench": (["bench", "report", "nowhere"], "no such file"),
     "option of tune": (
-        ["tune", "--baseline=a.yaml", "--target=c", "--budget=1s", "--exlude=x"],
+        ["tune", "--baseline=a.yaml", "--target=c", "--budget=1s", "--dry-run", "--exlude=x"],
         "got --exlude=x; there is no such option. Did you mean '--exclude'",
     ),
     "option of plan": (
