@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_eff import ZeroProjections
 from lightning_eff._core._branches.finding import branches, heads
@@ -134,7 +135,7 @@ def first_step(build: Any, batch: Any, **settings: Any) -> tuple[Any, float]:
 
     m.training_step = training_step
     m.configure_optimizers = lambda: torch.optim.SGD(m.parameters(), 0.0)
-    data: Any = [batch]
+    data: DataLoader[Any] = DataLoader([batch], batch_size=None)  # pyright: ignore[reportArgumentType]
     trainer(ZeroProjections(**settings), max_steps=1).fit(m, data)
     return m, losses[-1]
 
