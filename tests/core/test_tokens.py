@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import lightning_eff as eff
 from lightning_eff._core._tokens.checking import CannotTake, find_plan
-from lightning_eff._core._tokens.inputs import Choice, Kept, Merged
+from lightning_eff._core._tokens.inputs import Kept
 from lightning_eff._core._tokens.window import At, Tokens
 from lightning_eff._core.blocks import find_stack
 from lightning_eff._core.steps import Stage
@@ -38,7 +38,7 @@ class SomeTokens(Technique):
         self,
         k: int = 5,
         *,
-        choose: Callable[[At], Choice | None] | None = None,
+        choose: Callable[[At], Kept | None] | None = None,
         per_sample: bool = False,
         first: int = 0,
         stop: int | None = None,
@@ -58,7 +58,7 @@ class SomeTokens(Technique):
         if session.fitting:
             self.tokens.find(self.layers)
 
-    def _choose(self, at: At) -> Choice | None:
+    def _choose(self, at: At) -> Kept | None:
         if self.own is not None:
             return self.own(at)
         size, count = at.hidden.shape[:2]
@@ -492,32 +492,6 @@ def test_rows_of_a_mask_that_would_see_nothing_see_themselves() -> None:
         assert gradient(Net(Masked, lambda ids, mask=mask: (mask,)), ids(), technique).isfinite().all()
 
 
-# -- mergers
-
-
-def test_merged_tokens() -> None:
-    """Pairs of tokens: the block sees their means, and each gets what it adds; tokens of one's own are as by the block."""
-    heads = torch.arange(0, T, 2)
-    groups = torch.arange(T) // 2
-    heads, groups = heads.expand(B, -1), groups.expand(B, -1)
-
-    class ByHand(Net):
-        def run(self, index: int, x: Tensor, *given: Any) -> Tensor:
-            means = x.unflatten(1, (T // 2, 2)).mean(2)
-            cos, sin = given[0]
-            added = self.blocks[index](means, (cos[:, :, ::2], sin[:, :, ::2])) - means
-            return x + added.repeat_interleave(2, dim=1)
-
-    cls, given, _ = GIVEN["tables of samples"]
-    technique = SomeTokens(choose=lambda at: Merged(groups, heads), per_sample=True)
-    torch.testing.assert_close(
-        gradient(Net(cls, given), ids(), technique), gradient(ByHand(cls, given), ids()), rtol=1e-5, atol=1e-7
-    )
-    own = torch.arange(T).expand(B, -1)
-    alone = SomeTokens(choose=lambda at: Merged(own, own), per_sample=True)
-    assert torch.equal(gradient(Net(cls, given), ids(), alone), gradient(Net(cls, given), ids()))
-
-
 # -- what is refused
 
 
@@ -682,7 +656,7 @@ def test_choices_and_ranges_that_are_wrong() -> None:
     for choice, message in (
         (Kept(torch.zeros(B, 2, dtype=torch.long)), r"choice of the shape \(3, 2\) .* expected \(k,\)"),
         (Kept(torch.arange(T + 1)), r"shape \(13,\) for 3 samples of 12 tokens"),
-        (Merged(torch.zeros(B, T).long(), torch.zeros(B, 1).long()), "per_sample=False"),
+        (Kept(torch.zeros(B, 0).long()), "per_sample=False"),
     ):
         with pytest.raises(ValueError, match=message):
             gradient(Net(Causal), ids(), SomeTokens(choose=lambda at, choice=choice: choice))

@@ -70,23 +70,6 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Merged:
-    """Tokens that a block is called on the means of; what it adds to a mean is added to each of its tokens.
-
-    Attributes:
-        groups: the group of each token, shape (B, T), with entries 0 .. k - 1, none of them empty.
-        heads: of each group the place of the token whose mask, position and rotary table stand for it, shape (B, k),
-            ascending in each sample.
-    """
-
-    groups: Tensor
-    heads: Tensor
-
-
-Choice = Kept | Merged
-
-
-@dataclass(frozen=True)
 class Plan:
     """Which dimensions of a block's inputs run along its tokens.
 
@@ -217,25 +200,6 @@ def _hides(mask: Tensor, dims: tuple[int, ...]) -> Tensor | None:
     if mask.dtype == torch.bool:
         return ~mask
     return mask <= BLIND if mask.is_floating_point() else None
-
-
-def means_of(hidden: Tensor, groups: Tensor, count: int, dim: int) -> Tensor:
-    """The mean of each group's tokens."""
-    at = (groups if dim == 1 else groups.t()).unsqueeze(-1)
-    shape = [count if d == dim else n for d, n in enumerate(hidden.shape)]
-    sums = hidden.new_zeros(shape).scatter_add(dim, at.expand_as(hidden), hidden)
-    sizes = hidden.new_zeros([*shape[:2], 1]).scatter_add(dim, at, torch.ones_like(hidden[..., :1]))
-    return sums / sizes
-
-
-def spread_out(hidden: Tensor, means: Tensor, new: Tensor, groups: Tensor, dim: int) -> Tensor:
-    """Each token with what the block added to its group's mean; a token alone in its group is what the block returned."""
-    at = groups if dim == 1 else groups.t()
-    sizes = torch.zeros(means.shape[:2], dtype=torch.long, device=at.device).scatter_add(dim, at, torch.ones_like(at))
-    by_sample = at if dim == 1 else at.t()
-    back = take_tokens(new, by_sample, dim)
-    alone = sizes.gather(dim, at).eq(1).unsqueeze(-1)
-    return torch.where(alone, back, hidden + take_tokens(new - means, by_sample, dim))
 
 
 BLIND = -1e4  #: what is added to scores at this or below hides

@@ -17,17 +17,13 @@ from torch import Generator, Tensor, nn
 from lightning_eff._core._tokens.checking import CannotTake, TooFewTokens, find_plan
 from lightning_eff._core._tokens.inputs import (
     Call,
-    Choice,
     Kept,
-    Merged,
     Path,
     Plan,
     given_back,
     is_cache,
     leaves,
-    means_of,
     put_tokens,
-    spread_out,
     tables_at,
 )
 from lightning_eff._core.batches import num_samples
@@ -59,7 +55,7 @@ class At:
         return self.seed()
 
 
-Choose = Callable[[At], Choice | None]
+Choose = Callable[[At], Kept | None]
 _Key = tuple[Any, ...]
 
 
@@ -91,7 +87,7 @@ class Tokens:
             alone, since blocks may run again in the backward pass.
         first: the first of the blocks, as in a slice: negative ones count from the end.
         stop: the block after the last; None for the end.
-        per_sample: the samples' tokens will differ: ``Kept.index`` is (B, k), or the choice is ``Merged``.
+        per_sample: the samples' tokens will differ: ``Kept.index`` is (B, k).
         also: what else is looked at with the first batch, once its blocks have been tried; a ``ValueError`` that it raises
             on one rank is raised on all.
     """
@@ -266,20 +262,13 @@ class Tokens:
         choice, place = self._chosen(fewer, hidden, plan)
         if choice is None:
             return fewer.plain(*call[0], **call[1])
-        if isinstance(choice, Kept):
-            less = plan.fewer(call, place)
-            with tables_at(fewer.block, plan.tables, place):
-                new, rest = split_output(fewer.plain(*less[0], **less[1]))
-            full = put_tokens(hidden, place, new, plan.dim)
-        else:
-            groups = choice.groups.to(hidden.device)
-            means = means_of(hidden, groups, place.shape[1], plan.dim)
-            less = plan.fewer(call, place, means)
+        less = plan.fewer(call, place)
+        with tables_at(fewer.block, plan.tables, place):
             new, rest = split_output(fewer.plain(*less[0], **less[1]))
-            full = spread_out(hidden, means, new, groups, plan.dim)
+        full = put_tokens(hidden, place, new, plan.dim)
         return full if rest is None else (full, *given_back(rest, less, call))
 
-    def _chosen(self, fewer: "Fewer", hidden: Tensor, plan: Plan) -> tuple[Choice | None, Tensor]:
+    def _chosen(self, fewer: "Fewer", hidden: Tensor, plan: Plan) -> tuple[Kept | None, Tensor]:
         """What is chosen for a block, and the places of the tokens that it gets, ascending, on its device."""
         in_order = hidden if plan.dim == 1 else hidden.transpose(0, 1)
         index, step = fewer.index, fewer.step
@@ -291,23 +280,16 @@ class Tokens:
         choice = self.choose(At(index, in_order, step, seed))
         if choice is None:
             return None, torch.empty(0)
-        place = choice.index if isinstance(choice, Kept) else choice.heads
-        self._check_choice(choice, place, in_order)
-        if isinstance(choice, Kept):
-            place = place.sort(dim=-1).values
-        return choice, place.to(hidden.device, non_blocking=True)
+        self._check_choice(choice.index, in_order)
+        return choice, choice.index.sort(dim=-1).values.to(hidden.device, non_blocking=True)
 
-    def _check_choice(self, choice: Choice, place: Tensor, hidden: Tensor) -> None:
+    def _check_choice(self, place: Tensor, hidden: Tensor) -> None:
         size, tokens = hidden.shape[:2]
         right = place.shape == (size, place.shape[-1]) if self.per_sample else place.ndim == 1
-        if isinstance(choice, Merged):
-            right = self.per_sample and right and choice.groups.shape == (size, tokens)
         if not right or not 0 < place.shape[-1] <= tokens:
-            groups = f" and groups of {tuple(choice.groups.shape)}" if isinstance(choice, Merged) else ""
             raise ValueError(
-                f"{self.who}: got a choice of the shape {tuple(place.shape)}{groups} for {size} samples of {tokens}"
-                f" tokens; expected {f'({size}, k)' if self.per_sample else '(k,)'} with k in 1 .. {tokens}"
-                f"{f', groups ({size}, {tokens})' if groups else ''}"
+                f"{self.who}: got a choice of the shape {tuple(place.shape)} for {size} samples of {tokens} tokens; expected"
+                f" {f'({size}, k)' if self.per_sample else '(k,)'} with k in 1 .. {tokens}"
                 f"{'' if self.per_sample else ', since Tokens was made with per_sample=False'}."
             )
 
