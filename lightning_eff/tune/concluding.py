@@ -86,5 +86,5 @@ class Finding:
 
     def _run(self, name: str, arms: Mapping[str, Choices], *, controls: bool) -> dict[str, Any]:
         results = self._bench.run(name, arms, controls=controls)
-        self._sentences[name] = {arm: own["sentence"] for arm, own in results["summary"].items()}
+        self._sentences[results["folder"]] = {arm: own["sentence"] for arm, own in results["summary"].items()}
         return results

@@ -1,5 +1,6 @@
 """The best of a search, held against the tuned baseline on fresh seeds with controls; and what each technique adds."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +74,12 @@ class Bench:
         self.progress, self.drawn = progress, drawn
 
     def run(self, name: str, arms: Mapping[str, Choices], *, controls: bool) -> dict[str, Any]:
-        """The results of a bench of these choices, by name, against the tuned baseline."""
+        """The results of a bench of these choices, by name, against the tuned baseline; under "folder", where they lie.
+
+        Each set of arms has a folder of its own, so that a search that goes on, and finds another best, is no obstacle.
+        """
+        keys = [self.baseline.key, *(choices.key for choices in arms.values())]
+        place = f"{name}-{hashlib.sha256(' '.join(keys).encode()).hexdigest()[:8]}"
 
         def source(choices: Choices) -> Any:
             return self.recipes.arm("", choices, self.steps, self.folder / "configs").source
@@ -81,7 +87,7 @@ class Bench:
         bench = Benchmark(
             source(self.baseline),
             {arm: source(choices) for arm, choices in arms.items()},
-            out=self.folder / name,
+            out=self.folder / place,
             controls="auto" if controls else None,
             rounds=4,
             reference=self.folder / "prices.json",
@@ -90,7 +96,7 @@ class Bench:
             baseline_name=BASELINE,
             **self.settings,
         )
-        return bench.run(progress=self.progress, report=self.drawn)
+        return {**bench.run(progress=self.progress, report=self.drawn), "folder": place}
 
     def contributions(self, choices: Choices) -> list[Contribution]:
         """What each technique of a stack adds: the stack, and the stack without each, on the same seeds."""

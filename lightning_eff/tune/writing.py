@@ -85,7 +85,7 @@ def report(record: Mapping[str, Any], profile: list[str]) -> list[str]:
         "",
     ]
     for name, sentences in record["benches"].items():
-        lines += [f"## {name.replace('_', ' ').capitalize()} ([curves, memory, all figures]({name}/report.html))", ""]
+        lines += [f"## {name.rpartition('-')[0].capitalize()} ([curves, memory, all figures]({name}/report.html))", ""]
         lines += [f"- {sentence}" for sentence in sentences.values()] + [""]
     if record["contributions"]:
         lines += [f"## What each technique adds to {record['target']}", ""]

@@ -15,7 +15,7 @@ from lightning_eff.bench.references import mean_cost
 from lightning_eff.bench.running.workers import InProcess
 from lightning_eff.tune.concluding import Finding
 from lightning_eff.tune.config import Choices, Recipes
-from lightning_eff.tune.confirm import contribution
+from lightning_eff.tune.confirm import Bench, contribution
 from lightning_eff.tune.search import Outcome, Search
 from lightning_eff.tune.space import Candidate, Space
 from lightning_eff.tune.trials import Trials, dishonest
@@ -78,7 +78,7 @@ class FakeBench:
             for arm in arms
             for seed in (1, 2, 3)
         ]
-        return {"summary": summary, "runs": runs, "calibration": {arm: {"steps": 200} for arm in arms}}
+        return {"folder": name, "summary": summary, "runs": runs, "calibration": {arm: {"steps": 200} for arm in arms}}
 
     def contributions(self, choices: Choices) -> list[Any]:
         arms = {"recipe": choices} | {f"without {name}": choices.without(name) for name in choices.techniques}
@@ -249,3 +249,22 @@ def test_a_search_from_config_to_report(tmp_path: Path, capsys: pytest.CaptureFi
     cli.main(arguments)
     again = json.loads((tmp_path / "out" / "results.json").read_text())["trials"]
     assert again[: len(kinds)] == results["trials"][: len(kinds)], "what was tried is not tried again"
+
+
+def test_another_best_has_a_bench_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Path] = []
+
+    class Made:
+        def __init__(self, *args: Any, out: Path, **more: Any) -> None:
+            made.append(out)
+
+        def run(self, **more: Any) -> dict[str, Any]:
+            return {}
+
+    monkeypatch.setattr("lightning_eff.tune.confirm.Benchmark", Made)
+    recipes = Recipes([config(tmp_path)], space(), scheduled=True)
+    settings = {"target": "val_loss", "mode": "min", "budget": 1.0, "seeds": [1, 2], "threads": 1, "jobs": 1}
+    bench = Bench(recipes, Choices(), 100, tmp_path, progress=False, drawn=False, **settings)
+    stacks = [Choices(techniques={name: {}}) for name in (GOOD, BAD, GOOD)]
+    folders = [bench.run("confirm", {"recipe": choices}, controls=True)["folder"] for choices in stacks]
+    assert folders[0] == folders[2] != folders[1] and [path.name for path in made] == folders
