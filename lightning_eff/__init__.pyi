@@ -33,6 +33,7 @@ from lightning_eff.data.selection.importance_sampling import ImportanceSampling 
 from lightning_eff.data.selection.selective_backprop import SelectiveBackprop as SelectiveBackprop
 from lightning_eff.data.tokens.fused_linear_cross_entropy import FusedLinearCrossEntropy as FusedLinearCrossEntropy
 from lightning_eff.data.tokens.mask_rate_schedule import MaskRateSchedule as MaskRateSchedule
+from lightning_eff.data.tokens.partial_token_training import PartialTokenTraining as PartialTokenTraining
 from lightning_eff.data.tokens.patch_dropout import PatchDropout as PatchDropout
 from lightning_eff.data.tokens.random_ltd import RandomLTD as RandomLTD
 from lightning_eff.data.tokens.sequence_packing import SequencePacking as SequencePacking

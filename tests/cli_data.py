@@ -31,3 +31,10 @@ class Texts(pl.LightningDataModule):
 
     def train_dataloader(self):
         return loader("translator")
+
+
+class Videos(pl.LightningDataModule):
+    """What ``VideoMAE`` trains on."""
+
+    def train_dataloader(self):
+        return loader("videomae")

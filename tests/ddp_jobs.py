@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_eff.data.exact_resume import ExactResume
@@ -218,6 +219,18 @@ def sharpness(what: str, root: Path) -> dict[str, Any]:
     ranks: list[Any] = [None, None]
     torch.distributed.all_gather_object(ranks, {key: value.tolist() for key, value in net.state_dict().items()})
     return {"ranks": ranks}
+
+
+def painter(name: str, root: Path) -> dict[str, Any]:
+    """Of a decoder of the technique's own: whether ranks have the same, it has moved, and each rank painted what is its own."""
+    technique: Any = case_of(name).active()
+    fit("vit", lambda: [technique], max_steps=1, **DDP)
+    first = parameters_to_vector(technique._painter.decoder.parameters()).detach()
+    technique = case_of(name).active()
+    fit("vit", lambda: [technique], max_steps=4, accumulate_grad_batches=2, **DDP)
+    last = parameters_to_vector(technique._painter.decoder.parameters()).detach()
+    own = _agreed(float(technique._last))
+    return {"alike": _same_on_all_ranks(last), "moved": not torch.equal(first, last), "own": own[0] != own[1]}
 
 
 def trajectory(name: str, root: Path) -> dict[str, Any]:

@@ -117,7 +117,14 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
         base = _T5
     elif "moe" in name or name == "mixtral":
         base = _EXPERTS
-    images = {} if kind == "image" else {"PatchDropout": _NO_IMAGES, "TokenMerging": _NOT_MERGED, **_NOT_SMALLER}
+    images = {}
+    if kind != "image":
+        images = {
+            "PatchDropout": _NO_IMAGES,
+            "TokenMerging": _NOT_MERGED,
+            "PartialTokenTraining": _NO_TUBES,
+            **_NOT_SMALLER,
+        }
     fewer = dict.fromkeys(("RandomLTD", "TokenDropping"), _NOT_FEWER) if name in _BY_PLACES else {}
     if kind in ("image", "speech"):
         fewer = {"TokenDropping": "no nn.Embedding was called on the ids"}
@@ -148,6 +155,7 @@ _ON_IMAGES = ("ProgressiveResizing", "EfficientTrain", "FixRes")
 _NOT_SMALLER = dict.fromkeys(_ON_IMAGES, "found no images in the batch")
 _NO_IMAGES = f"found no images in the batch|called none of the blocks|{_NOT_FEWER}"
 _NO_LOOK_UP = "has no token embedding"
+_NO_TUBES = r"holds no nn\.Conv3d or nn\.Conv2d whose stride is its kernel"
 _NOT_MERGED = f"{_NO_IMAGES}|cannot merge tokens"
 _NO_MASK = "found no mask of padding in the batch"
 _NOT_MASKED, _NO_IDS = "all of the labels 'labels' count", "found no tokens 'input_ids' and labels 'labels'"
@@ -157,7 +165,7 @@ _MASKED = "bert roberta electra camembert deberta-v2 mpnet xlm-roberta roformer 
 _SWIN = {"embed_dim": 16, "depths": (2, 2), "num_heads": (2, 2), "window_size": 2, "image_size": 8, "patch_size": 2}
 _SWIN |= {"num_channels": 1, "num_labels": 5}
 _ON_BLOCKS = ("pp2", "ProgressiveLayerDropping", "ProgressiveStacking", "Rematerialization")
-_ON_BLOCKS += ("RandomLTD", "PatchDropout", "TokenDropping", "TokenMerging", "SequencePacking")
+_ON_BLOCKS += ("PartialTokenTraining", "RandomLTD", "PatchDropout", "TokenDropping", "TokenMerging", "SequencePacking")
 _SAY_LAYERS = dict.fromkeys(_ON_BLOCKS, "layers=")
 _NO_SEQUENCE = {
     "SequenceLengthWarmup": "no integer tensor of shape .* keys=",
@@ -173,7 +181,7 @@ _NO_LINEAR = dict.fromkeys(
 )
 _SQUEEZEBERT = {"pp2": "A block returned dict", "Rematerialization": r"in the order \[\]; expected each", **_NO_LINEAR}
 _NO_TOKENS = dict.fromkeys(("RandomLTD", "PatchDropout", "TokenDropping", "TokenMerging"), _NOT_FEWER)
-_NO_TOKENS |= {"SequencePacking": _NO_MASK}
+_NO_TOKENS |= {"SequencePacking": _NO_MASK, "PartialTokenTraining": _NO_TUBES}
 _FLOAT_BUFFERS = {"StochasticRoundingBF16": "an operation was given different dtypes .* Buffers are not cast"}
 FAMILIES: dict[str, Family] = {
     **{name: _family(name) for name in _PLAIN.split()},

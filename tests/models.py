@@ -18,6 +18,8 @@ from transformers import (
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
+    VideoMAEConfig,
+    VideoMAEForVideoClassification,
     ViTConfig,
     ViTForImageClassification,
 )
@@ -165,7 +167,7 @@ class HuggingFace(pl.LightningModule):
 
 
 def hugging_face(name: str, num_layers: int = 4, dropout: float = 0.0) -> HuggingFace:
-    """A random-initialised ``gpt2``, ``llama``, ``bert``, ``vit`` or ``t5`` of width 32."""
+    """A random-initialised ``gpt2``, ``llama``, ``bert``, ``vit``, ``videomae`` or ``t5`` of width 32."""
     model: PreTrainedModel
     if name == "gpt2":
         model = GPT2LMHeadModel(
@@ -227,6 +229,23 @@ def hugging_face(name: str, num_layers: int = 4, dropout: float = 0.0) -> Huggin
                 attention_probs_dropout_prob=dropout,
             )
         )
+    elif name == "videomae":
+        model = VideoMAEForVideoClassification(
+            VideoMAEConfig(
+                hidden_size=32,
+                num_hidden_layers=num_layers,
+                num_attention_heads=2,
+                intermediate_size=64,
+                image_size=8,
+                patch_size=2,
+                num_channels=1,
+                num_frames=4,
+                tubelet_size=2,
+                num_labels=5,
+                hidden_dropout_prob=dropout,
+                attention_probs_dropout_prob=dropout,
+            )
+        )
     elif name == "t5":
         model = T5ForConditionalGeneration(
             T5Config(
@@ -247,6 +266,13 @@ def hugging_face(name: str, num_layers: int = 4, dropout: float = 0.0) -> Huggin
     return HuggingFace(model)
 
 
+class VideoMAE(HuggingFace):
+    """A video transformer, made without arguments."""
+
+    def __init__(self) -> None:
+        super().__init__(hugging_face("videomae", num_layers=2).model)
+
+
 def make_batch(name: str, size: int = 4, length: int = LENGTH, seed: int = 0) -> Any:
     """A batch for ``tiny_gpt``, ``padded``, ``translator``, ``classifier`` or a Hugging Face name, which can be learnt."""
     g = torch.Generator().manual_seed(seed)
@@ -256,6 +282,12 @@ def make_batch(name: str, size: int = 4, length: int = LENGTH, seed: int = 0) ->
     if name == "vit":
         pixels = torch.randn(size, 1, 8, 8, generator=g)
         return {"pixel_values": pixels, "labels": (pixels.mean((1, 2, 3)) * 20).long().clamp(0, 4)}
+    if name == "videomae":  # (B, T, C, H, W): stripes that move
+        at = torch.arange(8) + torch.arange(4)[:, None] + torch.randint(0, 8, (size, 1, 1), generator=g)
+        return {
+            "pixel_values": at.mul(0.8).sin()[:, :, None, None].expand(-1, -1, 1, 8, -1).contiguous(),
+            "labels": torch.randint(0, 5, (size,), generator=g),
+        }
     start = torch.randint(0, VOCAB, (size, 1), generator=g)
     step = torch.randint(1, 4, (size, 1), generator=g)
     ids = (start + step * torch.arange(length + 1)) % VOCAB

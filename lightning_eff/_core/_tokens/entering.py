@@ -4,6 +4,7 @@ The other blocks, and what comes after them, get what the blocks before made of 
 module hands to every block for all tokens, are cut for each.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -21,14 +22,21 @@ class EnteringTokens(Tokens):
     It is used as :class:`~lightning_eff._core._tokens.window.Tokens` is. ``choose`` is asked at the first block that runs,
     and must return ``Kept`` or None. What comes after the stack sees fewer tokens: whether it can is for the technique to
     find out, in ``also``.
+
+    Attributes:
+        on_left: where a technique sets it, called with what the last block that runs made of the tokens, (B, k, D) with its
+            graph, each time that it is called on fewer.
     """
+
+    on_left: Callable[[Tensor], None] | None = None
 
     _attribute = "_call_impl"  # with their hooks, to which input and output must be of as many tokens
     _own_tables = False  # what runs a block again does so within them
 
     @override
     def _put_on(self, step: Step) -> None:
-        self._entered = min(self._running(), default=-1)
+        running = self._running()
+        self._entered, self._last = min(running, default=-1), max(running, default=-1)
         self._held: dict[
             int, tuple[Tensor, int, int]
         ] = {}  # by the samples: the places, of how many tokens, along which dim
@@ -48,7 +56,8 @@ class EnteringTokens(Tokens):
                 return fewer.plain(*call[0], **call[1])
             if not isinstance(choice, Kept):
                 raise TypeError(f"{self.who}: got a choice of {type(choice).__name__}; expected Kept, or None.")
-            self._held[size] = place, hidden.shape[plan.dim], plan.dim
+            dim = plan.dim
+            self._held[size] = place, hidden.shape[dim], dim
             less = plan.fewer(call, place)
         else:
             held = next((h for size, h in self._held.items() if _fits(hidden, size, h)), None)
@@ -61,10 +70,10 @@ class EnteringTokens(Tokens):
             call = mapped(call, lambda _, value: every if value is hidden else value)
             less = self._plan(fewer, call).fewer(call, place, hidden)
         output = fewer.plain(*less[0], **less[1])
-        if isinstance(output, Tensor):
-            return output
         new, rest = split_output(output)
-        return (new, *given_back(rest or (), less, call))
+        if fewer.index == self._last and self.on_left is not None:
+            self.on_left(new if dim == 1 else new.transpose(0, 1))
+        return output if isinstance(output, Tensor) else (new, *given_back(rest or (), less, call))
 
 
 def _fits(hidden: Tensor, size: int, held: tuple[Tensor, int, int]) -> bool:

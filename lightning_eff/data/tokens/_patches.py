@@ -37,6 +37,13 @@ class Layout:
     after: int
 
 
+def keep(patches: Tensor, layout: Layout, tokens: int) -> Tensor:
+    """The places of the tokens that are kept: the patches at ``patches``, (rows, k), ascending, and all that are none."""
+    rows, before, after = len(patches), layout.before, layout.after
+    ends = (torch.arange(before), torch.arange(tokens - after, tokens))
+    return torch.cat([ends[0].expand(rows, -1), patches + before, ends[1].expand(rows, -1)], dim=1)
+
+
 def find_layout(step: Step, batch: Any, stack: BlockStack, generator: Generator, *, who: str) -> Layout:
     """Try it with a batch, in evaluation mode, by some forward passes that leave no trace.
 
@@ -51,7 +58,7 @@ def find_layout(step: Step, batch: Any, stack: BlockStack, generator: Generator,
         ValueError: if the batch holds no images, none of the tokens comes of them, other tokens stand between them, or what
             comes after the stack goes by the patches' places or number.
     """
-    with _trying(step, generator):
+    with trying(step, generator):
         layout, dim = _look_at_tokens(step, batch, stack, generator, who)
         _try_head(step, batch, stack, layout, dim, generator, who)
     return layout
@@ -59,12 +66,20 @@ def find_layout(step: Step, batch: Any, stack: BlockStack, generator: Generator,
 
 def find_patches(step: Step, batch: Any, stack: BlockStack, generator: Generator, *, who: str) -> Layout:
     """As :func:`find_layout`, whatever comes after the stack: it gets as many tokens as without."""
-    with _trying(step, generator):
+    with trying(step, generator):
         return _look_at_tokens(step, batch, stack, generator, who)[0]
 
 
+def entered_tokens(step: Step, batch: Any, stack: BlockStack) -> Tensor:
+    """The tokens (B, T, D) that a stack gets; within :func:`trying`."""
+    size = num_samples(batch)
+    hidden = _entered(step, batch, size, stack.running()[0])
+    return hidden if token_dim(hidden, size) == 1 else hidden.transpose(0, 1)
+
+
 @contextmanager
-def _trying(step: Step, generator: Generator) -> Iterator[None]:
+def trying(step: Step, generator: Generator) -> Iterator[None]:
+    """Passes in evaluation mode and full precision, by which something is found out."""
     device = next(step.module.parameters()).device.type
     with (
         in_evaluation([*step.module.modules()]),
@@ -140,7 +155,7 @@ def _try_head(
 
     for arrange in (patches_twice, all_twice):  # a mean over all tokens counts class tokens, too
         try:
-            with _handled(stack.running()[-1], turned(arrange)):
+            with handled(stack.running()[-1], turned(arrange)):
                 loss = _loss(step, batch, size)
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
             reason = reason or f"with other patches training_step fails: {first_line(error, 160)}"
@@ -180,7 +195,7 @@ def _entered(step: Step, batch: Any, size: int, block: nn.Module) -> Tensor:
         found.append(hidden_of(args, kwargs).detach().clone())
         return run(*args, **kwargs)
 
-    with _handled(block, handle):
+    with handled(block, handle):
         step.forward_only(batch, size, transform=False)
     return found[0]
 
@@ -201,8 +216,8 @@ def _shuffled(patches: Tensor, generator: Generator) -> Tensor:
 
 
 @contextmanager
-def _handled(block: nn.Module, handle: Callable[..., Any]) -> Iterator[None]:
-    """Calls of the block go to ``handle(run, args, kwargs)``."""
+def handled(block: nn.Module, handle: Callable[..., Any]) -> Iterator[None]:
+    """Calls of the module go to ``handle(run, args, kwargs)``."""
     name = "_call_impl" if block._compiled_call_impl is None else "_compiled_call_impl"
     run, patches = getattr(block, name), Patches()
     patches.set(block, name, lambda *args, **kwargs: handle(run, args, kwargs))

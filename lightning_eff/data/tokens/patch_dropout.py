@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -15,7 +14,7 @@ from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.data.tokens._draw import draw
-from lightning_eff.data.tokens._patches import Layout, find_layout
+from lightning_eff.data.tokens._patches import Layout, find_layout, keep
 from lightning_eff.data.tokens._share import Share
 
 WHO = "PatchDropout"
@@ -136,16 +135,13 @@ class PatchDropout(Technique):
     def _choose(self, at: At) -> Kept | None:
         assert self._layout is not None, "it was found with the first batch"
         size, tokens = at.hidden.shape[:2]
-        before, after = self._layout.before, self._layout.after
-        count = tokens - before - after
+        count = tokens - self._layout.before - self._layout.after
         kept = kept_patches(count, self.ratio)
         self._share.note(kept, count)
         if kept == count:  # in a smaller image
             return None
-        rows = size if self.per_image else 1
-        patches = draw(count, kept, at.generator(), rows=rows) + before
-        ends = (torch.arange(before), torch.arange(tokens - after, tokens))
-        index = torch.cat([ends[0].expand(rows, -1), patches, ends[1].expand(rows, -1)], dim=1)
+        patches = draw(count, kept, at.generator(), rows=size if self.per_image else 1)
+        index = keep(patches, self._layout, tokens)
         return Kept(index if self.per_image else index[0])
 
     @override
