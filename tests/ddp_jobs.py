@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,17 +89,22 @@ def together(group: list[str], root: Path) -> str | None:
             return [ALL[name].active() for name in names]
 
         model = model_of(group, ALL)
-        for mode, kwargs in MODES.items():
-            net, t = fit(model, build, **{**DDP, **kwargs})
+        told: list[str] = []
+
+        def look(mode: str, net: pl.LightningModule, t: pl.Trainer) -> None:
             vector = flat(net)
             if not _same_on_all_ranks(vector):
-                return f"lets ranks end with different weights ({mode})"
-            if not vector.isfinite().all() or t.global_step != NUM_STEPS:
-                return f"trains {t.global_step} of {NUM_STEPS} steps, or to weights that are not finite ({mode})"
-        steps = {"max_steps": NUM_STEPS, "accumulate_grad_batches": 1}
+                told.append(f"lets ranks end with different weights ({mode})")
+            elif not vector.isfinite().all() or t.global_step != NUM_STEPS:
+                told.append(f"trains {t.global_step} of {NUM_STEPS} steps, or to weights that are not finite ({mode})")
+
+        for mode in (mode for mode in MODES if mode != "plain"):
+            look(mode, *fit(model, build, **{**DDP, **MODES[mode]}))
+        steps = {"max_steps": NUM_STEPS, "accumulate_grad_batches": 1, "look": partial(look, "plain")}
         found = resume_from_batches(model, build, directory / "steps", (2, 5, 9), **steps, **DDP)
         found |= resume_from_batches(model, build, directory / "windows", (2, 9), **DDP)
-        return next((f"ends otherwise where it resumes: {some}" for some in _agreed(found) if some), None)
+        ends = (f"ends otherwise where it resumes: {some}" for some in _agreed(found) if some)
+        return next((one for some in _agreed(told) for one in some), None) or next(ends, None)
 
     try:
         cut_down(tuple(group), wrong)

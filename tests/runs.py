@@ -1,5 +1,6 @@
 """Short runs, checkpointed at every step and resumed from each: what the contract is tested with, alone and under DDP."""
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,13 @@ def fit(
     return net, t
 
 
+@functools.cache
+def plain(model: str, precision: Any = "32-true") -> tuple[pl.LightningModule, dict[str, torch.Tensor]]:
+    """The module after a run of no technique, which is the same for all, and what that run leaves behind: both only read."""
+    net, t = fit(model, list, precision=precision)
+    return net, final_state(net, t)
+
+
 class SaveBatches(pl.Callback):
     """Saves a checkpoint as each of these batches of the run ends (all, if None), also within accumulation windows."""
 
@@ -65,22 +73,96 @@ class SaveBatches(pl.Callback):
             trainer.save_checkpoint(self.directory / f"batch={done}.ckpt")
 
 
+class Interrupt(pl.Callback):
+    """Saves a checkpoint as this batch of the run ends, or as this optimizer step does, and stops the run there."""
+
+    def __init__(self, path: Path, *, batch: int | None = None, step: int | None = None) -> None:
+        self.path, self.batch, self.step = path, batch, step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        done = trainer.fit_loop.epoch_loop.batch_progress.total.processed
+        if (self.batch is not None and done >= self.batch) or (
+            self.step is not None and trainer.global_step >= self.step
+        ):
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
+
+
+def interrupted(
+    model: str,
+    build: Build,
+    first: Path,
+    then: Sequence[Interrupt],
+    **kwargs: Any,
+) -> dict[str, torch.Tensor]:
+    """What a run leaves behind that goes on from a checkpoint, and is interrupted and resumed again at each of ``then``."""
+    path = first
+    for stop in then:
+        fit(model, build, resume=path, callbacks=[stop], **kwargs)
+        path = stop.path
+    return final_state(*fit(model, build, resume=path, **kwargs))
+
+
+def _anywhere(found: Any) -> bool:
+    """Whether some rank has found something: what is looked for then, all ranks look for together."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return bool(found)
+    every: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, bool(found))
+    return any(every)
+
+
+LIVES = 4  # of one run that is interrupted again and again, at most
+
+
 def resume_from_batches(
-    model: str, build: Build, directory: Path, batches: Sequence[int] | None, **kwargs: Any
+    model: str,
+    build: Build,
+    directory: Path,
+    batches: Sequence[int] | None,
+    *,
+    look: Callable[[pl.LightningModule, pl.Trainer], None] | None = None,
+    **kwargs: Any,
 ) -> dict[str, list[str]]:
     """Train five steps of three batches, two to close an epoch; what differs after a resume from each of ``batches``.
 
-    The epoch has 5 batches of each process, so steps end with the batches 3, 5, 8, 10 and 13.
+    The epoch has 5 batches of each process, so steps end with the batches 3, 5, 8, 10 and 13. A run that is resumed from
+    one of them is interrupted at a later one, and goes on from there; where that ends otherwise, each is tried alone.
+
+    Args:
+        model: a module of ``tests.models``.
+        build: makes the techniques.
+        directory: for checkpoints.
+        batches: of the run, counted from 1; all but the last ones, if None.
+        look: called with the undisturbed run's module and trainer.
+        kwargs: of the trainer.
     """
     settings: dict[str, Any] = {"max_steps": 5, "accumulate_grad_batches": 3, **kwargs}
-    whole = final_state(*fit(model, build, callbacks=[SaveBatches(directory, batches)], **settings))
+    net, t = fit(model, build, callbacks=[SaveBatches(directory, batches)], **settings)
+    whole = final_state(net, t)
+    if look is not None:
+        look(net, t)
+    asked = sorted(batches or range(1, 13))
+    paths = {batch: directory / f"batch={batch}.ckpt" for batch in asked}
     found: dict[str, list[str]] = {}
-    for batch in batches or range(1, 13):
-        path = directory / f"batch={batch}.ckpt"
-        names = differences(whole, final_state(*fit(model, build, resume=path, **settings)))
+    every = -(-len(asked) // LIVES)
+    for i in range(every):
+        first, *later = asked[i::every]
+        stops = [Interrupt(directory / f"again-{batch}.ckpt", batch=batch) for batch in later]
+        names = differences(whole, interrupted(model, build, paths[first], stops, **settings))
         if names:
-            found[path.stem] = names
-    return found
+            found[f"{paths[first].stem}, then {later}"] = names
+    if not _anywhere(found):
+        return {}
+    return _one_by_one(model, build, whole, paths.values(), **settings) or found
+
+
+def _one_by_one(
+    model: str, build: Build, whole: dict[str, torch.Tensor], paths: Iterable[Path], **kwargs: Any
+) -> dict[str, list[str]]:
+    """What differs after a resume from each checkpoint alone, to the end."""
+    found = {path.stem: differences(whole, final_state(*fit(model, build, resume=path, **kwargs))) for path in paths}
+    return {name: names for name, names in found.items() if names}
 
 
 def checkpoints(directory: Path) -> list[Path]:
@@ -113,17 +195,41 @@ def differences(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[
     )
 
 
-def resume_from_every_step(model: str, build: Build, directory: Path, **kwargs: Any) -> dict[str, list[str]]:
-    """Train, then resume from each checkpoint; what differs at the end from the undisturbed run, by checkpoint."""
+def resume_from_every_step(
+    model: str, build: Build, directory: Path, *, each: bool = False, **kwargs: Any
+) -> dict[str, list[str]]:
+    """Train, then resume from each step; what differs at the end from the undisturbed run, by checkpoint.
+
+    A run that is resumed from a step is interrupted three steps on, and goes on from there, so that few runs resume from all
+    of them; where one ends otherwise, each checkpoint is tried alone.
+
+    Args:
+        model: a module of ``tests.models``.
+        build: makes the techniques.
+        directory: for checkpoints.
+        each: resume from each of the undisturbed run's checkpoints and train to the end, whatever comes of it.
+        kwargs: of the trainer.
+    """
     whole = final_state(*fit(model, build, directory=directory, **kwargs))
     saved = checkpoints(directory)
     assert len(saved) == NUM_STEPS, [path.name for path in saved]
     found: dict[str, list[str]] = {}
-    for path in saved:
-        found[path.stem] = differences(whole, final_state(*fit(model, build, resume=path, **kwargs)))
+    *before, last = saved
+    every = NUM_STEPS // LIVES
+    for i in range(every):
+        stops = [
+            Interrupt(directory / f"again-{step}.ckpt", step=step) for step in range(i + 1 + every, NUM_STEPS, every)
+        ]
+        names = [] if each else differences(whole, interrupted(model, build, before[i], stops, **kwargs))
+        if names:
+            found[f"{before[i].stem}, then every {every} steps"] = names
+    if each or _anywhere(found):
+        found = _one_by_one(model, build, whole, before, **kwargs) or found
     # from the last one nothing is left to do: Lightning does not even start, but the weights must be there
-    found[saved[-1].stem] = [name for name in found[saved[-1].stem] if name not in ("rng", "steps")]
-    return {name: names for name, names in found.items() if names}
+    names = differences(whole, final_state(*fit(model, build, resume=last, **kwargs)))
+    if left := [name for name in names if name not in ("rng", "steps")]:
+        found[last.stem] = left
+    return found
 
 
 def fit_yaml(

@@ -36,6 +36,7 @@ from tests.runs import (
     differences,
     final_state,
     fit,
+    plain,
     resume_from_batches,
     resume_from_every_step,
 )
@@ -83,16 +84,16 @@ def test_trains_hugging_face_models(name: str, model: str) -> None:
         return
     technique = CASES[name].active()
     net, t = fit(model, lambda: [technique])
-    plain, _ = fit(model, list)
+    without = flat(plain(model)[0])
     assert t.global_step == NUM_STEPS
     assert flat(net).isfinite().all()
     if model in CASES[name].idle:
-        assert torch.equal(flat(net), flat(plain)), "there is nothing to do, and weights are others"
+        assert torch.equal(flat(net), without), "there is nothing to do, and weights are others"
     elif CASES[name].exact:
-        assert torch.equal(flat(net), flat(plain))
+        assert torch.equal(flat(net), without)
         assert technique.report()[CASES[name].figure] > 0, "the technique did nothing"
     else:
-        assert not torch.equal(flat(net), flat(plain)), "the technique changed nothing"
+        assert not torch.equal(flat(net), without), "the technique changed nothing"
 
 
 # -- 2. finds what it acts on, or raises; neutral settings are plain training
@@ -121,14 +122,14 @@ def test_neutral_settings_are_plain_training(name: str, model: str) -> None:
     if model == "classifier":
         settings = CASES[name].neutral_on_classifier or settings
     whole = final_state(*fit(model, lambda: [settings()]))
-    assert differences(whole, final_state(*fit(model, list))) == []
+    assert differences(whole, plain(model)[1]) == []
 
 
 @pytest.mark.parametrize("name", sorted(STAND_INS))
 def test_neutral_stand_ins_are_plain_training(name: str) -> None:
     case = STAND_INS[name]
     whole = final_state(*fit(case.model, lambda: [case.neutral()]))
-    assert differences(whole, final_state(*fit(case.model, list))) == []
+    assert differences(whole, plain(case.model)[1]) == []
     assert differences(whole, final_state(*fit(case.model, lambda: [case.active()]))) != []
 
 
@@ -179,10 +180,11 @@ def test_groups_resume_from_every_step(group: Stack, mode: str, tmp_path: Path) 
 
 @pytest.mark.slow
 @every_and_stand_ins
-@pytest.mark.parametrize("mode", OTHER_MODES)
+@pytest.mark.parametrize("mode", sorted(MODES))
 def test_resume_from_every_step_in_every_mode(name: str, mode: str, tmp_path: Path) -> None:
+    """Each of the undisturbed run's checkpoints, to the end."""
     case = ALL[name]
-    assert resume_from_every_step(case.model, lambda: [case.active()], tmp_path, **MODES[mode]) == {}
+    assert resume_from_every_step(case.model, lambda: [case.active()], tmp_path, each=True, **MODES[mode]) == {}
 
 
 @every

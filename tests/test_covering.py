@@ -11,6 +11,7 @@ from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Technique
 from tests.cases import CASES, Case
 from tests.covering import Pair, Stack, design, gathered, pairs, smallest, watched
+from tests.runs import resume_from_batches, resume_from_every_step
 from tests.stacks import MODEL, Stacks, declared, verify
 
 
@@ -175,6 +176,31 @@ class Idle(Planted):
 
     def report(self) -> dict[str, Any]:
         return {"acted": int(not any(type(other).__name__ == "Signs" for other in self.session.techniques))}
+
+
+class Counting(Growing):
+    """Halves the gradients of every fifth batch that it counts, and a checkpoint does not hold the count."""
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        if self.count % 5 == 4:
+            for p in pl_module.parameters():
+                p.grad *= 0.5
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+def test_a_state_that_no_checkpoint_holds_is_found_by_few_runs(tmp_path: Path) -> None:
+    """And told are the checkpoints from which a run alone ends otherwise, as where each is resumed to the end."""
+    few, each = (
+        resume_from_every_step("classifier", lambda: [Counting()], tmp_path / str(each), each=each)
+        for each in (False, True)
+    )
+    assert few.keys() == each.keys() and {"step=1", "step=9"} <= few.keys() and "step=5" not in few
+    found = resume_from_batches("classifier", lambda: [Counting()], tmp_path / "batches", (2, 4, 9))
+    assert found.keys() == {"batch=2", "batch=4", "batch=9"}
 
 
 PLANTED = {

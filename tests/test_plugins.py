@@ -18,7 +18,7 @@ from tests.conftest import Once
 from tests.ddp import launch
 from tests.models import flat, loader, module, trainer
 from tests.plugins import PLUGINS
-from tests.runs import MODES, NUM_STEPS, checkpoints, fit, resume_from_every_step
+from tests.runs import MODES, NUM_STEPS, checkpoints, fit, plain, resume_from_every_step
 
 NAMES = sorted(PLUGINS)
 every = pytest.mark.parametrize("name", NAMES)
@@ -62,13 +62,13 @@ def test_describes_itself(name: str) -> None:
 @pytest.mark.parametrize("model", ["gpt2", "llama", "bert", "vit"])
 def test_trains_hugging_face_models(name: str, precision: Any, model: str) -> None:
     net, t = fit(model, list, plugins=[PLUGINS[name].build(precision)])
-    plain, _ = fit(model, list, precision=precision)
+    without, _ = plain(model, precision)
     assert t.global_step == NUM_STEPS
     assert t.precision == precision
     assert flat(net).isfinite().all()
-    assert not torch.equal(flat(net), flat(plain)), "the plugin changed nothing"
+    assert not torch.equal(flat(net), flat(without)), "the plugin changed nothing"
     restored = PLUGINS[name].restores_dtypes
-    assert [p.dtype for p in net.parameters()] == [torch.float32 if restored else p.dtype for p in plain.parameters()]
+    assert [p.dtype for p in net.parameters()] == [torch.float32 if restored else p.dtype for p in without.parameters()]
 
 
 class Perceptron(nn.Module):
