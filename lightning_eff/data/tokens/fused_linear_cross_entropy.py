@@ -82,7 +82,9 @@ class FusedLinearCrossEntropy(Technique):
     gets the logits, which are computed then, and a note says so; where they are read in each step, that costs the map's
     forward pass again. A cross-entropy with probabilities as targets is computed of the logits. Evaluation is plain.
 
-    A head of few classes gains nothing, which is told; :attr:`min_classes` leaves it alone.
+    A head of few classes gains nothing, which is told; :attr:`min_classes` leaves it alone. Of a small masked language model
+    with 8,256 classes, most of a step is saved (docs/evidence.md), as by ModernBERT's own ``sparse_prediction``, where a
+    module uses that.
 
     Logged: ``rows`` that the last step computed, ``ignored_share`` of its positions, ``logits_bytes`` that plain logits
     would have taken, and ``reads``, how often in the step something else asked for them.
