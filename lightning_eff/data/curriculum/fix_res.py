@@ -134,6 +134,7 @@ class FixRes(SmallerImages):
         self._adapting: list[str] = []  # names of the norms among their modules
         self._tuning = False
         self._frozen: list[tuple[nn.Parameter, bool]] = []
+        self._evaluating: list[nn.Module] = []  # fixed norms, which were in training mode
         self._numbers = 0
 
     @property
@@ -209,7 +210,7 @@ class FixRes(SmallerImages):
 
     def _freeze(self, session: Session) -> None:
         """Take all but the tuned parameters out of training; what the user froze stays so."""
-        self._thaw()
+        self._thaw(session.module)
         tuned = set(self._tuned)
         for name, p in session.module.named_parameters():
             if name in tuned:
@@ -218,23 +219,33 @@ class FixRes(SmallerImages):
             p.requires_grad_(False)
             p.grad = None  # an optimizer leaves what has none alone: its decay, momentum and state, too
         self._numbers = sum(p.numel() for name, p in session.module.named_parameters() if name in tuned)
+        self._evaluating = [m for m in self._fixed(session.module) if m.training]
+        for m in self._evaluating:  # between steps too: averages recompute the statistics of norms that train
+            m.training = False
 
-    def _thaw(self) -> None:
+    def _fixed(self, module: nn.Module) -> list[nn.Module]:
+        """The norms that are not tuned."""
+        adapting = set(self._adapting)
+        return [m for name, m in module.named_modules() if is_norm(m) and name not in adapting]
+
+    def _thaw(self, module: nn.Module) -> None:
         while self._frozen:
             p, flag = self._frozen.pop()
             p.requires_grad_(flag)
+        for m in self._evaluating:
+            m.training = module.training
+        self._evaluating = []
 
     @override
     def detach(self, session: Session) -> None:
         super().detach(session)
-        self._thaw()
+        self._thaw(session.module)
 
     @override
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
         if not self._tuning:
             return super()._link(step, batch, proceed)
-        adapting = set(self._adapting)
-        fixed = [m for name, m in step.module.named_modules() if is_norm(m) and name not in adapting]
+        fixed = self._fixed(step.module)
         if not torch.is_grad_enabled():
             with in_evaluation(fixed):
                 return super()._link(step, batch, proceed)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 import lightning_eff as eff
 from lightning_eff.data.curriculum._images import resize
 from lightning_eff.data.curriculum.fix_res import FixRes
-from tests.cases import Case, classifier
+from tests.cases import ALL, MISSING, Case, classifier
 from tests.data.curriculum.test_progressive_resizing import Net, batches, train
 from tests.models import loader, module, trainer
 
@@ -90,6 +90,47 @@ def test_all_else_keeps_its_bits(norms: Any, kind: str) -> None:
     assert technique.report()["tuned"] == sum(net.get_parameter(name).numel() for name in tuned & {*HEAD, *NORMS})
     assert all(p.requires_grad for p in net.parameters()), "what was frozen is thawed after the fit"
     assert all(m.training for m in net.modules())
+
+
+class Shown(Trace):
+    """What validation sees as well, and what a checkpoint would hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown: list[dict[str, Tensor]] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        super().on_train_batch_end(trainer, pl_module, *args)
+        saved = trainer.strategy.lightning_module_state_dict()
+        self.shown.append({name: value.detach().clone() for name, value in saved.items()})
+
+    def on_validation_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        self.shown.append({name: value.detach().clone() for name, value in pl_module.state_dict().items()})
+
+
+OF_WEIGHTS = ("ExponentialMovingAverage", "LatestWeightAveraging", "Lookahead", "RegularizedNonlinearAcceleration")
+OF_STEPS = (
+    "ScheduleFree",
+    "StochasticWeightAveraging",
+    "TrainableWeightAveraging",
+    "SharpnessAwareMinimization",
+    "LookSAM",
+)
+
+
+@pytest.mark.parametrize("name", [name for name in (*OF_WEIGHTS, *OF_STEPS) if name not in MISSING])
+def test_so_it_does_beside_what_shows_or_steps_from_other_weights(name: str) -> None:
+    """In training, in validation, in checkpoints and after the fit."""
+    shown, net = Shown(), Deep("adamw")
+    techniques = (ALL[name].active(), FixRes(scale=0.5, until=0.5, norms="last"))
+    t = trainer(*techniques, shown, max_epochs=1, limit_val_batches=1, val_check_interval=1)
+    t.fit(net, DataLoader(batches(10), None), DataLoader(batches(1), None))
+    fixed = {n for n in shown.states[0] if n.startswith("body") and not n.startswith("body.4")}
+    assert len(shown.states) == 10 and len(shown.shown) == 20 and moved(shown.states[0], shown.states[4]) >= fixed
+    for state in [*shown.states[5:], *shown.shown[10:], net.state_dict()]:
+        assert not moved(shown.states[4], state) & fixed
+    tuned = set().union(*(moved(shown.states[4], state) for state in shown.states[5:]))
+    assert tuned > HEAD
 
 
 def test_statistics_are_those_of_full_images() -> None:
