@@ -353,7 +353,10 @@ def test_tokens_that_are_no_tubes_are_refused(cls: type[Videos], message: str) -
 
 def _painter() -> Painter:
     painter = make_painter(8, 4, width=32, depth=1, lr=0.1, seed=0, device=torch.device("cpu"))
-    for i, p in enumerate(painter.decoder.parameters()):
+    painter.optimizer = torch.optim.SGD(painter.decoder.parameters(), lr=0.1)  # pyright: ignore[reportAttributeAccessIssue]
+    for i, p in enumerate(
+        painter.decoder.parameters()
+    ):  # Adam's first step is the same for every multiple of a gradient
         p.grad = torch.full_like(p, float(i + 1))
     return painter
 
