@@ -50,7 +50,8 @@ class Finding:
             chosen(record)
             for record in self._search.ranked("recipes")
             if (record["value"] < best["value"]) == (self._search.mode == "min") and record["value"] != best["value"]
-        ][:CONFIRMED]
+        ]
+        better = list({choices.key: choices for choices in better}.values())[:CONFIRMED]  # a sampler may say a thing twice
         if not better:
             ranked = self._search.ranked("recipes")
             why = f"the best came to {ranked[0]['value']:.5g}" if ranked else "none came to its end"
