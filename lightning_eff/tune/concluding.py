@@ -51,7 +51,9 @@ class Finding:
             for record in self._search.ranked("recipes")
             if (record["value"] < best["value"]) == (self._search.mode == "min") and record["value"] != best["value"]
         ]
-        better = list({choices.key: choices for choices in better}.values())[:CONFIRMED]  # a sampler may say a thing twice
+        better = list({choices.key: choices for choices in better}.values())[
+            :CONFIRMED
+        ]  # a sampler may say a thing twice
         if not better:
             ranked = self._search.ranked("recipes")
             why = f"the best came to {ranked[0]['value']:.5g}" if ranked else "none came to its end"

@@ -102,6 +102,9 @@ def test_what_is_confirmed_stands_without_what_adds_nothing(tmp_path: Path) -> N
     bench, lines = FakeBench(), list[str]()
     found = Finding(Look, search, bench).conclude(lines.append)  # pyright: ignore[reportArgumentType]
     assert found.recipe is not None and list(found.recipe.techniques) == [GOOD] and found.steps == 200
+    assert bench.asked["confirm"] == {"recipe": sorted((GOOD, BAD))}, (
+        "each stack once; the search tried it several times"
+    )
     assert bench.asked["leave_one_out"] == {
         "recipe": sorted((GOOD, BAD)),
         f"without {GOOD}": [BAD],
