@@ -4,10 +4,9 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import Any
 
-from lightning_eff import _public
 from lightning_eff._errors import Arguments, UsageError, check_configs, did_you_mean, told
+from lightning_eff._techniques import technique_classes
 
 _USAGE = """\
 usage: lightning-eff {fit,validate,test,predict} --config recipe.yaml [options of LightningCLI]
@@ -32,18 +31,6 @@ usage: lightning-eff {fit,validate,test,predict} --config recipe.yaml [options o
 Modules are looked up from the current folder too. Errors are told in a paragraph; --debug gives the traceback.
 """
 COMMANDS = ("fit", "validate", "test", "predict", "bench", "tune", "plan", "budget", "techniques")
-
-
-def technique_classes() -> list[Any]:
-    """Every exported technique, by name: the classes of callbacks, precision plugins and strategies."""
-    from lightning.pytorch.strategies import Strategy
-
-    from lightning_eff._core.technique import Technique
-    from lightning_eff._core.wrapping import WrappingPrecision
-
-    exported = (_public.found(name) for name in sorted(_public.HOMES))
-    how = Technique | WrappingPrecision | Strategy
-    return [cls for cls in exported if isinstance(cls, type) and issubclass(cls, how)]
 
 
 def techniques_table(width: int) -> str:

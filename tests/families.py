@@ -123,9 +123,11 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
             "PatchDropout": _NO_IMAGES,
             "TokenMerging": _NOT_MERGED,
             "PartialTokenTraining": _NO_TUBES,
+            "ChannelsLast": "has no convolution that could profit",
             **_NOT_SMALLER,
         }
     fewer = dict.fromkeys(("RandomLTD", "TokenDropping"), _NOT_FEWER) if name in _BY_PLACES else {}
+    norms = {"ZeroProjections": "ends in a norm behind .*, or one to which 1 is added"} if name == "gemma2" else {}
     if kind in ("image", "speech"):
         fewer = {"TokenDropping": "no nn.Embedding was called on the ids"}
     masks = {"SequencePacking": _NO_MASK, "MaskRateSchedule": _NO_IDS if kind in ("image", "speech") else _NOT_MASKED}
@@ -137,13 +139,16 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
     return Family(
         kind,
         {**base, **settings},
-        images | fewer | masks | windows | {**(refused or {})},
+        images | fewer | norms | masks | windows | {**(refused or {})},
         _NOT_FINITE.get(name, frozenset()),
     )
 
 
 # Two bits of activations leave these without a finite gradient.
 _NOT_FINITE = dict.fromkeys(("gemma2", "glm4", "helium"), frozenset({"ActivationCompression", "ACTPrecision"}))
+# A padding token's embedding is zero here, its place included, and so is what post-norm blocks that add nothing make of it: the
+# gradient of a norm of zeros is 1e6 times as large, eight times on end. Only where padding counts in the loss, as in this batch.
+_NOT_FINITE["mpnet"] = frozenset({"ZeroProjections"})
 
 
 # Blocks of these go by where tokens stand, or hand on attention weights of them.

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_eff._core.search_space import Choice, Integer, RunProfile, SearchSpace, Survey, Uniform
-from lightning_eff.cli import technique_classes
+from lightning_eff._techniques import technique_classes
 from tests.cases import CASES, STAND_INS
 
 CLASSES = {cls.__name__: cls for cls in technique_classes()}

@@ -10,7 +10,6 @@ from typing import Any
 import yaml
 from typing_extensions import override
 
-from lightning_eff._config import ConfigCLI
 from lightning_eff._errors import check_configs
 from lightning_eff.bench.arms import Arm, undisturbed
 from lightning_eff.tune.own import SETTINGS
@@ -84,25 +83,26 @@ def read(paths: Sequence[str]) -> dict[str, Any]:
     return whole
 
 
-class _Parsed(ConfigCLI):
-    @override
-    def instantiate_classes(self) -> None:
-        pass
-
-    def _run_subcommand(self, subcommand: str) -> None:
-        pass
-
-
 def parsed(paths: Sequence[str]) -> dict[str, Any]:
     """Configs as LightningCLI reads them, with the defaults of every class.
 
     Raises:
         UsageError: for what it cannot read.
     """
+    from lightning_eff._config import ConfigCLI
+
+    class Parsed(ConfigCLI):
+        @override
+        def instantiate_classes(self) -> None:
+            pass
+
+        def _run_subcommand(self, subcommand: str) -> None:
+            pass
+
     arguments = [argument for path in paths for argument in ("--config", path)]
     check_configs(arguments)
     with undisturbed():
-        cli = _Parsed(["fit", *arguments, "--trainer.logger=false"], save_config_callback=None)
+        cli = Parsed(["fit", *arguments, "--trainer.logger=false"], save_config_callback=None)
     return cli.config["fit"].as_dict()
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from lightning_eff._core.search_space import Choice, Integer, Range
 from lightning_eff.bench.pace import Pace
 from lightning_eff.bench.running.jobs import Job
+from lightning_eff.bench.running.places import Places
 from lightning_eff.tune.config import Choices, Recipes
-from lightning_eff.tune.places import Places
 from lightning_eff.tune.space import Candidate, Space
 
 STEPS = 2

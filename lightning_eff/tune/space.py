@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning_eff._core._architecture.technique import Architecture
 from lightning_eff._core.search_space import Choice, Integer, Range, RunProfile, SearchSpace, Uniform
 from lightning_eff._errors import UsageError, did_you_mean
-from lightning_eff.cli import technique_classes
+from lightning_eff._techniques import technique_classes
 from lightning_eff.tune.own import Own, in_words
 
 MOST = 4  # techniques in a recipe, where the space file says nothing

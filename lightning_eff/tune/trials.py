@@ -15,8 +15,8 @@ from lightning_eff.bench.pace import Incomparable, Pace
 from lightning_eff.bench.references import mean_cost
 from lightning_eff.bench.results import write_json
 from lightning_eff.bench.running.jobs import Job
+from lightning_eff.bench.running.places import Places
 from lightning_eff.tune.config import Choices, Recipes
-from lightning_eff.tune.places import Places
 from lightning_eff.tune.probing import reason
 from lightning_eff.tune.profiling import Found
 from lightning_eff.tune.search import Outcome

@@ -16,6 +16,7 @@ from lightning_eff.bench.arms import Arm
 from lightning_eff.bench.pace import Budget, mode_of
 from lightning_eff.bench.reports import drawing
 from lightning_eff.bench.results import now, write_json
+from lightning_eff.bench.running.places import Places
 from lightning_eff.monitor.energy import EnergyMeter
 from lightning_eff.monitor.machine import fingerprint
 from lightning_eff.tune import probing, profiling
@@ -24,7 +25,6 @@ from lightning_eff.tune.concluding import CONFIRMED, Finding
 from lightning_eff.tune.config import Recipes, parsed
 from lightning_eff.tune.confirm import Bench
 from lightning_eff.tune.own import discover
-from lightning_eff.tune.places import Places
 from lightning_eff.tune.search import RUNGS, Search, chosen, require_extra
 from lightning_eff.tune.space import Space, gather
 from lightning_eff.tune.trials import Trials
