@@ -146,8 +146,8 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
 
 # Two bits of activations leave these without a finite gradient.
 _NOT_FINITE = dict.fromkeys(("gemma2", "glm4", "helium"), frozenset({"ActivationCompression", "ACTPrecision"}))
-# A padding token's embedding is zero here, its place included, and so is what post-norm blocks that add nothing make of it: the
-# gradient of a norm of zeros is 1e6 times as large, eight times on end. Only where padding counts in the loss, as in this batch.
+# A padding token's embedding is zero here, its place included, and so is what post-norm blocks that add nothing make of it:
+# the gradient of a norm of zeros is 1e6 times as large, eight times on end. Only where padding counts in the loss, as here.
 _NOT_FINITE["mpnet"] = frozenset({"ZeroProjections"})
 
 

@@ -186,8 +186,16 @@ def open_gradients(
 
 
 @torch.no_grad()
-def restore_gradients(module: LightningModule, saved: dict[str, Any]) -> None:
-    """Give parameters the gradients that :func:`open_gradients` returned; later ones are added to them."""
+def take_up(trainer: Trainer, module: LightningModule, saved: dict[str, Any]) -> None:
+    """On resume, as training starts: the gradients that :func:`open_gradients` returned, and the epoch that begins.
+
+    Lightning 2.6 begins an epoch of a run that resumes from the end of one without counting that it is ready and started. A
+    run that is interrupted again at the end of that epoch then resumes with one epoch fewer than it had.
+    """
     for name, p in module.named_parameters():
         if name in saved and p.requires_grad:
             p.grad = saved[name].to(p.device, copy=True)
+    loop = trainer.fit_loop
+    if loop.restarted_mid_epoch and loop.epoch_progress.total.processed == loop.epoch_progress.total.started:
+        loop.epoch_progress.increment_ready()
+        loop.epoch_progress.increment_started()

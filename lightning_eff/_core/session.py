@@ -24,7 +24,7 @@ from lightning_eff._core._run.silence import silence
 from lightning_eff._core._stack.thawing import thawing
 from lightning_eff._core.blocks import BlockStack, find_stack
 from lightning_eff._core.patches import Patches
-from lightning_eff._core.progress import Progress, ends_batch, mend_loops, open_gradients, restore_gradients
+from lightning_eff._core.progress import Progress, ends_batch, mend_loops, open_gradients, take_up
 from lightning_eff._core.steps import Step, StepChain
 from lightning_eff._core.surgery import Surgery
 
@@ -306,7 +306,7 @@ class Session:
             stack.freeze_inactive()
         if self._rng is None:
             return
-        restore_gradients(self.module, self._gradients)
+        take_up(self.trainer, self.module, self._gradients)
         self._gradients = {}
         rng.restore(self._rng)
         if self._validate_first:

@@ -19,7 +19,7 @@ from lightning_eff._core.technique import Technique
 from tests.cases import CASES, MISSING
 from tests.core.nop import Nop, Other
 from tests.models import TinyClassifier, TinyGPT, flat, loader, trainer
-from tests.runs import checkpoints, differences, final_state, fit
+from tests.runs import Interrupt, checkpoints, differences, final_state, fit
 
 
 class Halving(Nop):
@@ -169,6 +169,20 @@ def test_mend_loops_leaves_a_checkpoint_of_a_batch_end_alone(tmp_path: Path) -> 
     mend_loops(checkpoint, by_steps=True, accumulate=1)
     assert {key: fit_loop[key] for key in progress} == before
     mend_loops({}, by_steps=True, accumulate=1)
+
+
+def test_a_run_that_is_interrupted_at_the_end_of_two_epochs_counts_all(tmp_path: Path) -> None:
+    """Five batches an epoch: resumed from the end of the first one, interrupted at that of the second, and resumed."""
+    _, whole = fit("tiny_gpt", lambda: [Nop()], directory=tmp_path)
+    saved = checkpoints(tmp_path)
+    stop = Interrupt(tmp_path / "again.ckpt", step=10)
+    fit("tiny_gpt", lambda: [Nop()], resume=saved[4], callbacks=[stop])
+    undisturbed, again = (
+        torch.load(path, weights_only=True)["loops"]["fit_loop"]["epoch_progress"] for path in (saved[9], stop.path)
+    )
+    assert again == undisturbed
+    _, last = fit("tiny_gpt", lambda: [Nop()], resume=stop.path)
+    assert last.current_epoch == whole.current_epoch
 
 
 def test_another_world_size_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
