@@ -196,6 +196,7 @@ def take_up(trainer: Trainer, module: LightningModule, saved: dict[str, Any]) ->
         if name in saved and p.requires_grad:
             p.grad = saved[name].to(p.device, copy=True)
     loop = trainer.fit_loop
-    if loop.restarted_mid_epoch and loop.epoch_progress.total.processed == loop.epoch_progress.total.started:
+    counts = loop.epoch_progress.total.state_dict()
+    if loop.restarted_mid_epoch and counts["processed"] == counts["started"]:
         loop.epoch_progress.increment_ready()
         loop.epoch_progress.increment_started()
