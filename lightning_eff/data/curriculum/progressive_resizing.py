@@ -57,6 +57,10 @@ class ProgressiveResizing(SmallerImages):
     deliver full images all along, so at small sizes they may be what a step waits for; each new size recompiles a compiled
     module.
 
+    Where only full images tell the answer (``benchmarks/rings``: half of the side hardly shows what tells) it lost: after
+    half a minute of one CPU thread it was far behind plain training, all of whose steps are full ones, though ahead of small
+    images throughout (docs/evidence.md). Expect gains where small images teach most of the task.
+
     Logged: ``side``, the height of the last step's images in pixels, and ``share``, its share of the full one.
 
     Args:

@@ -60,6 +60,8 @@ class RandomLTD(Technique):
     Of a compute that is mostly in the middle blocks, about ``until (1 - start) / 2`` is saved: at the paper's settings a
     third. T is that of the batch at hand. Under :class:`ProgressiveStacking` the last block is the last of those that run.
 
+    On the rings it thins one block of three, which saves little, and shows no gain (docs/evidence.md): it is for deep networks.
+
     Logged: ``kept``, the tokens of a sample that a middle block ran on in the last step, and ``share``, their share of all.
 
     Args:
