@@ -41,8 +41,8 @@ class PatchDropout(Technique):
     Validation, test and prediction see all patches. From the share ``until`` of the budget on training does so too, as FLIP
     ends. Draws follow from the seed, the step, the micro-batch and the rank: a resumed run draws what the undisturbed one did.
 
-    On the rings, a small ViT for half a minute of one CPU thread, it came to 1.32 times the baseline's speed; three seeds do not
-    show that this is more than chance (0.84 to 2.07; docs/evidence.md).
+    On the rings, a small ViT for half a minute of one CPU thread, it came to 1.32 times the baseline's speed; three seeds do
+    not show that this is more than chance (0.84 to 2.07; docs/evidence.md).
 
     Logged: ``kept``, the patches of an image that the last step saw, and ``share``, their share of all.
 
