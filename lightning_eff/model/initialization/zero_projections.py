@@ -1,5 +1,6 @@
 """Residual branches and the head begin at zero: the network begins as its skips (Goyal et al. 2017; Zhang et al. 2019)."""
 
+import re
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -102,6 +103,7 @@ class ZeroProjections(Initialization):
             for end in branch.last
             for name in _set_for(session.module, graph, end, found)
         }
+        names |= dict.fromkeys(_alike_unused(session.module, graph, [*names]))
         tied: list[str] = []
         for weight in heads(graph) if self.head else ():
             if len(graph.uses(weight)) > 1:
@@ -138,6 +140,21 @@ def _set_for(module: nn.Module, graph: Graph, end: End, found: list[Branch]) -> 
             " do something else. Expected a weight of its own. Take the technique out."
         )
     return (end.weight, *_biases(module, end.weight), *end.added)
+
+
+def _alike_unused(module: nn.Module, graph: Graph, names: list[str]) -> list[str]:
+    """What the batch left unused and stands in one list with a last map, as experts do to which it sent no token."""
+    seen = {name for name, _ in graph.leaves.values()}
+    left = {name: p.shape for name, p in module.named_parameters() if name not in seen}
+    shapes = {name: p.shape for name, p in module.named_parameters()}
+    found: dict[str, None] = {}
+    for name in names if left else ():
+        parts = name.split(".")
+        for i, part in enumerate(parts):
+            if part.isdecimal():
+                alike = re.compile(r"\.".join([*map(re.escape, parts[:i]), r"\d+", *map(re.escape, parts[i + 1 :])]))
+                found |= {other: None for other in left if left[other] == shapes[name] and alike.fullmatch(other)}
+    return [*found]
 
 
 def _biases(module: nn.Module, weight: str) -> tuple[str, ...]:

@@ -242,6 +242,31 @@ def test_values_that_are_added_to_values_are_no_stream() -> None:
     assert last == [f"blocks.{i}.out.weight" for i in range(3)]
 
 
+class Switch(nn.Module):
+    """Experts in a list, of which all tokens take the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 16)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts[0](x)
+
+
+def test_experts_that_the_first_batch_left_aside_begin_at_zero_too() -> None:
+    def build() -> TinyGPT:
+        gpt = TinyGPT(2)
+        assert gpt.blocks is not None
+        for block in gpt.blocks:
+            block.mlp = Switch()  # pyright: ignore[reportArgumentType]
+        return gpt
+
+    m, _ = first_step(build, tokens())
+    for block in m.blocks:
+        for expert in block.mlp.experts:
+            assert not expert[2].weight.any() and not expert[2].bias.any() and expert[0].weight.any()
+
+
 @pytest.mark.slow
 def test_branches_of_model_families_are_found() -> None:
     from tests import families
