@@ -1,8 +1,8 @@
 """The base of techniques that set weights once, before the first step of a fresh fit, from a look at the first batch."""
 
 from abc import abstractmethod
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from weakref import WeakSet
 
@@ -39,8 +39,8 @@ class Initialization(Technique):
     _numbers = 0  # that were set
 
     @abstractmethod
-    def initialize(self, session: Session, batch: Any, batch_idx: int) -> int:
-        """Set the weights, without a graph, and return how many numbers were set.
+    def initialize(self, session: Session, batch: Any, batch_idx: int) -> int | None:
+        """Set the weights, without a graph, and return how many numbers were set; None for a batch that is passed over.
 
         Raises:
             ValueError: if nothing is found to set.
@@ -74,10 +74,12 @@ class Initialization(Technique):
     def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
         if self._done:
             return
-        self._done = True
-        _TRAINED.add(session.module)
         with torch.no_grad():
-            self._numbers = self.initialize(session, batch, batch_idx)
+            numbers = self.initialize(session, batch, batch_idx)
+        if numbers is None:  # no weight moves, so the next batch is as good
+            return
+        self._done, self._numbers = True, numbers
+        _TRAINED.add(session.module)
         session.blocks_changed(self)
 
     @override
@@ -102,10 +104,11 @@ def _pretrained(module: nn.Module) -> str:
     return ""
 
 
-def traced(session: Session, batch: Any, batch_idx: int, *, who: str) -> Graph:
+def traced(session: Session, batch: Any, batch_idx: int, *, who: str) -> Graph | None:
     """What the loss of the module's own ``training_step`` on ``batch`` is computed from, in one forward pass.
 
-    The whole plain module runs, in evaluation mode, in the run's precision, and leaves no trace. The cost is counted.
+    The whole plain module runs, in evaluation mode, in the run's precision, and leaves no trace. The cost is counted. None
+    for a batch that the step passes over, by returning None.
 
     Raises:
         ValueError: if the step returns no loss with a graph, or one of too many operations.
@@ -113,7 +116,7 @@ def traced(session: Session, batch: Any, batch_idx: int, *, who: str) -> Graph:
     module, chain = session.module, session.chain
     with _looked_at(session):
         output = chain.original(batch, *((batch_idx,) if takes_index(chain.original) else ()))
-        loss = output.get("loss") if isinstance(output, dict) else output
+        loss = output.get("loss") if isinstance(output, Mapping) else output
         try:
             graph = Graph(loss, module) if isinstance(loss, Tensor) and loss.grad_fn is not None else None
         except TooLarge as e:
@@ -121,7 +124,10 @@ def traced(session: Session, batch: Any, batch_idx: int, *, who: str) -> Graph:
                 f"{who}: training_step has {e}. Name what is to be set, where the technique takes names, or take it out."
             ) from e
     chain.cost.forward_passes += 1
-    chain.cost.forward_samples += num_samples(batch)
+    with suppress(ValueError):  # batches of no tensors have no samples to count
+        chain.cost.forward_samples += num_samples(batch)
+    if output is None:
+        return None
     if graph is None:
         raise ValueError(
             f"{who}: training_step returned {type(loss).__name__} on the first batch; expected a loss with a graph, in which"

@@ -88,8 +88,10 @@ class ZeroProjections(Initialization):
         return self.scale == 1.0
 
     @override
-    def initialize(self, session: Session, batch: Any, batch_idx: int) -> int:
+    def initialize(self, session: Session, batch: Any, batch_idx: int) -> int | None:
         graph = traced(session, batch, batch_idx, who=WHO)
+        if graph is None:
+            return None
         found = branches(graph)
         if not found:
             raise ValueError(

@@ -267,6 +267,20 @@ def test_experts_that_the_first_batch_left_aside_begin_at_zero_too() -> None:
             assert not expert[2].weight.any() and not expert[2].bias.any() and expert[0].weight.any()
 
 
+@pytest.mark.filterwarnings("ignore:.*training_step. returned .None.")
+def test_a_batch_that_the_step_passes_over_leaves_it_to_the_next() -> None:
+    m, ours = TinyGPT(2), ZeroProjections()
+    step, numbers = m.training_step, list[Any]()
+
+    def training_step(batch: Any, batch_idx: int) -> Any:
+        numbers.append(ours.report()["numbers"])
+        return step(batch, batch_idx) if batch_idx else None
+
+    m.training_step = training_step
+    trainer(ours, max_steps=2).fit(m, loader("tiny_gpt"))
+    assert numbers[1] == 0 and numbers[-1] > 0  # a pass to look, and the step; the same of the second batch
+
+
 @pytest.mark.slow
 def test_branches_of_model_families_are_found() -> None:
     from tests import families
