@@ -96,10 +96,19 @@ class ResumableLoader:
         return getattr(self.__dict__["_loader"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_iterator" and value is None:  # Lightning's own, at the end of a run
+            self._end_workers()
         if name in _OWN:
             self.__dict__[name] = value
         else:
             setattr(self._loader, name, value)
+
+    def _end_workers(self) -> None:
+        """End what the wrapped loader keeps of its last iteration: collected as garbage, its workers are waited for in vain."""
+        kept = getattr(self._loader, "_iterator", None)
+        if kept is not None:
+            shut_down(kept)
+            self._loader._iterator = None
 
     @property
     def wrapped(self) -> Any:

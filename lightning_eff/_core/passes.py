@@ -4,7 +4,7 @@ import copy
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -36,7 +36,36 @@ def forward_over_training_data(session: Session, num_batches: int | None, *, epo
     Raises:
         ValueError: if ``num_batches`` is None and the loader has no length.
     """
-    trainer, module, cost = session.trainer, session.module, session.chain.cost
+    cost, index = session.chain.cost, -1
+    with_index = takes_index(session.chain.original)
+    training_step = session._evaluation(session.chain.original)
+    start = time.perf_counter()
+    with torch.inference_mode(False), torch.no_grad():
+        for index, batch in enumerate(training_batches(session, num_batches, epoch=epoch)):
+            with session.trainer.precision_plugin.train_step_context():
+                training_step(batch, *((index,) if with_index else ()))
+            with suppress(ValueError):  # batches of no tensors have no samples to count
+                cost.forward_samples += num_samples(batch)
+    cost.forward_passes += index + 1
+    cost.seconds += time.perf_counter() - start
+    return index + 1
+
+
+def training_batches(session: Session, num_batches: int | None, *, epoch: int) -> Generator[Any]:
+    """Batches of the training loader as a training step gets them, on the device.
+
+    The running iteration, its samplers and the global random state stay as they are; which batches come, and what is drawn
+    until they are through, depends on the run's seed and ``epoch`` alone. Close it where it is not gone through.
+
+    Args:
+        session: the run.
+        num_batches: how many at most, on each rank; None takes the whole epoch.
+        epoch: the epoch that samplers are told, and the key of what is drawn.
+
+    Raises:
+        ValueError: if ``num_batches`` is None and the loader has no length.
+    """
+    trainer, module = session.trainer, session.module
     if trainer.fit_loop._combined_loader is None:  # nobody has asked for data yet
         trainer.fit_loop.setup_data()
     combined = trainer.fit_loop._combined_loader
@@ -47,27 +76,18 @@ def forward_over_training_data(session: Session, num_batches: int | None, *, epo
             "Got a training loader without a length, and no number of batches to go over; expected one of the two,"
             " since the data may never end. Give the number of batches."
         )
-    with_index = takes_index(session.chain.original)
-    training_step = session._evaluation(session.chain.original)
-    start, stage, index = time.perf_counter(), trainer.state.stage, -1
-    with rng.keyed(session.seed, "passes", epoch), torch.inference_mode(False), torch.no_grad():
+    stage = trainer.state.stage
+    with rng.keyed(session.seed, "passes", epoch):
         again = apart(combined, epoch)
         trainer.training = True  # what the module's transfer hooks may ask
         try:
-            for index, (batch, _, _) in enumerate(itertools.islice(again, int(limit))):
+            for batch, _, _ in itertools.islice(again, int(limit)):
                 batch = trainer.precision_plugin.convert_input(batch)
                 batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
-                batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
-                with trainer.precision_plugin.train_step_context():
-                    training_step(batch, *((index,) if with_index else ()))
-                with suppress(ValueError):  # batches of no tensors have no samples to count
-                    cost.forward_samples += num_samples(batch)
+                yield trainer.strategy.batch_to_device(batch, dataloader_idx=0)
         finally:
             trainer.state.stage = stage
             again.reset()
-    cost.forward_passes += index + 1
-    cost.seconds += time.perf_counter() - start
-    return index + 1
 
 
 @contextmanager

@@ -16,6 +16,13 @@ import torch
 
 def capture() -> dict[str, Any]:
     """The state of Python's, NumPy's and torch's global generators, loadable under ``weights_only=True``."""
+    state = _captured()
+    version, internal, cached = state["python"]
+    numbers = torch.from_numpy(np.array(internal, dtype=np.int64))  # one object to load from a checkpoint, and not 625
+    return {**state, "python": [version, numbers, cached]}
+
+
+def _captured() -> dict[str, Any]:
     name, keys, position, has_gauss, gauss = cast("tuple[Any, ...]", np.random.get_state(legacy=True))
     state: dict[str, Any] = {
         "python": random.getstate(),
@@ -30,7 +37,7 @@ def capture() -> dict[str, Any]:
 def restore(state: dict[str, Any]) -> None:
     """Set the global generators to a state that :func:`capture` returned."""
     version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
+    random.setstate((version, tuple(internal.tolist() if isinstance(internal, torch.Tensor) else internal), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
@@ -42,7 +49,7 @@ def restore(state: dict[str, Any]) -> None:
 @contextmanager
 def fork(state: dict[str, Any] | None = None) -> Iterator[None]:
     """Leave the global generators as they were found; start inside from ``state`` where one is given."""
-    before = capture()
+    before = _captured()
     try:
         if state is not None:
             restore(state)

@@ -112,6 +112,7 @@ class RunProfile:
         optimizer_states: the optimizer keeps tensors for each parameter.
         masked_labels: tokens are predicted where their labels are not -100, and most are.
         num_matrices: parameters of hidden linear maps and convolutions.
+        manual_optimization: the module itself calls backward and steps its optimizers.
     """
 
     num_blocks: int = 0
@@ -129,6 +130,7 @@ class RunProfile:
     optimizer_states: bool = False
     masked_labels: bool = False
     num_matrices: int = 0
+    manual_optimization: bool = False
 
 
 def _always(profile: RunProfile) -> None:

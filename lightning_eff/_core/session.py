@@ -3,13 +3,12 @@
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
@@ -20,9 +19,11 @@ from lightning_eff._core._run.checks import check_optimizers, check_run
 from lightning_eff._core._run.loading import TrainLoaders
 from lightning_eff._core._run.member import Member
 from lightning_eff._core._run.metrics import CurrentMetrics
+from lightning_eff._core._run.processes import gathered, tell_other_processes, wrap_again
 from lightning_eff._core._run.silence import silence
+from lightning_eff._core._stack.running import running
 from lightning_eff._core._stack.thawing import thawing
-from lightning_eff._core.blocks import BlockStack, find_stack
+from lightning_eff._core.blocks import BlockStack, Candidate, find_stack, find_stages
 from lightning_eff._core.patches import Patches
 from lightning_eff._core.progress import Progress, ends_batch, mend_loops, open_gradients, take_up
 from lightning_eff._core.steps import Step, StepChain
@@ -50,6 +51,8 @@ class Session:
         surgery: submodule replacements, put back at the end.
         patches: attribute replacements, put back at the end.
         loaders: the training loaders, as they are wrapped.
+        views: contexts, ``view(training)``, around each step through its backward pass, and around evaluation's.
+        sizes: what else the cost of a step follows from, by name: how much there is of how much.
         seed: the seed of keyed draws, the same on all ranks and after a resume.
         fitting: False in validate, test and predict.
     """
@@ -66,15 +69,15 @@ class Session:
         self.patches = Patches()
         self.seed = 0
         self.rank = trainer.global_rank
+        self.views: list[Callable[[bool], AbstractContextManager[None]]] = []
+        self.sizes: dict[str, tuple[int, int]] = {}
         self._stacks: dict[str, BlockStack] = {}
         self.loaders = TrainLoaders(trainer, self.gather, self._take_up_rng)
         self._scope = ExitStack()
         self._rng: dict[str, Any] | None = None
         self._gradients: dict[str, Any] = {}
-        self._validate_first = False
         self._steps_before = -1
-        self._backward_done = False
-        self._logged = False
+        self._validate_first = self._backward_done = self._logged = False
         self._metrics: CurrentMetrics | None = None
 
     # -- opening and closing
@@ -190,8 +193,7 @@ class Session:
             if not self.working or self._asleep() or self._evaluating() or not args:
                 return original(*args, **kwargs)
             self.end_step()
-            for stack in self._stacks.values():
-                self._scope.enter_context(stack.view(training=True))
+            self._show(self._scope, training=True)
             if self.chain.links:
                 batch_idx = self.trainer.fit_loop.epoch_loop.batch_idx
                 indices = self.sample_indices if isinstance(self.sample_indices, list) else None
@@ -210,8 +212,7 @@ class Session:
         @functools.wraps(original)
         def evaluation_step(*args: Any, **kwargs: Any) -> Any:
             with ExitStack() as scope:
-                for stack in self._stacks.values():
-                    scope.enter_context(stack.view(training=False))
+                self._show(scope, training=False)
                 output = original(*args, **kwargs)
             self._look()
             return output
@@ -219,20 +220,31 @@ class Session:
         evaluation_step.__wrapped__ = inspect.unwrap(original)  # pyright: ignore[reportAttributeAccessIssue]
         return evaluation_step
 
+    def _show(self, scope: ExitStack, *, training: bool) -> None:
+        for stack in self._stacks.values():
+            scope.enter_context(stack.view(training=training))
+        for view in self.views:
+            scope.enter_context(view(training))
+
     def _asleep(self) -> bool:
         """Lightning's tuners swap the callbacks for their trial runs, which are then plain ones."""
         return not any(c is self.techniques[0] for c in self.trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _evaluating(self) -> bool:
         """A module may evaluate by its own training_step, which is then the plain one."""
-        stage = self.trainer.state.stage
-        return stage is not None and stage.evaluating
+        return bool((stage := self.trainer.state.stage) and stage.evaluating)
 
     # -- what techniques ask for
 
     def stack(self, layers: str | None, *, who: str) -> BlockStack:
         """The stack of blocks at ``layers`` (or the longest): one object for all techniques that act on it."""
-        found = find_stack(self.module, layers, who=who)
+        return self._stack(find_stack(self.module, layers, who=who), who)
+
+    def stages(self, layers: str | Sequence[str] | None, *, who: str) -> list[BlockStack]:
+        """The stacks of blocks at the paths ``layers`` (or all of the class that most blocks are of), in their order."""
+        return [self._stack(found, who) for found in find_stages(self.module, layers, who=who)]
+
+    def _stack(self, found: Candidate, who: str) -> BlockStack:
         if found.path not in self._stacks:
             self._stacks[found.path] = BlockStack(found, self.module)
             rank_zero_info(f"{who}: blocks found at {found}")
@@ -241,14 +253,10 @@ class Session:
     def signature(self) -> tuple[tuple[str, int, int], ...]:
         """Which blocks the network runs at the moment: (path, blocks that run, those of them that take gradients).
 
-        One entry for each stack that a technique has asked for, by path. Within ``training_step`` the blocks are those
-        that this very step runs, without the dropped ones; elsewhere those that are active.
+        One entry for each stack that a technique has asked for, by path, and then of each of ``sizes``. Within
+        ``training_step`` the blocks are those that this very step runs, without the dropped ones; elsewhere the active.
         """
-        found: list[tuple[str, int, int]] = []
-        for path, stack in sorted(self._stacks.items()):
-            run = stack.running()
-            found.append((path, len(run), sum(any(p.requires_grad for p in block.parameters()) for block in run)))
-        return tuple(found)
+        return (*running(self._stacks), *((name, *size) for name, size in sorted(self.sizes.items())))
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -261,10 +269,7 @@ class Session:
 
     def rewrap(self) -> None:
         """Let DDP see anew which parameters take gradients; without this, ranks would diverge in silence."""
-        strategy = self.trainer.strategy
-        if isinstance(strategy, DDPStrategy):
-            strategy.model = self.module
-            strategy.configure_ddp()
+        wrap_again(self.trainer, self.module)
 
     def blocks_changed(self, by: Member) -> None:
         """Tell the other techniques that ``by`` changed which blocks the network has."""
@@ -274,11 +279,7 @@ class Session:
 
     def gather(self, value: Any) -> list[Any]:
         """``value`` of every rank, in rank order, on every rank."""
-        if self.trainer.world_size == 1:
-            return [value]
-        values: list[Any] = [None] * self.trainer.world_size
-        torch.distributed.all_gather_object(values, value)
-        return values
+        return gathered(self.trainer.world_size, value)
 
     def generator(self, *key: int | str) -> torch.Generator:
         """A generator whose numbers depend on the run's seed and ``key`` alone."""
@@ -414,7 +415,4 @@ class Session:
             self._gradients = gradients[self.rank] if gradients else {}
             self.loaders.take_up(state["loaders"])
         else:
-            rank_zero_info(
-                f"The checkpoint is of {len(state['rng'])} processes and this run has {self.trainer.world_size}: random"
-                " state and the position in the epoch are not taken over, so the run will not repeat the undisturbed one."
-            )
+            tell_other_processes(len(state["rng"]), self.trainer.world_size)

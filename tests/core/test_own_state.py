@@ -1,5 +1,6 @@
 """Loaders that keep their own state go on exactly where a checkpoint was saved: torchdata's, and such as litdata's."""
 
+import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,16 @@ def test_batches_are_plain_lightnings_and_a_resumed_run_goes_on_with_them(
         path = tmp_path / f"step={step}.ckpt"
         torch.load(path, weights_only=True)
         check(whole, run(kind, Nop(), resume=path, **settings), step)
+
+
+@pytest.mark.parametrize("loader", [StatefulDataLoader, DataLoader])
+def test_no_worker_outlives_the_run(loader: Any) -> None:
+    """As under plain Lightning: loaders that keep their iterator would leave its processes to the garbage collector."""
+    kept = loader(Endless(noise=False), 4, num_workers=1, persistent_workers=True)
+    before = set(multiprocessing.active_children())
+    trainer(Nop(), max_steps=2).fit(Recorder(), kept)
+    assert kept._iterator is None
+    assert set(multiprocessing.active_children()) == before
 
 
 def test_a_plain_trainer_goes_on_from_a_checkpoint_and_the_other_way_round(tmp_path: Path) -> None:

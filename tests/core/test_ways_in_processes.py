@@ -49,3 +49,8 @@ def test_changed_architectures_under_hybrid_parallel(layout: str, found: dict[st
 def test_what_is_divided_already_is_refused(found: dict[str, Any]) -> None:
     assert "has divided parameters (DTensor)" in found["divided"]
     assert "Call lightning_eff.apply(part, technique) in configure_model before it divides them" in found["divided"]
+
+
+@pytest.mark.timeout(960)
+def test_scales_of_branches_have_their_gradients_where_parameters_are_divided(found: dict[str, Any]) -> None:
+    assert found["scaled"]["apart"] < 1e-6 and found["scaled"]["scales"] > 0

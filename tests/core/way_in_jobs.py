@@ -98,6 +98,40 @@ def sharded(root: Path) -> dict[str, Any]:
     return found
 
 
+class EncoderBlock(torch.nn.Module):
+    """torch's own layer, in a module of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def scaled() -> dict[str, float]:
+    """By how much gradients of scaled branches that ``fully_shard`` divided differ from those of the whole module."""
+    from torch.distributed.fsdp import fully_shard
+
+    apart, scales = list[float](), list[float]()
+    for alpha in (0.0, 0.5):
+        torch.manual_seed(1)
+        net = torch.nn.Sequential(torch.nn.Linear(4, 4), EncoderBlock(), EncoderBlock())
+        eff.apply(net, eff.SkipInit(alpha=alpha))
+        x = torch.randn(2, 3, 4)
+        net(x).square().sum().backward()
+        whole: list[Any] = [p.grad for p in net.parameters()]
+        net.zero_grad()
+        for block in [*net][1:]:
+            fully_shard(block)
+        fully_shard(net)
+        net(x).square().sum().backward()
+        parts: list[Any] = [p.grad for p in net.parameters()]
+        apart += [float((a - b.full_tensor()).abs().max()) for a, b in zip(whole, parts, strict=True)]
+        scales += [float(b.full_tensor().abs().max()) for b in parts if b.numel() == 1]
+    return {"apart": max(apart), "scales": min(scales)}
+
+
 def divided_before(root: Path) -> str:
     """What is said where the user's ``configure_model`` divides the module itself, before the technique can change it."""
     from torch.distributed.fsdp import fully_shard
@@ -117,7 +151,13 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     root = Path(sys.argv[1])
-    result = {"samples": samples(root), "sharded": sharded(root), "divided": divided_before(root), "N": N}
+    result = {
+        "samples": samples(root),
+        "sharded": sharded(root),
+        "divided": divided_before(root),
+        "N": N,
+        "scaled": scaled(),
+    }
     if torch.distributed.get_rank() == 0:
         (root / "result.json").write_text(json.dumps(result))
     torch.distributed.barrier()

@@ -1,5 +1,6 @@
 """Stacks of repeated blocks in any module: which there are, and which one is meant."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -62,6 +63,59 @@ def candidates(module: nn.Module) -> list[Candidate]:
         composite = any(True for _ in blocks[0].children())
         found.append(Candidate(path, container, cls.__name__, len(blocks), composite))
     return sorted(found, key=lambda c: (not c.composite, -c.length))
+
+
+def _stages(module: nn.Module) -> dict[type[nn.Module], list[Candidate]]:
+    """Containers of blocks of one class, whatever their widths and however few, by the class and in the module's order."""
+    found: dict[type[nn.Module], list[Candidate]] = {}
+    taken: list[str] = []
+    for path, container in module.named_modules():
+        if not isinstance(container, nn.ModuleList | nn.Sequential) or not path:
+            continue
+        if any(path.startswith(f"{outer}.") for outer in taken):
+            continue
+        blocks = [child for child in container._modules.values() if child is not None]
+        classes = {_class_of(block) for block in blocks}
+        if len(classes) != 1 or not any(True for _ in blocks[0].parameters()):
+            continue
+        (cls,) = classes
+        composite = any(True for _ in blocks[0].children())
+        if not composite or issubclass(cls, nn.Sequential | nn.ModuleList):
+            continue
+        if not _of_one_width(blocks) and any(c.composite for block in blocks for c in candidates(block)):
+            continue  # stages, whose blocks come below
+        taken.append(path)
+        found.setdefault(cls, []).append(Candidate(path, container, cls.__name__, len(blocks), composite))
+    return found
+
+
+def find_stages(module: nn.Module, layers: str | Sequence[str] | None, *, who: str) -> list[Candidate]:
+    """The stacks at the dotted paths ``layers``; or all those in ``module`` of the class that most blocks are of.
+
+    Blocks of a stage may be of several widths, and a stage may be of one block, as in residual networks of images.
+
+    Args:
+        module: the LightningModule, or any module.
+        layers: a dotted path or several, of ``nn.ModuleList`` or ``nn.Sequential``; None looks for them.
+        who: the technique's name, for the message.
+
+    Raises:
+        ValueError: as :func:`find_stack`.
+    """
+    if layers is not None:
+        return [find_stack(module, path, who=who) for path in ([layers] if isinstance(layers, str) else layers)]
+    counts = {cls: sum(c.length for c in found) for cls, found in _stages(module).items()}
+    most = max(counts.values(), default=0)
+    best = [cls for cls, count in counts.items() if count == most]
+    if most < 2:
+        return [find_stack(module, None, who=who)]
+    if len(best) > 1:
+        listed = ", ".join(str(c) for found in _stages(module).values() for c in found)
+        raise ValueError(
+            f"{who}: blocks of the classes {', '.join(cls.__name__ for cls in best)} are equally many in"
+            f" {type(module).__name__}. Say which ones by layers=, a path or several. Candidates: {listed}."
+        )
+    return _stages(module)[best[0]]
 
 
 def find_stack(module: nn.Module, layers: str | None, *, who: str) -> Candidate:

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any, ClassVar, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 _BY = "_shown_by"
 
@@ -36,6 +36,21 @@ class Shows(Protocol):
     def pass_on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a block that does not run returns."""
         ...
+
+    def is_still(self, block: nn.Module) -> bool:
+        """Whether no gradient goes into the block, nor past it."""
+        ...
+
+
+def _cut(value: Any) -> Any:
+    """``value`` with every tensor in it without its graph; tuples, lists and dicts are looked into."""
+    if isinstance(value, Tensor):
+        return value.detach() if value.requires_grad else value
+    if type(value) in (tuple, list):
+        return type(value)(_cut(item) for item in value)
+    if type(value) is dict:
+        return {key: _cut(item) for key, item in value.items()}
+    return value
 
 
 class InPlaceOf(nn.Module):
@@ -108,6 +123,8 @@ class Passing(_Worn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stack: Shows = self.__dict__[_BY]
         assert isinstance(self, nn.Module)
+        if stack.is_still(self):
+            args, kwargs = _cut(args), _cut(kwargs)
         output = stack.pass_on(args, kwargs)
         if not stack.is_away(self):
             for key, hook in list(self._forward_hooks.items()):
@@ -119,6 +136,16 @@ class Passing(_Worn):
     @property  # which goes before a forward that is set on the instance
     def forward(self) -> Any:
         return functools.partial(_forward, self.__dict__[_BY])
+
+
+class Still(_Worn):
+    """A block that takes no gradient: what it is called with has no graph, so nothing of it is kept for a backward pass.
+
+    That stands around whatever the block's class does in its calls, such as transformers' checkpointing.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*_cut(args), **_cut(kwargs))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _forward(stack: Shows, *args: Any, **kwargs: Any) -> Any:
@@ -141,3 +168,11 @@ def take_off(module: nn.Module) -> None:
     assert isinstance(module, _Worn)
     object.__setattr__(module, "__class__", module._plain)
     del module.__dict__[_BY]
+
+
+Worn = _Worn
+
+
+def worn_by(module: Worn) -> Any:
+    """Who was given to :func:`put_on`."""
+    return module.__dict__[_BY]  # pyright: ignore[reportAttributeAccessIssue]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._run.ranks import on_all_ranks
 from lightning_eff._core._run.words import first_line
 from lightning_eff._core.batches import select
 from lightning_eff._core.search_space import RunProfile
@@ -25,7 +26,6 @@ from lightning_eff.data.curriculum._images import (
     smaller,
 )
 from lightning_eff.data.curriculum._positions import Positions, Seen, find_table, watched
-from lightning_eff.data.curriculum._ranks import on_all_ranks
 
 _SAMPLES = 2  # of a batch that the trial takes: one would leave BatchNorm a single value at 1 x 1 pixel
 _FAILS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, AttributeError, NotImplementedError)

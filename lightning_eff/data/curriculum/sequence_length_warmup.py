@@ -9,12 +9,12 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._run.ranks import on_all_ranks
+from lightning_eff._core._tokens.sequences import Sequences, find_sequences, shorten
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
-from lightning_eff.data.curriculum._ranks import on_all_ranks
-from lightning_eff.data.curriculum._sequences import Sequences, find_sequences, shorten
 
 WHO = "SequenceLengthWarmup"
 

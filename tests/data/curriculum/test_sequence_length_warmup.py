@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import BatchEncoding
 
-from lightning_eff._core.batches import tensors
-from lightning_eff._core.session import Session
-from lightning_eff.data.curriculum._sequences import (
+from lightning_eff._core._tokens.sequences import (
     find_sequences,
     restart_positions,
     sequence_dims,
@@ -26,6 +24,8 @@ from lightning_eff.data.curriculum._sequences import (
     split,
     unblind,
 )
+from lightning_eff._core.batches import tensors
+from lightning_eff._core.session import Session
 from lightning_eff.data.curriculum.sequence_length_warmup import SequenceLengthWarmup, reshape_lengths, target_length
 from tests.cases import Case, classifier
 from tests.models import VOCAB, TinyGPT, flat, loader, make_batch, module, trainer
