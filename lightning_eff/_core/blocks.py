@@ -19,29 +19,31 @@ from lightning_eff._core._stack.compiled import untraced_hooks as untraced_hooks
 from lightning_eff._core._stack.finding import Candidate as Candidate
 from lightning_eff._core._stack.finding import candidates as candidates
 from lightning_eff._core._stack.finding import find_stack as find_stack
+from lightning_eff._core._stack.finding import find_stages as find_stages
 from lightning_eff._core._stack.finding import refuse_compiled_around as refuse_compiled_around
 from lightning_eff._core._stack.finding import signature as signature
 from lightning_eff._core._stack.made import Made, hooked_since, hooks_so_far
 from lightning_eff._core._stack.showing import InPlaceOf as InPlaceOf
-from lightning_eff._core._stack.showing import Passing, Sequence, put_on, take_off
+from lightning_eff._core._stack.showing import Passing, Sequence, Still, put_on, take_off
 from lightning_eff._core.patches import Patches
+
+Mix = Callable[[int, Tensor, Tensor, bool], Tensor]
 
 
 @torch.no_grad()
 def copy_block(source: nn.Module, target: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Copy all parameters and buffers of ``source`` onto those of ``target``, in place; both have the same signature.
+    """Copy all parameters and buffers of ``source`` onto those of the same names in ``target``, in place.
+
+    Both have the same signature, or ``target`` has some beside, which stay as they are.
 
     Returns:
         The pairs of parameters that were copied; one that both blocks share is left out.
     """
-    for (_, old), (_, new) in zip(source.named_buffers(), target.named_buffers(), strict=True):
-        if old is not new:
-            new.copy_(old)
-    pairs = [
-        (old, new)
-        for (_, old), (_, new) in zip(source.named_parameters(), target.named_parameters(), strict=True)
-        if old is not new
-    ]
+    buffers, parameters = dict(target.named_buffers()), dict(target.named_parameters())
+    for name, old in source.named_buffers():
+        if old is not buffers[name]:
+            buffers[name].copy_(old)
+    pairs = [(old, parameters[name]) for name, old in source.named_parameters() if old is not parameters[name]]
     for old, new in pairs:
         new.copy_(old)
     return pairs
@@ -80,6 +82,11 @@ class BlockStack:
         dropped: indices of the blocks that the next training step passes over.
         carries: the blocks return tensors beside the hidden state, which later blocks may need (T5's position bias);
             None until a block has been seen to run. The first block of such a stack cannot be dropped.
+        reshapes: indices of the blocks that were seen to return a hidden state of another shape, where they may.
+        mixes: by a technique's name, called within a step as ``mix(index, entered, left, training)`` with the hidden state
+            that a block was given and the one that it returned, of the same shape; what it returns takes the latter's place.
+        still: the blocks at the front that take no gradient: in a training step the backward pass ends behind them.
+        held: parameters that are out of training with :meth:`freeze_inactive`; those of still blocks are to be among them.
     """
 
     def __init__(self, found: Candidate, root: nn.Module | None = None) -> None:
@@ -90,6 +97,10 @@ class BlockStack:
         self.keep: list[float] = []
         self.dropped: frozenset[int] = frozenset()
         self.carries: bool | None = None
+        self.reshapes: set[int] = set()
+        self.mixes: dict[str, Mix] = {}
+        self.still = 0
+        self.held: list[nn.Parameter] = []
         self._root = root
         self._active = len(self.blocks)
         self._made: Made | None = None
@@ -99,6 +110,7 @@ class BlockStack:
         self._training = False
         self._shown = False
         self._scales = False
+        self._reshaping = False
         self._watched = False
         self._calls = 0
         self._away: frozenset[int] = frozenset()
@@ -130,7 +142,7 @@ class BlockStack:
     def view(self, *, training: bool) -> Iterator[None]:
         """Show the active blocks, and in training pass over the dropped ones, until the context ends."""
         partly = self._active < len(self.blocks)
-        if self._shown or not (partly or (training and (self.dropped or self.keep))):
+        if self._shown or not (partly or self.mixes or (training and (self.dropped or self.keep or self.still))):
             yield
             return
         away = self._waiting()
@@ -140,14 +152,17 @@ class BlockStack:
         if partly and self._root is not None:
             self._made = self._made or Made(self._root, self.blocks, self._active)
             self._made.begin()
+        still = [block for i, block in enumerate(self.blocks[: self.still]) if training and i not in self.dropped]
         for block in passing:
             put_on(block, Passing, self)
+        for block in still:
+            put_on(block, Still, self)
         if partly:
             put_on(self.container, Sequence, self)
         try:
             yield
         finally:
-            for module in (*passing, *((self.container,) if partly else ())):
+            for module in (*passing, *still, *((self.container,) if partly else ())):
                 take_off(module)
             self._shown = self._training = False
             self._carried = None
@@ -178,6 +193,9 @@ class BlockStack:
 
     def is_away(self, block: nn.Module) -> bool:
         return id(block) in self._away
+
+    def is_still(self, block: nn.Module) -> bool:
+        return any(block is other for other in self.blocks[: self.still])
 
     def pass_on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A passed block's hidden state as it came, and the rest as the last block that ran returned it."""
@@ -212,18 +230,22 @@ class BlockStack:
 
     def state_dict(self) -> dict[str, Any]:
         """What has been learnt of the blocks' output; how many are active is for the technique that says so to save."""
-        return {"length": len(self.blocks), "carries": self.carries, "arity": self._arity}
+        state = {"length": len(self.blocks), "carries": self.carries, "arity": self._arity}
+        return {**state, "reshapes": sorted(self.reshapes)} if self.reshapes else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.carries, self._arity = state["carries"], state["arity"]
+        self.reshapes = set(state.get("reshapes", ()))
 
-    def watch(self, *, scales: bool) -> None:
+    def watch(self, *, scales: bool, reshaping: bool = False) -> None:
         """Learn what form the blocks' output has, until :meth:`release`.
 
         Args:
             scales: kept branches are scaled by 1/p, so an output that cannot be scaled is an error.
+            reshaping: blocks may return a hidden state of another shape; they are noted, and are not to be scaled.
         """
         self._scales |= scales
+        self._reshaping |= reshaping
         if not self._watched:
             self._watched = True
             for index, block in enumerate(self.blocks):
@@ -283,15 +305,20 @@ class BlockStack:
         return hook
 
     def _scaled(self, index: int, entered: Tensor, hidden: Tensor, rest: tuple[Any, ...] | None) -> Any:
+        if entered.shape != hidden.shape and self._reshaping:
+            self.reshapes.add(index)
+            return None
         if entered.shape != hidden.shape:
             raise ValueError(
                 f"Block {index} of {self.path!r} took a hidden state of shape {tuple(entered.shape)} and returned"
                 f" {tuple(hidden.shape)}; expected the same shape, since a block that changes it cannot be passed"
                 " over. Name another stack by layers=."
             )
+        for mix in self.mixes.values() if self._shown else ():
+            hidden = mix(index, entered, hidden, self._training)
         p = self.keep[index] if self._training and index < len(self.keep) else 1.0
         if p == 1.0:
-            return None
+            return None if not self.mixes else hidden if rest is None else (hidden, *rest)
         dtype = torch.promote_types(entered.dtype, hidden.dtype)
         # h + (block(h) - h) / p
         hidden = torch.lerp(entered.to(dtype), hidden.to(dtype), 1.0 / p)
@@ -300,16 +327,14 @@ class BlockStack:
     # -- inactive blocks
 
     def freeze_inactive(self) -> None:
-        """Take the parameters that only inactive blocks use out of training; what the user froze stays so."""
+        """Take the parameters that only inactive blocks use, and those held, out of training; what the user froze stays so."""
         self.thaw()
         used = {id(p) for block in self.blocks[: self._active] for p in block.parameters()}
-        for block in self.blocks[self._active :]:
-            for p in block.parameters():
-                if id(p) not in used:
-                    used.add(id(p))
-                    self._frozen.append((p, p.requires_grad))
-                    p.requires_grad_(False)
-                    p.grad = None
+        away = {p: None for block in self.blocks[self._active :] for p in block.parameters() if id(p) not in used}
+        for p in {**away, **dict.fromkeys(self.held)}:
+            self._frozen.append((p, p.requires_grad))
+            p.requires_grad_(False)
+            p.grad = None
         self._guard()
 
     def thaw(self) -> None:
@@ -326,7 +351,8 @@ class BlockStack:
         self._handles, self._guards, self._watched = [], [], False
         self._forget()
         self.thaw()
-        self.keep, self.dropped, self._scales = [], frozenset(), False
+        self.keep, self.dropped, self._scales, self._reshaping = [], frozenset(), False, False
+        self.mixes, self.still, self.held = {}, 0, []
 
 
 def _heard(hook: Callable[..., Any], block: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_eff._core._architecture.record import swapped
 from lightning_eff._core._architecture.watch import BypassWatch
+from lightning_eff._core._optim.combined import CombinedOptimizer
+from lightning_eff._core._optim.scheduled import schedulers_of
+from lightning_eff._core._optim.undecayed import exempt
 from lightning_eff._core._run.checks import is_plain
 from lightning_eff._core._stack.compiled import compiled_around
 from lightning_eff._core.optimizers import is_per_parameter, rewrite_configured
@@ -109,7 +112,10 @@ class ArchitectureOfRun:
 
 
 def _adopting(module: LightningModule) -> Callable[..., Any]:
-    """``configure_optimizers`` that gives what lists parameters by name those that are new."""
+    """``configure_optimizers`` that gives what lists parameters by name those that are new.
+
+    Those that a replacement names in ``undecayed`` are put into groups without weight decay.
+    """
     original = module.configure_optimizers
 
     @functools.wraps(original)
@@ -118,6 +124,12 @@ def _adopting(module: LightningModule) -> Callable[..., Any]:
         optimizers: list[Optimizer] = []
         rewrite_configured(configured, lambda o: optimizers.append(o) or o)
         adopt(module, optimizers)
+        new = [
+            p for _, m, _ in swapped(module) for name, p in m.named_parameters() if name in getattr(m, "undecayed", ())
+        ]
+        for optimizer in optimizers:
+            if not isinstance(optimizer, CombinedOptimizer):
+                exempt(optimizer, schedulers_of(configured), list[Tensor](new))
         return configured
 
     configure_optimizers.__wrapped__ = inspect.unwrap(original)

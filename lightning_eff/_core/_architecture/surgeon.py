@@ -28,16 +28,19 @@ class Surgeon:
     Attributes:
         root: the module tree.
         where: paths of what was swapped and of parameters that were frozen, so far.
+        batch: of the module's data, for what must see it run; None where none was given.
 
     Args:
         root: the module tree.
         seed: the run's seed.
         who: the technique's class, for messages.
         stays: why what it puts in cannot be taken out again; empty where each replacement has ``fold``.
+        batch: see above.
     """
 
-    def __init__(self, root: nn.Module, *, seed: int, who: str, stays: str = "") -> None:
+    def __init__(self, root: nn.Module, *, seed: int, who: str, stays: str = "", batch: Any = None) -> None:
         self.root = root
+        self.batch = batch
         self.where: list[str] = []
         self._seed, self._who, self._stays = seed, who, stays
         self._surgery = Surgery(same_tensors=False)

@@ -128,8 +128,14 @@ class Changed:
             self.module.__dict__[APPLIED] = self.before
 
 
-def change(module: nn.Module, techniques: Sequence[Architecture], *, seed: int) -> Changed:
+def change(module: nn.Module, techniques: Sequence[Architecture], *, seed: int, batch: Any = None) -> Changed:
     """Make the changes of all ``techniques`` that are not made yet, in the order of :class:`Change`: all, or none.
+
+    Args:
+        module: the module tree.
+        techniques: whose changes they are.
+        seed: of what is drawn.
+        batch: of the module's data, for those that must see it run.
 
     Raises:
         ValueError: if a technique was applied with other settings, or one that comes after it was applied before it, or it
@@ -154,7 +160,7 @@ def change(module: nn.Module, techniques: Sequence[Architecture], *, seed: int) 
                     " Give them"
                     " together to one lightning_eff.apply, or put all of them into the Trainer's callbacks."
                 )
-            surgeon = Surgeon(module, seed=seed, who=name, stays=technique.stays)
+            surgeon = Surgeon(module, seed=seed, who=name, stays=technique.stays, batch=batch)
             changed.surgeons.append(surgeon)
             technique.change(surgeon)
             record.where = surgeon.where

@@ -23,10 +23,14 @@ class Branch:
     Attributes:
         last: its last maps: several where what is added is itself a sum.
         inner: the weights of its other maps, and of norms on the way, by name, those next to the stream first.
+        stream: which stream it is added to, by a number: an encoder has one, its decoder another.
+        depth: how many maps follow upon each other on the longest way through it, the last one among them.
     """
 
     last: tuple[End, ...]
     inner: tuple[str, ...]
+    stream: int = 0
+    depth: int = 1
 
 
 def branches(graph: Graph) -> list[Branch]:
@@ -49,7 +53,10 @@ def branches(graph: Graph) -> list[Branch]:
     first = _streams(graph, found)
     sizes = Counter(first.values())
     alone = max(sizes.values(), default=0) == 1
-    return [_branch(graph, made) for node, made in found.items() if alone or sizes[first[node]] > 1]
+    numbers = {node: i for i, node in enumerate(sizes)}
+    return [
+        _branch(graph, made, numbers[first[node]]) for node, made in found.items() if alone or sizes[first[node]] > 1
+    ]
 
 
 class _Sum(NamedTuple):
@@ -107,24 +114,45 @@ def _streams(graph: Graph, found: dict[Node, _Sum]) -> dict[Node, Node]:
     return first
 
 
-def _branch(graph: Graph, made: _Sum) -> Branch:
+def _branch(graph: Graph, made: _Sum, stream: int) -> Branch:
     between: set[Node] = set()
     for start in {node for end in made.ends for node in end.inputs}:
         between |= graph.below(start, lambda node: (f for f in graph.inputs[node] if graph.comes_of(f, made.origins)))
     last, inside = {end.weight for end in made.ends}, dict[str, None]()
+    depths: dict[Node, int] = {}
     for node in sorted(between, key=graph.order.__getitem__):
         if graph.comes_of(made.stream, graph.bits([node])) or not graph.comes_of(node, made.origins):
             continue
+        depths[node] = max((depths.get(f, 0) for f in graph.inputs[node]), default=0) + (graph.map_at(node) is not None)
         for f in graph.inputs[node]:
             name = graph.leaves[f][0] if f in graph.leaves else graph.weight(f)
             if name is not None and name not in last:
                 inside[name] = None
-    return Branch(tuple({end.weight: end for end in made.ends}.values()), tuple(inside))
+    depth = 1 + max((depths.get(node, 0) for end in made.ends for node in end.inputs), default=0)
+    return Branch(tuple({end.weight: end for end in made.ends}.values()), tuple(inside), stream, depth)
 
 
-def heads(graph: Graph) -> list[str]:
-    """The weights of the maps whose outputs the losses of classes are taken of, by name."""
-    found: dict[str, None] = {}
+def outputs(graph: Graph, node: Node) -> list[str]:
+    """The weights of the maps whose outputs are what ``node`` has computed, but for a scale, a bias or a mask, by name."""
+
+    def through(here: Node) -> tuple[Node, ...]:
+        inputs = tuple(f for f in graph.inputs[here] if f not in graph.fixed)
+        return inputs if len(inputs) == 1 and kind(here) in _LOGITS and not graph.map_at(here) else ()
+
+    return [*dict.fromkeys(at[0] for here in graph.below(node, through) if (at := graph.map_at(here)) is not None)]
+
+
+class Head(NamedTuple):
+    """A map whose outputs a loss of classes is taken of: its weight's name, its node, and names of what is added to it."""
+
+    weight: str
+    node: Node
+    biases: tuple[str, ...]
+
+
+def heads_of(graph: Graph) -> list[Head]:
+    """The maps whose outputs the losses of classes are taken of, each weight once."""
+    found: dict[str, Head] = {}
     for node in graph.nodes("NllLoss", "NllLoss2D", "NllLossNd", "BinaryCrossEntropyWithLogits"):
         reached = graph.below(
             node,
@@ -132,5 +160,25 @@ def heads(graph: Graph) -> list[str]:
                 graph.inputs[here] if here is node or (kind(here) in _LOGITS and not graph.map_at(here)) else ()
             ),
         )
-        found |= {at[0]: None for here in reached if (at := graph.map_at(here)) is not None}
-    return [*found]
+        added = [name for here in reached if kind(here) == "Add" for name in _vectors(graph, here)]
+        for here in reached:
+            if (at := graph.map_at(here)) is not None:
+                found.setdefault(at[0], Head(at[0], here, (*_vectors(graph, here), *added)))
+    return [*found.values()]
+
+
+def _vectors(graph: Graph, node: Node) -> list[str]:
+    """Names of the parameters of one dimension that a node was handed, in any dtype."""
+    found: list[str] = []
+    for f in graph.inputs[node]:
+        here = f
+        while here not in graph.leaves and kind(here) in SHAPES and len(graph.inputs[here]) == 1:
+            here = graph.inputs[here][0]
+        if here in graph.leaves and graph.leaves[here][1].ndim == 1:
+            found.append(graph.leaves[here][0])
+    return found
+
+
+def heads(graph: Graph) -> list[str]:
+    """The weights of :func:`heads_of`, by name."""
+    return [head.weight for head in heads_of(graph)]

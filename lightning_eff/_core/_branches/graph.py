@@ -82,6 +82,7 @@ class Graph:
     """
 
     def __init__(self, loss: Tensor, module: nn.Module) -> None:
+        self.loss = loss
         names = {id(p): name for name, p in module.named_parameters()}
         self.inputs: dict[Node, tuple[Node, ...]] = {}
         self.leaves: dict[Node, tuple[str, Tensor]] = {}
@@ -105,11 +106,11 @@ class Graph:
             stack += [(f, False) for f in reversed(self.inputs[node])]
         if len(self.order) > LARGEST:
             raise TooLarge(f"{len(self.order)} operations in one pass; expected at most {LARGEST}")
-        self._fixed: set[Node] = set(self.leaves)  # what is made of parameters alone, whatever the batch
+        self.fixed: set[Node] = set(self.leaves)  #: what is made of parameters alone, whatever the batch
         self._of: dict[Node, int] = {}
         for node, place in self.order.items():
-            if self.inputs[node] and kind(node) not in _DATA and self._fixed.issuperset(self.inputs[node]):
-                self._fixed.add(node)
+            if self.inputs[node] and kind(node) not in _DATA and self.fixed.issuperset(self.inputs[node]):
+                self.fixed.add(node)
             bits = 1 << place
             for f in self.inputs[node]:
                 bits |= self._of[f]
@@ -148,18 +149,28 @@ class Graph:
                 if kind(here) not in SHAPES and kind(here) not in ("Mul", "WeightNormInterface"):
                     here = None
                     break
-                big = [f for f in self.inputs[here] if f not in self.leaves or self.leaves[f][1].ndim > 1]
+                big = [f for f in self.inputs[here] if not self._is_scale(f)]
                 here = big[0] if len(big) == 1 else None
             found = None if here is None else self.leaves[here]
             self._weights[node] = found[0] if found is not None and found[1].ndim > 1 else None
         return self._weights[node]
 
+    def _is_scale(self, node: Node) -> bool:
+        """Whether a node is a parameter of one dimension at most, seen through changes of its shape."""
+        while node not in self.leaves:
+            if kind(node) not in SHAPES or len(self.inputs[node]) != 1:
+                return False
+            node = self.inputs[node][0]
+        return self.leaves[node][1].ndim <= 1
+
     def uses(self, name: str) -> list[Node]:
-        """The operations, other than changes of its shape, that a parameter of two dimensions or more goes into."""
+        """The operations, other than changes of its shape and scale, that a parameter of two dimensions or more goes into."""
         return [
             node
             for node in self.order
-            if kind(node) not in SHAPES and any(self.weight(f) == name for f in self.inputs[node])
+            if kind(node) not in SHAPES
+            and self.weight(node) != name  # its own multiple
+            and any(self.weight(f) == name for f in self.inputs[node])
         ]
 
     def map_at(self, node: Node) -> tuple[str, tuple[Node, ...]] | None:
@@ -169,7 +180,7 @@ class Graph:
         weights = [(f, name) for f in self.inputs[node] if (name := self.weight(f)) is not None]
         if not weights:
             return None
-        rest = tuple(f for f in self.inputs[node] if f is not weights[-1][0] and f not in self._fixed)
+        rest = tuple(f for f in self.inputs[node] if f is not weights[-1][0] and f not in self.fixed)
         return weights[-1][1], rest
 
     def ends(self, node: Node) -> tuple[End, ...]:
@@ -193,7 +204,7 @@ class Graph:
     def linear(self, node: Node) -> tuple[Node, ...]:
         """What the output of a node is a linear function of, if of one thing only; norms and sums count as linear, too."""
         at = self.map_at(node)
-        inputs = tuple(f for f in self.inputs[node] if f not in self._fixed) if at is None else at[1]
+        inputs = tuple(f for f in self.inputs[node] if f not in self.fixed) if at is None else at[1]
         if (
             at is None
             and kind(node) not in NORMS
@@ -209,7 +220,7 @@ class Graph:
     def _linear(self, way: _Way) -> Iterator[_Way]:
         """Where a linear operation leads. A norm that is written by hand divides by a root."""
         node, norms, added, scales = way
-        inputs, what = tuple(f for f in self.inputs[node] if f not in self._fixed), kind(node)
+        inputs, what = tuple(f for f in self.inputs[node] if f not in self.fixed), kind(node)
         if what in NORMS:
             yield _Way(inputs[0], (*norms, self._small(node)), added)
         elif what.startswith(ATTENTION) and len(inputs) >= 3:

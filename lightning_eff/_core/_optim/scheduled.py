@@ -54,7 +54,7 @@ def reference_rates(optimizer: Optimizer, schedulers: list[Any]) -> list[float |
         return [*known_ones, *added[len(known_ones) :]]
     peaks: list[Any] = [None] * len(optimizer.param_groups)
     for scheduler in schedulers:
-        for one in _all_in(scheduler, optimizer):
+        for one in all_in(scheduler, optimizer):
             highest = getattr(one, "max_lrs", None)
             if isinstance(highest, list) and len(highest) == len(peaks):
                 peaks = highest
@@ -66,7 +66,7 @@ def reference_rates(optimizer: Optimizer, schedulers: list[Any]) -> list[float |
     return found
 
 
-def _all_in(scheduler: Any, optimizer: Optimizer) -> Iterator[Any]:
+def all_in(scheduler: Any, optimizer: Optimizer) -> Iterator[Any]:
     """``scheduler`` and those within it, of one optimizer, outermost first."""
     waiting, seen = [scheduler], set()
     while waiting:
@@ -145,7 +145,7 @@ def put_around(combined: CombinedOptimizer, made: Optimizer, schedulers: list[An
         TypeError: for a scheduler whose class cannot be added to.
     """
     for scheduler in schedulers:
-        for one in list(_all_in(scheduler, made)):
+        for one in list(all_in(scheduler, made)):
             one.optimizer = combined.origins
         if not isinstance(scheduler, AtRest):
             _add_to_class(scheduler, InProportion)

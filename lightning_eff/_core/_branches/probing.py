@@ -1,0 +1,222 @@
+"""What a module that has not run yet is computed of: one pass over an input that is made up, and forgotten.
+
+Values do not matter, and shapes hardly do: only which tensor is added to which. So what a Trainer finds before its first
+batch is what ``lightning_eff.apply`` finds without one.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, cast
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_eff._core import rng
+from lightning_eff._core._branches.finding import branches, heads, outputs
+from lightning_eff._core._branches.graph import Graph, Node, TooLarge
+from lightning_eff._core._branches.guessing import Call, calls_of, hidden_states, step_batches
+from lightning_eff._core._stack.compiled import uncompiled
+from lightning_eff._core._stack.finding import candidates
+from lightning_eff._core.steps import in_evaluation, silent, takes_index
+
+WAYS_OUT = (
+    "Give a batch, lightning_eff.apply(module, technique, batch=batch); or an example_input_array to the LightningModule; or"
+    " the names of the maps in which branches end, branches=[...]"
+)
+
+
+class Probe(NamedTuple):
+    """One pass.
+
+    Attributes:
+        graph: what was computed.
+        of: what was run on what, in words.
+        heads: names of the weights whose maps compute what it returned, or what its losses are taken of; often none.
+    """
+
+    graph: Graph
+    of: str
+    heads: list[str]
+
+
+def probed(module: nn.Module, *, who: str, batch: Any = None) -> Probe:
+    """One forward pass of ``module``, or of the largest part of it that can be called, in which residual branches are found.
+
+    It is tried, in this order: the batch that is given, in the module's own ``training_step`` or as arguments; a
+    LightningModule's ``example_input_array``; the module, and then within it the part with most parameters, on inputs as
+    its config, its embeddings, convolutions and maps take them; its stack of blocks on hidden states; its
+    ``training_step`` on batches of such inputs. Each pass is in evaluation mode, and leaves no trace.
+
+    The first pass that every block of every stack has a part in is taken, else that of the most blocks.
+
+    Args:
+        module: the module; parameters on the meta device will do, as long as nothing goes by values.
+        who: the technique's name, for messages.
+        batch: of the module's own data.
+
+    Raises:
+        ValueError: if nothing ran, or nothing that ran has a residual branch, with what was tried and the ways out.
+    """
+    tried: list[str] = []
+    best: Probe | None = None
+    most, blocks = -1, _blocks(module)
+    for of, call in _attempts(module, batch):
+        try:
+            with _aside(module):
+                graph, made = _graph(call(), module)
+        except TooLarge as e:
+            raise ValueError(f"{who}: {of} has {e}. {WAYS_OUT}, so that it is not looked through.") from e
+        except Exception as e:  # what is made up may not be what the module takes: the next may be
+            tried.append(f"{of} raised {type(e).__name__} ({str(e).splitlines()[0][:120] if str(e) else ''})")
+            if batch is not None:
+                raise ValueError(f"{who}: {tried[0]}. Give a batch as the module's train loader does.") from e
+            continue
+        if graph is not None and branches(graph):
+            met = _met(graph, blocks)
+            if met > most:
+                best, most = Probe(graph, of, _heads(graph, made)), met
+            if met == len(blocks):
+                break
+        else:
+            tried.append(f"{of} ran, and adds nothing to what it is made of by a map")
+        if batch is not None:
+            break
+    if best is not None:
+        return best
+    stacks = ", ".join(map(str, candidates(module))) or "none"
+    ran = [one for one in tried if " ran, " in one]
+    raise ValueError(
+        f"{who}: found no residual branch, x + f(x), in {type(module).__name__}. "
+        + "; ".join((ran or tried)[:3] or ["There was nothing to run"])
+        + f". Stacks of blocks there: {stacks}. Maps there: {_maps(module)}. {WAYS_OUT}. Or take the technique out."
+    )
+
+
+def _blocks(module: nn.Module) -> list[str]:
+    """The paths of the blocks of all stacks, with a dot behind; of those that lie in others, none."""
+    found = [
+        f"{stack.path}.{name}."
+        for stack in candidates(module)
+        if stack.composite
+        for name, m in stack.container._modules.items()
+        if m is not None
+    ]
+    return [path for path in found if not any(path != other and path.startswith(other) for other in found)]
+
+
+def _met(graph: Graph, blocks: list[str]) -> int:
+    seen = [name for name, _ in graph.leaves.values()]
+    return sum(any(name.startswith(path) for name in seen) for path in blocks)
+
+
+def _maps(module: nn.Module) -> str:
+    names = [name for name, p in module.named_parameters() if p.ndim > 1]
+    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "") if names else "none"
+
+
+def _attempts(module: nn.Module, batch: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+    if batch is not None:
+        yield "the batch that was given", lambda: _on_batch(module, batch)
+        return
+    example = getattr(module, "example_input_array", None)
+    if isinstance(module, LightningModule) and example is not None:
+        yield "forward on example_input_array", lambda: _handed(module, example)
+    for path, part in _parts(module):
+        for what, call in calls_of(part):
+            yield (
+                f"{path or 'the module'} ({type(part).__name__}) on {what}",
+                lambda part=part, call=call: _made(part, call),
+            )
+    for stack in candidates(module)[:2]:
+        blocks = [m for m in stack.container._modules.values() if m is not None]
+        for what, hidden in hidden_states(blocks[0]):
+            yield f"the blocks at {stack} on {what}", lambda blocks=blocks, hidden=hidden: _through(blocks, hidden)
+    if isinstance(module, LightningModule) and is_overridden("training_step", module) and module.automatic_optimization:
+        for what, made in step_batches(module):
+            yield f"training_step on {what}", lambda made=made: _on_batch(module, made)
+
+
+def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """``module``, and then the part of it with most of its parameters, and so on; those that can be called."""
+    path, part = "", module
+    while True:
+        own = type(part).forward is not nn.Module.forward
+        if own and not (isinstance(part, LightningModule) and not is_overridden("forward", part)):
+            yield path, part
+        inner = max(part.named_children(), key=lambda child: _size(child[1]), default=None)
+        if inner is None or 2 * _size(inner[1]) < _size(part) or isinstance(inner[1], nn.ModuleList | nn.ModuleDict):
+            return
+        path, part = (f"{path}.{inner[0]}" if path else inner[0]), inner[1]
+        if any(stack.container is part for stack in candidates(nn.ModuleDict({"part": part}))) and path:
+            return  # the blocks themselves
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _made(part: nn.Module, call: Call) -> Any:
+    return part(*call.args, **call.kwargs)
+
+
+def _handed(module: nn.Module, example: Any) -> Any:
+    if isinstance(example, dict):
+        return module(**example)
+    return module(*example) if isinstance(example, tuple) else module(example)
+
+
+def _on_batch(module: nn.Module, batch: Any) -> Any:
+    if isinstance(module, LightningModule) and is_overridden("training_step", module):
+        step = module.training_step
+        return step(batch, *((0,) if takes_index(step) else ()))
+    return _handed(
+        module, tuple(batch) if isinstance(batch, list) else dict(batch) if hasattr(batch, "keys") else batch
+    )
+
+
+def _through(blocks: list[nn.Module], hidden: Tensor) -> Tensor:
+    for block in blocks:
+        output = block(hidden)
+        hidden = output[0] if isinstance(output, tuple | list) else output
+    return hidden
+
+
+def _graph(output: Any, module: nn.Module) -> tuple[Graph | None, list[Node]]:
+    """The graph of all that a pass returned, and the nodes of that."""
+    if isinstance(output, dict) and isinstance(output.get("loss"), Tensor):
+        output = output["loss"]
+    found = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.grad_fn is not None]
+    if not found:
+        return None, []
+    loss = found[0].sum()
+    for t in found[1:]:
+        loss = loss + t.sum()
+    return Graph(loss, module), [t.grad_fn for t in found]
+
+
+def _heads(graph: Graph, made: list[Node]) -> list[str]:
+    """Of losses, or else of the first tensor returned; a branch's own maps are none, which hidden states end in."""
+    every = branches(graph)
+    inside = {end.weight for branch in every for end in branch.last} | {
+        name for branch in every for name in branch.inner
+    }
+    return [name for name in heads(graph) or outputs(graph, made[0]) if name not in inside]
+
+
+@contextmanager
+def _aside(module: nn.Module) -> Iterator[None]:
+    """All parameters take gradients, nothing is compiled, and what a pass draws, counts or logs is as it was afterwards."""
+    frozen = [p for p in module.parameters() if not p.requires_grad and p.is_floating_point() and p.is_leaf]
+    with ExitStack() as scope:
+        scope.enter_context(torch.enable_grad())
+        scope.enter_context(rng.fork())
+        scope.enter_context(in_evaluation(module.modules()))
+        scope.enter_context(silent(cast(LightningModule, module)))
+        scope.enter_context(uncompiled())
+        for p in frozen:
+            scope.callback(p.requires_grad_, False)
+            p.requires_grad_(True)
+        yield
