@@ -1,6 +1,6 @@
 """The first blocks of the network alone, throughout: the control of techniques that run fewer blocks at a step."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from lightning.pytorch.utilities import rank_zero_info
@@ -24,6 +24,8 @@ class Shallower(Technique):
     Args:
         kept: given ``L``, how many blocks to run, in (0, L]; it is rounded.
         layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks; None finds the longest.
+        stages: take all stacks of the class that most blocks are of, or several ``layers``: each then runs its share, the
+            first ``round(kept(L) / L * l)`` of its ``l`` blocks and at least 1, where ``L`` counts those of all.
 
     Raises:
         ValueError: at setup, if ``kept`` returns a number outside (0, L], or the checkpoint to resume from was trained
@@ -36,14 +38,17 @@ class Shallower(Technique):
     conflicts: ClassVar[Mapping[str, str]] = {"ProgressiveStacking": "both say how many blocks the network has"}
     needs_automatic_optimization: ClassVar[bool] = False
 
-    def __init__(self, *, kept: Callable[[int], float], layers: str | None = None) -> None:
+    def __init__(
+        self, *, kept: Callable[[int], float], layers: str | Sequence[str] | None = None, stages: bool = False
+    ) -> None:
         self.kept = kept
         self.layers = layers
+        self.stages = stages
         self._reset()
 
     def _reset(self) -> None:
-        self._stack: BlockStack | None = None
-        self._learnt: dict[str, Any] | None = None
+        self._stacks: list[BlockStack] = []
+        self._learnt: list[dict[str, Any]] = []
         self._active, self._length = 0, 0
         self._where = ""
 
@@ -53,54 +58,66 @@ class Shallower(Technique):
 
     @override
     def on_model(self, session: Session) -> None:
-        stack = session.stack(self.layers, who="Shallower")
-        refuse_compiled_around(session.module, stack.path, who="Shallower")
-        if self._learnt is not None and self._learnt["length"] == len(stack):
-            stack.load_state_dict(self._learnt)
-        stack.active = self._count(stack)
-        stack.watch(scales=False)
+        stacks = self._find(session)
+        counts = self._counts(stacks)
+        for i, (stack, count) in enumerate(zip(stacks, counts, strict=True)):
+            refuse_compiled_around(session.module, stack.path, who="Shallower")
+            if len(self._learnt) == len(stacks) and self._learnt[i]["length"] == len(stack):
+                stack.load_state_dict(self._learnt[i])
+            stack.active = count
+            stack.watch(scales=False)
+            if session.fitting:
+                stack.freeze_inactive()
         if session.fitting:
-            self._stack, self._active, self._length = stack, stack.active, len(stack)
-            self._where = f"{len(stack)} blocks of {stack.path!r}"
-            stack.freeze_inactive()
+            self._stacks, self._active, self._length = stacks, sum(counts), sum(map(len, stacks))
+            self._where = f"{self._length} blocks of {', '.join(repr(stack.path) for stack in stacks)}"
 
-    def _count(self, stack: BlockStack) -> int:
-        kept = self.kept(len(stack))
-        if not 0 < kept <= len(stack):
+    def _find(self, session: Session) -> list[BlockStack]:
+        if self.stages:
+            return session.stages(self.layers, who="Shallower")
+        assert self.layers is None or isinstance(self.layers, str)
+        return [session.stack(self.layers, who="Shallower")]
+
+    def _counts(self, stacks: list[BlockStack]) -> list[int]:
+        """How many blocks of each stack run."""
+        length = sum(map(len, stacks))
+        kept = self.kept(length)
+        if not 0 < kept <= length:
             raise ValueError(
-                f"Shallower: kept({len(stack)}) returned {kept}; expected a number in (0, {len(stack)}], how many of"
-                f" the blocks of {stack.path!r} to run. Give another function."
+                f"Shallower: kept({length}) returned {kept}; expected a number in (0, {length}], how many of"
+                f" the blocks of {', '.join(repr(stack.path) for stack in stacks)} to run. Give another function."
             )
-        return max(1, round(kept))
+        return [max(1, round(kept * len(stack) / length)) for stack in stacks]
 
     @override
     def check_checkpoint(self, session: Session, state: dict[str, Any] | None) -> None:
         if not session.fitting:
             return
-        stack = session.stack(self.layers, who="Shallower")
-        count, trained = self._count(stack), len(stack) if state is None else state["active"]
+        stacks = self._find(session)
+        count = sum(self._counts(stacks))
+        trained = sum(map(len, stacks)) if state is None else state["active"]
         if trained != count:
             raise ValueError(
-                f"Shallower: the checkpoint was trained with {trained} of {stack}; expected one trained with the first"
-                f" {count}. Resume with the callbacks it was saved with, or load the weights into the module and start a"
-                " new fit."
+                f"Shallower: the checkpoint was trained with {trained} of {', '.join(map(str, stacks))}; expected one"
+                f" trained with the first {count}. Resume with the callbacks it was saved with, or load the weights into"
+                " the module and start a new fit."
             )
 
     @override
     def detach(self, session: Session) -> None:
-        if self._stack is not None:
-            self._learnt, self._stack = self._stack.state_dict(), None
+        if self._stacks:
+            self._learnt, self._stacks = [stack.state_dict() for stack in self._stacks], []
             if self._active < self._length:
                 rank_zero_info(f"{note('Shallower', self._active, self._length, self._where)}.")
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        stack = self._learnt if self._stack is None else self._stack.state_dict()
-        return {"active": self._active, "stack": stack}
+        stacks = [stack.state_dict() for stack in self._stacks] or self._learnt
+        return {"active": self._active, "stacks": stacks}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._learnt = state_dict["stack"]
+        self._learnt = state_dict["stacks"]
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:

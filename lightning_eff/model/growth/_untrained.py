@@ -20,21 +20,20 @@ def note(who: str, trained: int, length: int, where: str) -> str:
     )
 
 
-def warn_at_the_end(short: str) -> None:
-    """Warn that a fit left such a module; ``short`` is its :func:`note`."""
+def warn_at_the_end(short: str, *, finish: bool = True) -> None:
+    """Warn that a fit left such a module; ``short`` is its :func:`note`, ``finish`` whether there is such an argument."""
+    mend = " or train with finish='identity', which leaves a plain module that is right." if finish else " or train on."
     rank_zero_warn(
         f"The fit ended before all blocks ran. {short}. Evaluate it with this callback in the Trainer, go on from a"
-        " checkpoint, load the weights into a module built with as many blocks as were trained, or train with"
-        " finish='identity', which leaves"
-        " a plain module that is right."
+        f" checkpoint, load the weights into a module built with as many blocks as were trained,{mend}"
     )
 
 
-def warn_in_a_checkpoint(short: str, key: str) -> None:
+def warn_in_a_checkpoint(short: str, key: str, *, finish: bool = True) -> None:
     """Warn, the first time in a run, that a checkpoint holds such a module."""
+    mend = ", or train with finish='identity', with which checkpoints are right everywhere" if finish else ""
     rank_zero_warn(
-        f"A checkpoint is saved in mid-growth. {short}. Resume from it or evaluate it with this callback in the Trainer, or"
-        f" train with finish='identity', with which checkpoints are right everywhere. The checkpoint says so under"
-        f" ['callbacks'][{key!r}]['note']. Later checkpoints are not warned of.",
+        f"A checkpoint is saved in mid-growth. {short}. Resume from it or evaluate it with this callback in the Trainer{mend}."
+        f" The checkpoint says so under ['callbacks'][{key!r}]['note']. Later checkpoints are not warned of.",
         category=PossibleUserWarning,
     )

@@ -2,31 +2,23 @@
 
 import functools
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities import rank_zero_info
-from torch import Generator, Tensor
+from torch import Tensor
 from typing_extensions import override
 
-from lightning_eff._core._run.checks import is_checkpointed_reentrantly
-from lightning_eff._core.blocks import BlockStack, refuse_compiled_around
+from lightning_eff._core.blocks import BlockStack
 from lightning_eff._core.search_space import SearchSpace, Survey, Uniform, needs_blocks
 from lightning_eff._core.session import Session
-from lightning_eff._core.technique import Control, Technique
+from lightning_eff._core.technique import Control
+from lightning_eff.model.growth._dropping import Dropping, keep_probabilities
 from lightning_eff.model.growth._shallower import Shallower
 
 
 def theta(u: float, *, theta_min: float, gamma: float) -> float:
     """``theta(u) = (1 - theta_min) exp(-gamma u) + theta_min``, with ``u`` in [0, 1]: from 1 down to ``theta_min``."""
     return (1.0 - theta_min) * math.exp(-gamma * u) + theta_min
-
-
-def keep_probabilities(theta: float, *, num_blocks: int) -> list[float]:
-    """``p_i = 1 - (i / L) (1 - theta)`` for the blocks i = 1 .. L."""
-    return [1.0 - i / num_blocks * (1.0 - theta) for i in range(1, num_blocks + 1)]
 
 
 def mean_kept(num_blocks: int, *, theta_min: float, gamma: float) -> float:
@@ -39,13 +31,6 @@ def mean_kept(num_blocks: int, *, theta_min: float, gamma: float) -> float:
     return sum(keep_probabilities(mean, num_blocks=num_blocks))
 
 
-def draw(keep: list[float], generator: Generator) -> frozenset[int]:
-    """The blocks to drop, from 0: each independently, with probability ``1 - p_i``."""
-    # one number for each block, whatever its p
-    numbers = torch.rand(len(keep), generator=generator).tolist()
-    return frozenset(index for index, (number, p) in enumerate(zip(numbers, keep, strict=True)) if number >= p)
-
-
 def _shallower(technique: "ProgressiveLayerDropping") -> dict[str, Callback]:
     """As many blocks throughout as dropping runs on average, from the schedule and the number of blocks."""
     if technique.neutral:
@@ -54,7 +39,7 @@ def _shallower(technique: "ProgressiveLayerDropping") -> dict[str, Callback]:
     return {"mean depth throughout": Shallower(kept=kept, layers=technique.layers)}
 
 
-class ProgressiveLayerDropping(Technique):
+class ProgressiveLayerDropping(Dropping):
     """Drop whole blocks at random for an optimizer step: few at first, soon a share that stays.
 
     Block ``i`` of ``L`` is kept with ``p_i = 1 - (i/L)(1 - theta(u))``, where ``theta`` falls from 1 to ``theta_min``
@@ -98,9 +83,7 @@ class ProgressiveLayerDropping(Technique):
         "a shallower model with as many FLOPs a step: throughout the first blocks alone, as many as are kept on average",
         _shallower,
     )
-    needs_automatic_optimization: ClassVar[bool] = False
     needs_budget: ClassVar[bool] = True
-    sparse_gradients: ClassVar[bool] = True
 
     def __init__(self, *, theta_min: float = 0.5, gamma: float = 100.0, layers: str | None = None) -> None:
         if not 0.0 < theta_min <= 1.0:
@@ -119,12 +102,8 @@ class ProgressiveLayerDropping(Technique):
         self._reset()
 
     def _reset(self) -> None:
-        self._stack: BlockStack | None = None
-        self._learnt: dict[str, Any] | None = None
-        self._only_blocks_train = False
-        self._theta, self._dropped = 1.0, 0
-        self._passes, self._passed_over = 0, 0
-        self._where = ""
+        super()._reset()
+        self._theta = 1.0
 
     @property
     @override
@@ -132,94 +111,13 @@ class ProgressiveLayerDropping(Technique):
         return self.theta_min == 1.0
 
     @override
-    def check(self, session: Session) -> None:
-        strategy = session.trainer.strategy
-        if isinstance(strategy, DDPStrategy) and strategy._ddp_kwargs.get("static_graph"):
-            raise ValueError(
-                "ProgressiveLayerDropping: got DDPStrategy(static_graph=True); expected static_graph=False, because"
-                " other blocks are dropped at each step. Leave static_graph out, or take the technique out."
-            )
-
-    @property
-    @override
-    def drops_blocks(self) -> bool:
-        return not self.neutral
+    def find(self, session: Session) -> list[BlockStack]:
+        return [session.stack(self.layers, who="ProgressiveLayerDropping")]
 
     @override
-    def attach(self, session: Session) -> None:
-        self._reset()
-        strategy = session.trainer.strategy
-        if isinstance(strategy, DDPStrategy) and not strategy._ddp_kwargs.get("find_unused_parameters"):
-            rank_zero_info(
-                "ProgressiveLayerDropping: DDP runs with find_unused_parameters=True, for the dropped blocks."
-            )
-            session.patches.set(strategy, "_ddp_kwargs", {**strategy._ddp_kwargs, "find_unused_parameters": True})
-
-    @override
-    def on_model(self, session: Session) -> None:
-        if not session.fitting:
-            return
-        stack = self._stack = session.stack(self.layers, who="ProgressiveLayerDropping")
-        refuse_compiled_around(session.module, stack.path, who="ProgressiveLayerDropping")
-        if len({id(block) for block in stack.blocks}) < len(stack):
-            raise ValueError(
-                f"ProgressiveLayerDropping: {stack} holds the same block several times; expected different ones,"
-                " because each is kept with a probability of its own. Name another stack by layers=, or take the"
-                " technique out."
-            )
-        if isinstance(session.trainer.strategy, DDPStrategy):
-            _refuse_reentrant(stack)
-        inside = {id(p) for block in stack.blocks for p in block.parameters()}
-        self._only_blocks_train = not any(p.requires_grad and id(p) not in inside for p in session.module.parameters())
-        if self._learnt is not None:
-            stack.load_state_dict(self._learnt)
-        self._where = f"{len(stack)} blocks of {stack.path!r}"
-        stack.watch(scales=True)
-
-    @override
-    def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
-        assert self._stack is not None, "on_model has found the blocks"
-        if batch_idx % session.trainer.accumulate_grad_batches == 0 or not self._stack.keep:
-            self._draw(session)
-
-    @override
-    def on_blocks_changed(self, session: Session) -> None:
-        self._draw(session)
-
-    def _draw(self, session: Session) -> None:
-        """Draw for this optimizer step; the same numbers on all ranks, and each time it is asked for in the step."""
-        stack = self._stack
-        assert stack is not None, "on_model has found the blocks"
+    def probabilities(self, session: Session, num_blocks: int) -> list[float]:
         self._theta = theta(session.progress.u, theta_min=self.theta_min, gamma=self.gamma)
-        if stack.carries is None:  # no block has run yet, so what a dropped one must return is not known
-            stack.keep, stack.dropped = [1.0] * stack.active, frozenset()
-        else:
-            stack.keep = keep_probabilities(self._theta, num_blocks=stack.active)
-            if stack.carries or self._only_blocks_train:
-                stack.keep[0] = 1.0
-            stack.dropped = draw(stack.keep, session.generator(self.name(), session.trainer.global_step))
-        self._dropped = len(stack.dropped)
-
-    @override
-    def on_batch_end(self, session: Session, batch_idx: int) -> None:
-        assert self._stack is not None, "on_model has found the blocks"
-        self._passes += self._stack.active
-        self._passed_over += self._dropped
-
-    @override
-    def detach(self, session: Session) -> None:
-        if self._stack is not None:
-            self._learnt, self._stack = self._stack.state_dict(), None
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        stack = self._learnt if self._stack is None else self._stack.state_dict()
-        return {"passes": self._passes, "passed_over": self._passed_over, "stack": stack}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._passes, self._passed_over = state_dict["passes"], state_dict["passed_over"]
-        self._learnt = state_dict["stack"]
+        return keep_probabilities(self._theta, num_blocks=num_blocks)
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:
@@ -229,13 +127,3 @@ class ProgressiveLayerDropping(Technique):
     def summary(self) -> str:
         share = self._passed_over / max(self._passes, 1)
         return f"{share:.1%} of block passes dropped, theta {self._theta:.3f} at the end, of {self._where}"
-
-
-def _refuse_reentrant(stack: BlockStack) -> None:
-    """DDP's search for unused parameters counts those of a reentrant checkpoint twice."""
-    if is_checkpointed_reentrantly(m for block in stack.blocks for m in block.modules()):
-        raise ValueError(
-            f"ProgressiveLayerDropping: {stack} is checkpointed with use_reentrant=True, under DDP; expected"
-            " use_reentrant=False, because DDP must look for the parameters of dropped blocks. Enable"
-            " checkpointing with gradient_checkpointing_kwargs={'use_reentrant': False}."
-        )

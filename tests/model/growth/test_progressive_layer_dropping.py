@@ -17,7 +17,8 @@ from lightning_eff._core.rng import keyed_generator
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import silent
 from lightning_eff._core.technique import techniques_of
-from lightning_eff.model.growth.progressive_layer_dropping import draw, keep_probabilities, theta
+from lightning_eff.model.growth._dropping import draw, keep_probabilities
+from lightning_eff.model.growth.progressive_layer_dropping import theta
 from tests.cases import Case, no_blocks
 from tests.core.nop import Nop
 from tests.models import TinyGPT, flat, hugging_face, loader, make_batch, module, trainer
@@ -59,8 +60,7 @@ class Calls(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
         self._called.clear()
         self._step = trainer.global_step
-        stack = self.technique._stack
-        assert stack is not None
+        (stack,) = self.technique._stacks
         self._dropped, self._keep = set(stack.dropped), list(stack.keep)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
@@ -204,7 +204,7 @@ def test_a_dropped_block_keeps_its_weights_and_state() -> None:
     class Compares(pl.Callback):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any) -> None:
             self.before = [[p.detach().clone() for p in block.parameters()] for block in pl_module.blocks]
-            self.dropped = technique._stack.dropped if technique._stack else frozenset()
+            self.dropped = technique._stacks[0].dropped
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
             for i, (block, before) in enumerate(zip(pl_module.blocks, self.before, strict=True)):
@@ -237,7 +237,7 @@ def test_histogram_of_a_run_agrees_with_the_probabilities() -> None:
 
     class Counts(pl.Callback):
         def on_train_batch_start(self, *args: Any) -> None:
-            for i in technique._stack.dropped if technique._stack else ():
+            for i in technique._stacks[0].dropped:
                 drops[i] += 1
 
     pl.seed_everything(3, verbose=False)
@@ -257,8 +257,7 @@ def test_all_ranks_draw_the_same() -> None:
         session = technique.session
         session.rank, session.seed = rank, 12345
         technique.on_model(session)
-        assert technique._stack is not None
-        technique._stack.carries = False
+        technique._stacks[0].carries = False
         session.progress.u = 0.5
         torch.manual_seed(rank)  # nor of the global random state
         rows = []
@@ -266,7 +265,7 @@ def test_all_ranks_draw_the_same() -> None:
             t.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = step
             assert t.global_step == step
             technique.on_batch_start(session, None, step)
-            rows.append(technique._stack.dropped)
+            rows.append(technique._stacks[0].dropped)
         drawn.append(rows)
         technique.teardown(t, net, "fit")
     assert drawn[0] == drawn[1]
@@ -302,8 +301,9 @@ def test_blocks_that_carry_tensors_keep_the_first() -> None:
 
     class First(pl.Callback):
         def on_train_batch_start(self, *args: Any) -> None:
-            assert technique._stack is not None
-            kept.append((technique._stack.carries, 0 not in technique._stack.dropped, technique._stack.keep[0]))
+            kept.append(
+                (technique._stacks[0].carries, 0 not in technique._stacks[0].dropped, technique._stacks[0].keep[0])
+            )
 
     trainer(technique, First(), max_steps=20).fit(net, loader("t5"))
     assert kept == [(None, True, 1.0)] + [(True, True, 1.0)] * 19

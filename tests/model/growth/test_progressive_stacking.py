@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_eff import ProgressiveStacking
 from lightning_eff.model.growth._identity import is_identity, zeros_for_identity
-from lightning_eff.model.growth.progressive_stacking import source_of, target_count
+from lightning_eff.model.growth._stages import target_count
+from lightning_eff.model.growth.progressive_stacking import source_of
 from tests.cases import Case, no_blocks
 from tests.models import Block, TinyGPT, flat, hugging_face, loader, make_batch, module, trainer
 from tests.runs import checkpoints, final_state, fit, resume_from_every_step

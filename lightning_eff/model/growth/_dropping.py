@@ -1,0 +1,181 @@
+"""Blocks passed over at random, in training alone: what techniques that say with which probabilities share."""
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Generator
+from typing_extensions import override
+
+from lightning_eff._core._run.checks import is_checkpointed_reentrantly
+from lightning_eff._core.blocks import BlockStack, refuse_compiled_around
+from lightning_eff._core.session import Session
+from lightning_eff._core.technique import Technique
+
+
+def keep_probabilities(theta: float, *, num_blocks: int) -> list[float]:
+    """``p_i = 1 - (i / L) (1 - theta)`` for the blocks i = 1 .. L."""
+    return [1.0 - i / num_blocks * (1.0 - theta) for i in range(1, num_blocks + 1)]
+
+
+def draw(keep: list[float], generator: Generator) -> frozenset[int]:
+    """The blocks to drop, from 0: each independently, with probability ``1 - p_i``."""
+    # one number for each block, whatever its p
+    numbers = torch.rand(len(keep), generator=generator).tolist()
+    return frozenset(index for index, (number, p) in enumerate(zip(numbers, keep, strict=True)) if number >= p)
+
+
+class Dropping(Technique):
+    """Blocks are kept with a probability each, drawn for an optimizer step; a kept branch counts ``1/p``.
+
+    A subclass says where the blocks are (:meth:`find`) and how likely each is kept (:meth:`probabilities`).
+    """
+
+    needs_automatic_optimization: ClassVar[bool] = False
+    sparse_gradients: ClassVar[bool] = True
+    reshaping: ClassVar[bool] = False  # blocks that return another shape are kept; otherwise they are refused
+
+    def _reset(self) -> None:
+        self._stacks: list[BlockStack] = []
+        self._learnt: list[dict[str, Any]] = []
+        self._drawn: list[tuple[list[float], list[int]]] = []  # of the window that a checkpoint was saved in
+        self._only_blocks_train = False
+        self._dropped = 0
+        self._passes, self._passed_over = 0, 0
+        self._where = ""
+
+    @abstractmethod
+    def find(self, session: Session) -> list[BlockStack]:
+        """The stacks whose blocks may be dropped, in their order."""
+
+    @abstractmethod
+    def probabilities(self, session: Session, num_blocks: int) -> list[float]:
+        """With which probability each of ``num_blocks`` blocks, over all stacks, is kept at this step, in (0, 1]."""
+
+    @property
+    def skips(self) -> bool:
+        """Whether a dropped block does no work: one draw then holds for all samples, micro-batches and ranks."""
+        return True
+
+    @property
+    @override
+    def drops_blocks(self) -> bool:
+        return self.skips and not self.neutral
+
+    @override
+    def check(self, session: Session) -> None:
+        strategy = session.trainer.strategy
+        if self.skips and isinstance(strategy, DDPStrategy) and strategy._ddp_kwargs.get("static_graph"):
+            raise ValueError(
+                f"{type(self).__name__}: got DDPStrategy(static_graph=True); expected static_graph=False, because"
+                " other blocks are dropped at each step. Leave static_graph out, or take the technique out."
+            )
+
+    @override
+    def attach(self, session: Session) -> None:
+        self._reset()
+        strategy = session.trainer.strategy
+        if self.skips and isinstance(strategy, DDPStrategy) and not strategy._ddp_kwargs.get("find_unused_parameters"):
+            rank_zero_info(f"{type(self).__name__}: DDP runs with find_unused_parameters=True, for the dropped blocks.")
+            session.patches.set(strategy, "_ddp_kwargs", {**strategy._ddp_kwargs, "find_unused_parameters": True})
+
+    @override
+    def on_model(self, session: Session) -> None:
+        if not session.fitting:
+            return
+        who = type(self).__name__
+        stacks = self._stacks = self.find(session)
+        blocks = [block for stack in stacks for block in stack.blocks]
+        where = " and ".join(str(stack) for stack in stacks)
+        for stack in stacks:
+            refuse_compiled_around(session.module, stack.path, who=who)
+        if len({id(block) for block in blocks}) < len(blocks):
+            raise ValueError(
+                f"{who}: {where} holds the same block several times; expected different ones,"
+                " because each is kept with a probability of its own. Name another stack by layers=, or take the"
+                " technique out."
+            )
+        if self.skips and isinstance(session.trainer.strategy, DDPStrategy):
+            self._refuse_reentrant(stacks)
+        inside = {id(p) for block in blocks for p in block.parameters()}
+        self._only_blocks_train = not any(p.requires_grad and id(p) not in inside for p in session.module.parameters())
+        if len(self._learnt) == len(stacks):
+            for stack, learnt in zip(stacks, self._learnt, strict=True):
+                stack.load_state_dict(learnt)
+        self._where = f"{len(blocks)} blocks of {', '.join(repr(stack.path) for stack in stacks)}"
+        for stack in stacks:
+            stack.watch(scales=True, reshaping=self.reshaping)
+
+    def _refuse_reentrant(self, stacks: list[BlockStack]) -> None:
+        """DDP's search for unused parameters counts those of a reentrant checkpoint twice."""
+        for stack in stacks:
+            if is_checkpointed_reentrantly(m for block in stack.blocks for m in block.modules()):
+                raise ValueError(
+                    f"{type(self).__name__}: {stack} is checkpointed with use_reentrant=True, under DDP; expected"
+                    " use_reentrant=False, because DDP must look for the parameters of dropped blocks. Enable"
+                    " checkpointing with gradient_checkpointing_kwargs={'use_reentrant': False}."
+                )
+
+    @override
+    def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
+        drawn, self._drawn = self._drawn, []
+        if batch_idx % session.trainer.accumulate_grad_batches == 0:
+            self._draw(session)
+        elif [len(keep) for keep, _ in drawn] == [stack.active for stack in self._stacks]:  # resumed within a window
+            for stack, (keep, dropped) in zip(self._stacks, drawn, strict=True):
+                stack.keep, stack.dropped = list(keep), frozenset(dropped)
+            self._dropped = sum(len(stack.dropped) for stack in self._stacks)
+        elif not all(stack.keep for stack in self._stacks):
+            self._draw(session)
+
+    @override
+    def on_blocks_changed(self, session: Session) -> None:
+        self._draw(session)
+
+    def _draw(self, session: Session) -> None:
+        """Draw for this optimizer step; the same numbers on all ranks, and each time it is asked for in the step."""
+        assert self._stacks, "on_model has found the blocks"
+        keep = self.probabilities(session, sum(stack.active for stack in self._stacks))
+        numbers = session.generator(self.name(), session.trainer.global_step)
+        at = 0
+        for i, stack in enumerate(self._stacks):
+            stack.keep, at = keep[at : at + stack.active], at + stack.active
+            if stack.carries is None:  # no block has run yet, so what a dropped one must return is not known
+                stack.keep = [1.0] * stack.active
+            elif stack.carries or (self._only_blocks_train and i == 0):
+                stack.keep[0] = 1.0
+            for index in stack.reshapes:
+                stack.keep[index : index + 1] = [1.0] * (index < stack.active)
+            stack.dropped = draw(stack.keep, numbers)
+        self._dropped = sum(len(stack.dropped) for stack in self._stacks)
+        if all(len(stack.reshapes) == len(stack) for stack in self._stacks):
+            raise ValueError(
+                f"{type(self).__name__}: every block of {self._where} returns a hidden state of another shape than it"
+                " is given; expected some that can be passed over. Name other stacks by layers=, or take the technique"
+                " out."
+            )
+
+    @override
+    def on_batch_end(self, session: Session, batch_idx: int) -> None:
+        self._passes += sum(stack.active for stack in self._stacks)
+        self._passed_over += self._dropped
+
+    @override
+    def detach(self, session: Session) -> None:
+        if self._stacks:
+            self._learnt, self._stacks = [stack.state_dict() for stack in self._stacks], []
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        stacks = [stack.state_dict() for stack in self._stacks] or self._learnt
+        drawn = [(list(stack.keep), sorted(stack.dropped)) for stack in self._stacks]
+        return {"passes": self._passes, "passed_over": self._passed_over, "stacks": stacks, "drawn": drawn}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._passes, self._passed_over = state_dict["passes"], state_dict["passed_over"]
+        self._drawn = [(keep, dropped) for keep, dropped in state_dict.get("drawn", [])]
+        once = state_dict.get("stack")  # of checkpoints of earlier versions
+        self._learnt = state_dict.get("stacks", [] if once is None else [once])

@@ -1,0 +1,248 @@
+"""Feed-forward networks ``x + W_2 f(W_1 x)`` in any module: by what is computed from what, or as the user names them."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from lightning_eff._core._branches.finding import branches
+from lightning_eff._core._branches.graph import SHAPES, End, Graph, Node, kind
+
+# what acts on each hidden unit by itself
+_ACTIVATIONS = (
+    "Mul Div Add Sub Neg Abs Pow Exp Erf Tanh Sigmoid Gelu Silu Relu LeakyRelu Elu Celu Selu Mish Softplus LogSigmoid"
+    " Hardtanh Hardsigmoid Hardswish Threshold Clamp ClampMin ClampMax Maximum Minimum Where MaskedFill Glu"
+)
+_BY_UNIT = SHAPES | frozenset(_ACTIVATIONS.split())
+_GATHERS = ("Index", "IndexSelect", "Gather")
+_TURNS = ("T", "Transpose", "Permute")
+
+
+class Part(NamedTuple):
+    """A parameter that has the hidden units along one of its dimensions.
+
+    Attributes:
+        name: dotted, in the module.
+        dim: that dimension.
+        groups: how often it has them: 2 in one map that makes both a gate and what it opens, one after the other.
+        last: it is the map from the hidden units back to the stream.
+    """
+
+    name: str
+    dim: int
+    groups: int
+    last: bool
+
+
+@dataclass(frozen=True)
+class FFN:
+    """A feed-forward network.
+
+    Attributes:
+        hidden: the number of its hidden units.
+        parts: its parameters that have them, the last map's at the end.
+    """
+
+    hidden: int
+    parts: tuple[Part, ...]
+
+    def __str__(self) -> str:
+        return f"{' + '.join(part.name for part in self.parts)} ({self.hidden} hidden units)"
+
+
+def find_ffns(graph: Graph) -> tuple[list[FFN], dict[str, str]]:
+    """The feed-forward networks among the residual branches of what a loss was computed by.
+
+    A branch is one if between its last map and the maps before it, each hidden unit is treated by itself.
+
+    Returns:
+        Those found; and for the last maps of the other branches, by their weight's name, why they are none.
+    """
+    found: dict[str, FFN] = {}
+    maps: dict[str, set[Node]] = {}
+    refused: dict[str, str] = {}
+    for branch in branches(graph):
+        for end in branch.last:
+            ffn = _ffn(graph, end, maps)
+            if isinstance(ffn, str):
+                refused[end.weight] = ffn
+            elif found.setdefault(end.weight, ffn) != ffn:
+                refused[end.weight] = "it is used in two ways"
+    for last, ffn in found.items():
+        for part in ffn.parts:
+            if part.name in maps and set(graph.uses(part.name)) != maps[part.name]:
+                refused[last] = f"{part.name} is used elsewhere, too"
+    return [ffn for last, ffn in found.items() if last not in refused], refused
+
+
+def _ffn(graph: Graph, end: End, maps: dict[str, set[Node]]) -> FFN | str:
+    """The network that ends in ``end``, or why it is none; the nodes of its maps are added to ``maps``."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in graph.leaves.values()}
+    if len(shapes[end.weight]) != 2:
+        return f"its weight has the shape {shapes[end.weight]}, which is no plain map's"
+    first: dict[str, Node] = {}
+    vectors: dict[str, None] = {}
+    seen: set[Node] = set(end.inputs)
+    stack = list(end.inputs)
+    while stack:
+        node = stack.pop()
+        if node in graph.leaves:
+            vectors[graph.leaves[node][0]] = None
+            continue
+        at = graph.map_at(node)
+        if at is not None:
+            if len(shapes[at[0]]) != 2:
+                return f"the map before it, {at[0]}, has the shape {shapes[at[0]]}, which is no plain map's"
+            if any(_gathered(graph, f) for f in at[1]):
+                return f"{at[0]} is an expert's, which sees the tokens that are sent to it"
+            first[at[0]] = node
+            vectors |= dict.fromkeys(_biases(graph, node))
+            continue
+        if kind(node) not in _BY_UNIT:
+            return f"{kind(node)} stands before it, which is not done to each hidden unit by itself"
+        onward = [f for f in graph.inputs[node] if f not in seen]
+        seen.update(onward)
+        stack += onward
+    if not 1 <= len(first) <= 3:
+        return f"{len(first)} maps come before it" if first else "no map comes before it"
+    layouts = [[*_layouts(shapes[name], shapes[end.weight])] for name in first]
+    down = {layout.down for found in layouts for layout in found}
+    if len(down) > 1:
+        down = {int(_out_first(graph, end.node, end.weight))}
+    parts: list[Part] = []
+    hidden = shapes[end.weight][next(iter(down), 0)]
+    for (name, node), found in zip(first.items(), layouts, strict=True):
+        fit = [layout for layout in found if layout.down in down]
+        if len(fit) > 1:
+            fit = [layout for layout in fit if layout.up == 1 - int(_out_first(graph, node, name))]
+        if not fit:
+            return f"{name} {shapes[name]} does not lead from the stream to the inputs of its own {shapes[end.weight]}"
+        parts.append(Part(name, fit[0].up, fit[0].groups, last=False))
+    groups = {part.groups for part in parts}
+    for name in vectors:
+        size = shapes[name]
+        if len(size) == 1 and any(size[0] == g * hidden for g in groups | {1}):
+            parts.append(Part(name, 0, size[0] // hidden, last=False))
+        elif size and size != (1,):
+            return f"{name} {size} acts on its {hidden} hidden units in a way that is not known"
+    for name, node in (*first.items(), (end.weight, end.node)):
+        maps.setdefault(name, set()).add(node)
+    parts.sort(key=lambda part: part.name)  # the graph's order is not the module's
+    return FFN(hidden, (*parts, Part(end.weight, down.pop(), 1, last=True)))
+
+
+def _gathered(graph: Graph, node: Node) -> bool:
+    """Whether a tensor is some of another's rows."""
+    while kind(node) in SHAPES and node not in graph.leaves:
+        if kind(node) in _GATHERS:
+            return True
+        node = graph.inputs[node][0]
+    return False
+
+
+def _biases(graph: Graph, node: Node) -> Iterator[str]:
+    """The vectors that are added in a map itself."""
+    for f in graph.inputs[node]:
+        while f not in graph.leaves and kind(f) in SHAPES and len(graph.inputs[f]) == 1:
+            f = graph.inputs[f][0]
+        if f in graph.leaves and graph.leaves[f][1].ndim == 1:
+            yield graph.leaves[f][0]
+
+
+class _Layout(NamedTuple):
+    """Along which dimension of the first map's weight, and of the last one's, hidden units lie, and how often there."""
+
+    up: int
+    down: int
+    groups: int
+
+
+def _layouts(up: Sequence[int], down: Sequence[int]) -> Iterator[_Layout]:
+    """How two maps may be laid out for the one to lead from the stream to hidden units, and the other back."""
+    for i in (0, 1):
+        for j in (1, 0):
+            for groups in (1, 2):
+                if up[i] == groups * down[j] and up[1 - i] == down[1 - j]:
+                    yield _Layout(i, j, groups)
+
+
+def _out_first(graph: Graph, node: Node, name: str) -> bool:
+    """Whether the weight of a map is stored as (out, in)."""
+    here = next(f for f in reversed(graph.inputs[node]) if graph.weight(f) == name)
+    turns = 0
+    while here not in graph.leaves:
+        turns += kind(here) in _TURNS
+        here = next(f for f in graph.inputs[here] if graph.weight(f) == name)
+    return turns % 2 == 1 or kind(node) == "Linear"
+
+
+def check_names(ffn: Any, *, who: str) -> None:
+    """Raise ``ValueError`` unless ``ffn`` is None, or lists of names as :func:`given_ffns` takes them."""
+    if ffn is not None and (
+        isinstance(ffn, str)
+        or not ffn
+        or any(isinstance(names, str) or len(names) < 2 or not all(isinstance(n, str) for n in names) for names in ffn)
+    ):
+        raise ValueError(
+            f"{who}(ffn={ffn!r}): expected None, or lists of at least two names of maps, the one back to the stream at the"
+            " end, e.g. [['blocks.*.mlp.0', 'blocks.*.mlp.2']]."
+        )
+
+
+def given_ffns(module: nn.Module, names: Sequence[Sequence[str]], *, who: str) -> list[FFN]:
+    """Feed-forward networks as the user names them: each a list of maps, the last one's name at the end.
+
+    Args:
+        module: the root.
+        names: dotted paths of modules with a ``weight``, or of parameters; ``*`` stands for the same text in all of a list.
+        who: the technique's name, for messages.
+
+    Raises:
+        ValueError: if a name is no map's, or the maps of a list do not follow upon each other; with those there are.
+    """
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    found: list[FFN] = []
+    for entry in names:
+        patterns = [
+            re.compile(re.escape(name).replace(r"\*", "(?P<star>.+)", 1).replace(r"\*", "(?P=star)")) for name in entry
+        ]
+        chosen: dict[str, list[str]] = {}
+        for pattern in patterns:
+            for name, shape in shapes.items():
+                for text in (name, name.removesuffix(".weight")):
+                    match = pattern.fullmatch(text)
+                    if match and len(shape) == 2:
+                        listed = chosen.setdefault(match.groupdict().get("star", ""), [])
+                        if name not in listed:
+                            listed.append(name)
+        whole = [maps for maps in chosen.values() if len(maps) == len(entry)]
+        if not whole:
+            maps = [name for name, shape in shapes.items() if len(shape) == 2]
+            raise ValueError(
+                f"{who}(ffn=...): {list(entry)} are not all maps of {type(module).__name__}; expected names of weights of two"
+                f" dimensions, or of the modules that have them. There are: {', '.join(maps) or 'none'}."
+            )
+        found += [_given(shapes, maps, who=who) for maps in whole]
+    return found
+
+
+def _given(shapes: dict[str, tuple[int, ...]], maps: list[str], *, who: str) -> FFN:
+    *first, last = maps
+    layouts = [[*_layouts(shapes[name], shapes[last])] for name in first]
+    common = [j for j in (1, 0) if all(any(layout.down == j for layout in found) for found in layouts)]
+    if not first or not common:
+        raise ValueError(
+            f"{who}(ffn=...): {', '.join(f'{name} {shapes[name]}' for name in maps)} do not follow upon each other; expected"
+            " maps from the stream to hidden units, and last the one from those back to the stream."
+        )
+    hidden = shapes[last][common[0]]
+    parts: list[Part] = []
+    for name, found in zip(first, layouts, strict=True):
+        layout = next(layout for layout in found if layout.down == common[0])
+        parts.append(Part(name, layout.up, layout.groups, last=False))
+        bias = re.sub("weight$", "bias", name)
+        if shapes.get(bias) == (layout.groups * hidden,):
+            parts.append(Part(bias, 0, layout.groups, last=False))
+    return FFN(hidden, (*parts, Part(last, common[0], 1, last=True)))

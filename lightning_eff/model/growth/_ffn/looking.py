@@ -1,0 +1,183 @@
+"""The look at a module's feed-forward networks with its first batch: found, narrowed, and seen to keep their function."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_eff._core._branches.graph import Graph, Node
+from lightning_eff._core._branches.tracing import traced
+from lightning_eff._core._run.words import first_line
+from lightning_eff._core.passes import loss_of, unseen
+from lightning_eff._core.session import Session
+from lightning_eff.model.growth._ffn.finding import FFN, find_ffns, given_ffns
+from lightning_eff.model.growth._ffn.width import Width
+
+Seen = dict[str, list[Tensor]]
+
+
+def narrowed(
+    session: Session,
+    batch: Any,
+    batch_idx: int,
+    *,
+    shares: Sequence[float],
+    names: Sequence[Sequence[str]] | None,
+    who: str,
+) -> Width | None:
+    """The feed-forward networks of the run's module, at the first of ``shares``: seen to act, and to keep their function.
+
+    Three forward passes on the run's first batch, whose cost is counted; None for a batch that the step passes over.
+
+    Args:
+        session: the run.
+        batch: on the device.
+        batch_idx: its index.
+        shares: of all hidden units, growing: each must leave a whole number, and a multiple of the one before.
+        names: the networks as the user names them; None looks for them.
+        who: the technique's name, for messages.
+
+    Raises:
+        ValueError: if there are none, they cannot be so narrow, the step does not call them as modules, or a network does not
+            treat each hidden unit by itself; no weight has changed then.
+    """
+    plain = traced(session, batch, batch_idx, who=who)
+    if plain is None:
+        return None
+    if names is not None:
+        ffns = given_ffns(session.module, names, who=who)
+    else:
+        ffns, refused = find_ffns(plain)
+        if not ffns:
+            why = "; ".join(f"{name}: {reason}" for name, reason in refused.items()) or "there are no residual branches"
+            raise ValueError(
+                f"{who}: found no feed-forward network x + W_2 f(W_1 x) in {type(session.module).__name__} ({why}); expected at"
+                " least one. Name them by ffn=, such as ffn=[['blocks.*.fc1', 'blocks.*.fc2']], or let the width alone by"
+                " width=None."
+            )
+    check_units(ffns, shares, who=who)
+    width = Width(session.module, ffns, shares[0])
+    if shares[0] < 1.0:
+        before = [(p, p.detach().clone()) for p in width.parameters()]
+        try:
+            _try(session, batch, batch_idx, width, who=who)
+        finally:
+            width.share = shares[0]
+            with torch.no_grad():
+                for p, value in before:
+                    p.copy_(value)
+        width.clear()
+    return width
+
+
+def check_units(ffns: Sequence[FFN], shares: Sequence[float], *, who: str) -> None:
+    """Raise ``ValueError`` if a network's hidden units cannot be so many, or cannot be repeated to be as many as follow."""
+    for ffn in ffns:
+        units = [round(ffn.hidden * share) for share in shares]
+        whole = all(abs(ffn.hidden * share - n) < 0.02 and n >= 1 for share, n in zip(shares, units, strict=True))
+        if whole and all(more % n == 0 for n, more in pairwise(units)):
+            continue
+        possible = [f"1/{k}" for k in range(2, 9) if ffn.hidden % k == 0]
+        raise ValueError(
+            f"{who}(width=...): the shares {[*shares]} of {ffn} are {[ffn.hidden * share for share in shares]}; expected whole"
+            " numbers, each a multiple of the one before, since hidden units are repeated. Shares that this network can begin"
+            f" with: {', '.join(possible) or 'none'}."
+        )
+
+
+def _try(session: Session, batch: Any, batch_idx: int, width: Width, *, who: str) -> None:
+    """Narrow, and back to full width: what the last maps get and return is the same, and only narrow weights were used."""
+    module = session.module
+    width.clear()
+    width.made = []
+    try:
+        with width.view(True), _watched(module, width) as narrow:
+            graph = traced(session, batch, batch_idx, who=who)
+        assert graph is not None, "the same batch was not passed over before"
+        unused = _used_whole(graph, width)
+    except (RuntimeError, TypeError, IndexError) as error:
+        raise ValueError(
+            f"{who}: {type(module).__name__} cannot compute with {width.share:g} of the hidden units of"
+            f" {', '.join(map(str, width.ffns[:3]))}: {first_line(error)}. Expected code that takes their number from"
+            " what it is given. Name other networks by ffn=, or let the width alone by width=None."
+        ) from error
+    finally:
+        width.made = None
+    if unused:
+        raise ValueError(
+            f"{who}: {type(module).__name__} uses {', '.join(unused)} past the modules that own them, so nothing would be"
+            " saved; expected them to be called. Name other networks by ffn=, or let the width alone by width=None."
+        )
+    share = width.share
+    width.grow(1.0)
+    with unseen(session), _watched(module, width) as full:
+        loss_of(session, batch, batch_idx, whole=True)
+    differ = [name for name in narrow if not _same(narrow[name], full.get(name, []))]
+    if differ:
+        raise ValueError(
+            f"{who}: with repeated hidden units, {', '.join(differ)} would get or return other values than with"
+            f" {share:g} of them; expected networks that treat each hidden unit by itself, one half of them after the"
+            " other where one map makes two. Name other networks by ffn=, or let the width alone by width=None."
+        )
+
+
+def _used_whole(graph: Graph, width: Width) -> list[str]:
+    """Names of parameters that something else than the narrow weights made of them was computed from."""
+    made: set[Node] = set()
+    for tensor in width.made or ():
+        todo = [tensor.grad_fn]
+        while todo:
+            node = todo.pop()
+            if node is not None and node not in made:
+                made.add(node)
+                todo += [f for f, _ in node.next_functions]
+    names = {part.name for ffn in width.ffns for part in ffn.parts}
+    return sorted(
+        {
+            graph.leaves[f][0]
+            for node, inputs in graph.inputs.items()
+            for f in inputs
+            if f in graph.leaves and graph.leaves[f][0] in names and node not in made
+        }
+    )
+
+
+@contextmanager
+def _watched(module: nn.Module, width: Width) -> Iterator[Seen]:
+    """What the owners of the last maps are called with, where that has hidden units, and what they return."""
+    seen: Seen = {}
+    handles: list[Any] = []
+    for ffn in width.ffns:
+        owner, _, _ = ffn.parts[-1].name.rpartition(".")
+        handles.append(module.get_submodule(owner).register_forward_hook(_note(seen, ffn)))
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _note(seen: Seen, ffn: FFN) -> Any:
+    def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        values = [t.detach() for t in (*args[:1], output) if isinstance(t, Tensor)]
+        seen.setdefault(ffn.parts[-1].name, values)
+
+    return hook
+
+
+def _same(narrow: list[Tensor], full: list[Tensor]) -> bool:
+    """Whether values are equal but for rounding, hidden units that are repeated counting once."""
+    if len(narrow) != len(full):
+        return False
+    for a, b in zip(narrow, full, strict=True):
+        if a.shape != b.shape:
+            if a.shape[:-1] != b.shape[:-1] or b.shape[-1] % a.shape[-1]:
+                return False
+            a = a.repeat(*[1] * (a.ndim - 1), b.shape[-1] // a.shape[-1])
+        coarse = 3e-2 if a.dtype in (torch.bfloat16, torch.float16) else 1e-3
+        if float((a.double() - b.double()).norm()) > coarse * float(b.double().norm()) + 1e-12:
+            return False
+    return True

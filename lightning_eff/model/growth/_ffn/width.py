@@ -1,0 +1,223 @@
+"""Feed-forward networks that compute with the first of their hidden units, while their parameters have all of them.
+
+A step's products are those of the narrow network, and so is the optimizer's state: while it steps, a parameter is as narrow as
+what was trained. Outside of both all is as in the plain module, in which the weights of absent units back to the stream are 0:
+it computes what was trained.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_eff._core._architecture.linear_maps import is_conv1d
+from lightning_eff._core._stack.showing import Worn, put_on, take_off, worn_by
+from lightning_eff.model.growth._ffn import tiling
+from lightning_eff.model.growth._ffn.finding import FFN, Part
+
+
+class Narrow(Worn):
+    """A module that computes with some of the hidden units along its parameters."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own ``forward`` on the narrow weights."""
+        assert isinstance(self, nn.Module)
+        width: Width = worn_by(self)
+        return width.run(self, self._plain, args, kwargs)
+
+
+class Width:
+    """How many of their hidden units feed-forward networks compute with.
+
+    Args:
+        root: the module.
+        ffns: its feed-forward networks.
+        share: of all hidden units; of each network a whole number.
+    """
+
+    def __init__(self, root: nn.Module, ffns: Sequence[FFN], share: float) -> None:
+        self.ffns = list(ffns)
+        self.share = share
+        parameters = dict(root.named_parameters())
+        self._parts: dict[int, tuple[nn.Parameter, Part, int]] = {
+            id(parameters[part.name]): (parameters[part.name], part, ffn.hidden) for ffn in ffns for part in ffn.parts
+        }
+        self._owners: list[tuple[nn.Module, list[str]]] = []
+        for m in root.modules():
+            names = [name for name, p in m._parameters.items() if id(p) in self._parts]
+            if names:
+                self._owners.append((m, names))
+        self._names = {id(m): names for m, names in self._owners}
+        self._handles: list[RemovableHandle] = []
+        self._narrow: list[tuple[nn.Parameter, Part, Tensor, Tensor | None]] = []
+        self.made: list[Tensor] | None = None  # where it is watched, the narrow weights that were used
+
+    def units(self, hidden: int) -> int:
+        """How many of ``hidden`` units are there."""
+        return round(hidden * self.share)
+
+    # -- what a step computes
+
+    @contextmanager
+    def view(self, training: bool) -> Iterator[None]:
+        """Let modules compute with the units that are there, until the context ends."""
+        worn = [m for m, _ in self._owners if not isinstance(m, Worn)] if self.share < 1.0 else []
+        for m in worn:
+            put_on(m, Narrow, cast(Any, self))
+        try:
+            yield
+        finally:
+            for m in worn:
+                take_off(m)
+
+    def run(self, m: nn.Module, plain: type[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """``plain.forward`` of ``m`` with narrow parameters in place of its own."""
+        narrow = {name: self._taken(m._parameters[name]) for name in self._names[id(m)]}
+        if self.made is not None:
+            self.made += narrow.values()
+        if plain.forward is nn.Linear.forward:
+            return F.linear(*args, **kwargs, weight=narrow.get("weight", m.weight), bias=narrow.get("bias", m.bias))  # pyright: ignore[reportCallIssue, reportArgumentType]
+        held: dict[str, Any] = m._parameters
+        before, nf = {name: held[name] for name in narrow}, m.__dict__.get("nf")
+        held.update(narrow)
+        if is_conv1d(m):
+            m.__dict__["nf"] = held["weight"].shape[1]
+        try:
+            return plain.forward(m, *args, **kwargs)
+        finally:
+            held.update(before)
+            if is_conv1d(m):
+                m.__dict__["nf"] = nf
+
+    def _taken(self, p: Any) -> Tensor:
+        _, part, hidden = self._parts[id(p)]
+        return tiling.taken(p, part, self.units(hidden))
+
+    # -- what an optimizer sees
+
+    def watch(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let ``optimizers`` step on what is there, and keep state of no more, until :meth:`release`."""
+        for optimizer in optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+            self._handles.append(optimizer.register_step_post_hook(self._after_step))
+            self._handles.append(optimizer.register_state_dict_post_hook(self._saved))
+            self._handles.append(optimizer.register_load_state_dict_post_hook(self._loaded))
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._whole()
+        if self.share >= 1.0:
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._narrowed(optimizer)
+            return None
+
+        def then() -> Any:
+            self._whole()  # an optimizer may evaluate again
+            loss = closure()
+            with torch.no_grad():
+                self._narrowed(optimizer)
+            return loss
+
+        if len(args) > 1:
+            return (args[0], then, *args[2:]), kwargs
+        return args, {**kwargs, "closure": then}
+
+    def _saved(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        """A checkpoint's state has the plain module's shapes, so that a plain run can go on from it."""
+        if self.share >= 1.0:
+            return None
+        state = dict(state_dict["state"])
+        for index, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            if id(p) in self._parts and index in state:
+                _, part, hidden = self._parts[id(p)]
+                state[index] = tiling.padded(state[index], part, self.units(hidden), hidden)
+        return {**state_dict, "state": state}
+
+    def _loaded(self, optimizer: Optimizer) -> None:
+        for p, part, hidden in self._parts.values() if self.share < 1.0 else ():
+            if p in optimizer.state:
+                optimizer.state[p] = tiling.trimmed(optimizer.state[p], part, self.units(hidden), hidden)
+
+    def _after_step(self, *_: Any) -> None:
+        self._whole()
+
+    def _narrowed(self, optimizer: Optimizer) -> None:
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            if id(p) not in self._parts or p.grad is None:
+                continue
+            _, part, hidden = self._parts[id(p)]
+            full, grad, units = p.data, p.grad, self.units(hidden)
+            self._narrow.append((p, part, full, grad))
+            p.grad = None
+            p.data = tiling.taken(full, part, units).contiguous()
+            p.grad = tiling.taken(grad, part, units).contiguous()
+
+    @torch.no_grad()
+    def _whole(self) -> None:
+        """Let parameters be whole again, with what a step made of them."""
+        while self._narrow:
+            p, part, full, grad = self._narrow.pop()
+            if p.data.data_ptr() != full.data_ptr():  # the first rows are the whole tensor's own
+                tiling.put(full, part, p.data)
+            p.grad = None
+            p.data = full
+            p.grad = grad
+
+    # -- growth
+
+    @torch.no_grad()
+    def clear(self) -> None:
+        """Let the plain module compute what is trained: absent units do not reach the stream."""
+        for p, part, hidden in self._parts.values():
+            if part.last:
+                tiling.clear(p.data, part, self.units(hidden))
+
+    @torch.no_grad()
+    def grow(
+        self,
+        share: float,
+        optimizers: Sequence[Optimizer] = (),
+        *,
+        copy_state: bool = True,
+        noise: float = 0.0,
+        generator: Callable[[str], Generator] | None = None,
+    ) -> None:
+        """Let there be ``share`` of all hidden units, by repeating those that are there.
+
+        Args:
+            share: a whole multiple of what it was.
+            optimizers: that may hold state of the parameters.
+            copy_state: repeat it as well; otherwise, and where it has another form, it starts anew.
+            noise: see :func:`tiling.apart`.
+            generator: of the noise in the parameter of a name.
+        """
+        before = self.share
+        for p, part, hidden in self._parts.values():
+            units, times = round(hidden * before), round(hidden * share) // round(hidden * before)
+            value = tiling.tiled(tiling.taken(p.data, part, units), part, times)
+            if noise and generator is not None and not part.last and p.ndim > 1:
+                value = tiling.apart(value, part, times, noise, generator(part.name))
+            tiling.put(p.data, part, value)
+            for optimizer in optimizers:
+                state = optimizer.state.pop(p, None)
+                if state and copy_state and (made := tiling.tiled_state(state, part, units, times)) is not None:
+                    optimizer.state[p] = made
+        self.share = share
+        self.clear()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters that have hidden units."""
+        return (p for p, _, _ in self._parts.values())
+
+    def release(self) -> None:
+        """Leave no trace."""
+        self._whole()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []

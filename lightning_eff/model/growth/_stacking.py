@@ -1,0 +1,335 @@
+"""Blocks at the front of a stack that run alone, and copies of them that follow: what techniques that stack share."""
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_eff._core._architecture import unfinished
+from lightning_eff._core.blocks import BlockStack, copy_block, hidden_of, refuse_compiled_around, signature
+from lightning_eff._core.optimizers import copy_state, keeps_state
+from lightning_eff._core.passes import call_of, loss_of, unseen
+from lightning_eff._core.session import Session
+from lightning_eff._core.technique import Technique
+from lightning_eff.model.growth._identity import (
+    Call,
+    is_identity,
+    make_identities,
+    needed_elsewhere,
+    zeros_for_identity,
+)
+from lightning_eff.model.growth._stages import target_count
+from lightning_eff.model.growth._untrained import note, warn_at_the_end, warn_in_a_checkpoint
+
+
+class Stacking(Technique):
+    """Runs the first blocks of a stack, by ``stages``, and lets new ones begin as copies, by :meth:`source`.
+
+    A subclass sets ``stages``, ``layers`` and ``copy_optimizer_state``, and, where it has them, ``init`` and ``finish``, as
+    ProgressiveStacking documents them.
+    """
+
+    needs_automatic_optimization: ClassVar[bool] = False
+    needs_budget: ClassVar[bool] = True
+    sparse_gradients: ClassVar[bool] = True
+    finishes: ClassVar[bool] = False  # whether there is an argument ``finish``
+    stages: list[tuple[float, int]]
+    layers: str | None
+    copy_optimizer_state: bool
+    init: str = "stack"
+    finish: str | None = None
+
+    @property
+    def rests(self) -> bool:
+        """Whether there is nothing to do where all blocks run throughout."""
+        return True
+
+    @abstractmethod
+    def source(self, block: int, count: int) -> int:
+        """Which block the new ``block`` copies, where ``count`` run so far."""
+
+    def check_stack(self, stack: BlockStack) -> None:
+        """Raise ``ValueError`` if this stack cannot grow as asked; ``stages`` are set here if they follow from it."""
+
+    def check_blocks(self, stack: BlockStack, last: int) -> None:
+        """Raise ``ValueError`` if new blocks, up to ``last``, cannot be copies of their sources."""
+        for index, block in enumerate(stack.blocks[:last]):
+            if signature(block) != signature(stack.blocks[0]):
+                differ = sorted({name for name, _ in set(signature(block)) ^ set(signature(stack.blocks[0]))})
+                raise ValueError(
+                    f"{type(self).__name__}: block {index} of {stack} has other parameters or buffers than block 0 at"
+                    f" {differ}; expected the same names and shapes in each, because new blocks are copies. Name"
+                    " another stack by layers=, or take the technique out."
+                )
+
+    def _reset(self) -> None:
+        self._stack: BlockStack | None = None
+        self._learnt: dict[str, Any] | None = None
+        self._active: int | None = None
+        self._switches: list[tuple[int, int]] = []
+        self._zeros: list[str] | None = None
+        self._identities = False  # whether the blocks that do not run hand their input on
+        self._ran = self._told = False
+        self._where = ""
+
+    # -- set-up
+
+    @override
+    def check(self, session: Session) -> None:
+        asked = "init='identity'" if self.init == "identity" else "finish='identity'" if self.finish else None
+        if asked and not session.module.automatic_optimization:
+            raise ValueError(
+                f"{type(self).__name__}({asked}): {type(session.module).__name__} has"
+                " automatic_optimization=False; expected True, because training_step is run once more, forward only, to"
+                " see what a block is called with, and under manual optimization it would also step. Use init='stack'"
+                " and finish=None, or automatic optimization."
+            )
+
+    @override
+    def attach(self, session: Session) -> None:
+        self._reset()
+        self._active = self.stages[0][1]
+
+    @override
+    def on_model(self, session: Session) -> None:
+        if not session.fitting:
+            self._show_active(session)
+            return
+        stack = self._stack = session.stack(self.layers, who=type(self).__name__)
+        self.check_stack(stack)
+        for stage, (_, count) in enumerate(self.stages):
+            if count > len(stack):
+                raise ValueError(
+                    f"{type(self).__name__}(stages={self.stages}): stage {stage} asks for {count} blocks, and {stack} has"
+                    f" {len(stack)}; expected at most that many, because the module is built at its final depth and"
+                    f" trained a prefix at a time. Build it with {self.stages[-1][1]} blocks or lower the counts."
+                )
+        refuse_compiled_around(session.module, stack.path, who=type(self).__name__)
+        last = self.stages[-1][1]
+        self.check_blocks(stack, last)
+        if last < len(stack):
+            rank_zero_info(
+                f"{type(self).__name__}: the last stage runs {last} of {len(stack)} blocks of {stack.path!r}; the rest"
+                " never runs in this fit."
+            )
+        if self._learnt is not None:
+            stack.load_state_dict(self._learnt)
+        assert self._active is not None
+        stack.active, self._where = self._active, f"{len(stack)} blocks of {stack.path!r}"
+        if self.rests and len(self.stages) == 1 and last == len(stack) and stack.active == last:
+            session.rest(self)  # the whole network runs throughout
+            return
+        stack.watch(scales=False)
+        stack.freeze_inactive()
+        if stack.active < len(stack):
+            rank_zero_info(
+                f"{type(self).__name__}: {stack.active} of {len(stack)} blocks run at first. The others take no gradients"
+                " until they do; summaries of the model count them as trainable, which is what they are to be."
+            )
+
+    def _show_active(self, session: Session) -> None:
+        """Evaluate what training has reached, here or in the checkpoint; a callback that saw neither shows it all."""
+        if self._active is None or self._learnt is None or self._active == self._learnt["length"]:
+            return
+        stack = session.stack(self.layers, who=type(self).__name__)
+        if len(stack) != self._learnt["length"]:  # another module than the trained one
+            return
+        refuse_compiled_around(session.module, stack.path, who=type(self).__name__)
+        stack.load_state_dict(self._learnt)
+        stack.active = self._active
+        stack.watch(scales=False)
+        rank_zero_info(f"{type(self).__name__}: runs the first {stack.active} of {stack}, as many as were trained.")
+
+    @override
+    def on_optimizers(self, session: Session) -> None:
+        stack = self._grown()
+        if not self.copy_optimizer_state or stack.active >= self.stages[-1][1]:
+            return
+        for p in (p for block in stack.blocks[: self.stages[-1][1]] for p in block.parameters()):
+            for optimizer in session.optimizers:
+                held = any(p is other for group in optimizer.param_groups for other in group["params"])
+                if held and keeps_state(optimizer, p) is False:
+                    raise ValueError(
+                        f"{type(self).__name__}(copy_optimizer_state=True): {type(optimizer).__name__} keeps no state of"
+                        f" the parameters in {stack}; expected some to copy (SGD has none without momentum). Set"
+                        " copy_optimizer_state=False."
+                    )
+                if held:
+                    return
+
+    @override
+    def check_checkpoint(self, session: Session, state: dict[str, Any] | None) -> None:
+        if state is None:
+            if not session.fitting:  # a plain checkpoint, or one of weights alone
+                return
+            raise ValueError(
+                f"{type(self).__name__}: the checkpoint was saved without it, so it was trained at full depth (or holds"
+                " weights only); expected one that says how many blocks were trained. Go on without the technique, or"
+                " load the weights into the module and start a new fit."
+            )
+        stack = session.stack(self.layers, who=type(self).__name__)
+        length = state["stack"]["length"]
+        if length != len(stack):
+            raise ValueError(
+                f"{type(self).__name__}: the checkpoint is of a module with {length} blocks, and {stack} has"
+                f" {len(stack)}; expected the same depth. Build the module with {length} blocks, or start a new fit."
+            )
+
+    # -- growth
+
+    @override
+    def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
+        if batch_idx % session.trainer.accumulate_grad_batches:
+            return
+        stack, target = self._grown(), target_count(self.stages, session.progress.u)
+        self._ran = True
+        if self.finish == "identity" and not self._identities and stack.active < len(stack):
+            self._let_the_others_pass(session, batch, batch_idx)
+        if self.init == "identity" and self._zeros is None and stack.active < self.stages[-1][1]:
+            self._zeros = self._try_identity(session, batch, batch_idx)
+        if target <= stack.active:
+            return
+        for _, count in self.stages:
+            if stack.active < count <= target:
+                self._grow(session, count, batch, batch_idx)
+        stack.freeze_inactive()
+        session.rewrap()
+        session.blocks_changed(self)
+
+    def _grow(self, session: Session, count: int, batch: Any, batch_idx: int) -> None:
+        """Let ``count`` blocks run, the new ones made from those that ran until now."""
+        stack = self._grown()
+        pairs = [
+            pair
+            for j in range(stack.active, count)
+            for pair in copy_block(stack.blocks[self.source(j, stack.active)], stack.blocks[j])
+        ]
+        new = stack.blocks[stack.active : count]
+        fresh = self._zero(session, new, batch, batch_idx) if self.init == "identity" else frozenset()
+        for source, target in pairs:
+            for optimizer in session.optimizers:
+                optimizer.state.pop(target, None)
+            if self.copy_optimizer_state and id(target) not in fresh:
+                copy_state(session.optimizers, source, target)
+        self._switches.append((session.trainer.global_step, count))
+        self._active = stack.active = count
+
+    def _zero(self, session: Session, blocks: list[nn.Module], batch: Any, batch_idx: int) -> frozenset[int]:
+        """Make ``blocks`` the identity; the ids of the parameters that are 0 for it."""
+        stack = self._grown()
+        with unseen(session):
+            call = call_of(session, stack.blocks[stack.active - 1], batch, batch_idx)
+            finite = bool(hidden_of(*call).isfinite().all())  # what has diverged tells nothing
+            self._zeros, fresh = make_identities(
+                blocks,
+                self._zeros or [],
+                is_identity=lambda block: not any(session.gather(finite and not is_identity(block, call))),
+                find=lambda block: self._find_zeros(session, block, call),
+            )
+        return fresh
+
+    def _let_the_others_pass(self, session: Session, batch: Any, batch_idx: int) -> None:
+        """Make the blocks that do not run the identity, and see that the plain module is then the one that is trained."""
+        stack = self._grown()
+        waiting = stack.blocks[stack.active :]
+        before = [(p, p.detach().clone()) for block in waiting for p in block.parameters()]
+        self._zero(session, waiting, batch, batch_idx)
+        losses: list[float | None] = []
+        for whole in (False, True):
+            with unseen(session):
+                losses.append(loss_of(session, batch, batch_idx, whole=whole))
+        trained, plain = losses
+        apart = trained is not None and plain is not None and abs(plain - trained) > 1e-5 * max(1.0, abs(trained))
+        if any(session.gather(apart)):
+            with torch.no_grad():
+                for p, value in before:
+                    p.copy_(value)
+            raise ValueError(
+                f"{type(self).__name__}(finish='identity'): the loss of the first batch is {trained} with the"
+                f" {stack.active} blocks of {stack} that run, and {plain} with all, though the others hand their input on;"
+                " expected the same. The step takes more from a block than its hidden state, such as the loss of a"
+                " mixture's router. Use finish=None, and evaluate with this callback in the Trainer."
+            )
+        self._identities = True
+        session.blocks_changed(self)
+
+    def _try_identity(self, session: Session, batch: Any, batch_idx: int) -> list[str]:
+        """What must be 0 of a block for it to be the identity, found on the first that does not run yet."""
+        stack = self._grown()
+        with unseen(session):
+            call = call_of(session, stack.blocks[stack.active - 1], batch, batch_idx)
+            return self._find_zeros(session, stack.blocks[stack.active], call)
+
+    def _find_zeros(self, session: Session, block: nn.Module, call: Call) -> list[str]:
+        used = needed_elsewhere(session.module, block)
+        found = zeros_for_identity(block, lambda: is_identity(block, call), keep=used)
+        found = session.trainer.strategy.broadcast(found)
+        if found is None:
+            asked, way_out = ("init", "init='stack'") if self.init == "identity" else ("finish", "finish=None")
+            raise ValueError(
+                f"{type(self).__name__}({asked}='identity'): a block of {self._grown()} does not hand its input on even with"
+                " all its own weights zero; expected pre-norm residual blocks, h + f(norm(h)). Post-norm blocks, such"
+                f" as BERT's, normalise the sum itself. Use {way_out}."
+            )
+        return found
+
+    def _grown(self) -> BlockStack:
+        assert self._stack is not None, "on_model has found the blocks"
+        return self._stack
+
+    # -- state and report
+
+    def _short(self) -> str | None:
+        """What is to be said of a module that holds blocks which were never trained; None of any other."""
+        stack = self._learnt if self._stack is None else self._stack.state_dict()
+        if stack is None or self._active is None or self._active >= stack["length"] or self._identities:
+            return None
+        return note(type(self).__name__, self._active, stack["length"], self._where)
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        if not self._told and (short := self._short()):
+            self._told = True
+            warn_in_a_checkpoint(short, self.state_key, finish=self.finishes)
+
+    @override
+    def detach(self, session: Session) -> None:
+        short = self._short()
+        if session.fitting and self._ran and short:
+            warn_at_the_end(short, finish=self.finishes)
+        if self._stack is not None:
+            if self._ran:
+                unfinished.note(self._stack.container, short)
+            self._learnt, self._stack = self._stack.state_dict(), None
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        stack = self._learnt if self._stack is None else self._stack.state_dict()
+        if stack is None:
+            return {}
+        state, short = {"active": self._active, "zeros": self._zeros, "identities": self._identities}, self._short()
+        state |= {"switches": [list(switch) for switch in self._switches], "stack": stack}
+        return state if short is None else {**state, "note": short}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._active, self._learnt, self._zeros = state_dict["active"], state_dict["stack"], state_dict["zeros"]
+        self._identities = state_dict.get("identities", False)
+        self._switches = [(step, count) for step, count in state_dict["switches"]]
+
+    @override
+    def report(self) -> dict[str, float | int | Tensor]:
+        if self._active is None:
+            return {}
+        length = len(self._stack) if self._stack is not None else (self._learnt or {}).get("length", self._active)
+        return {"layers_active": self._active, "layers_fraction": self._active / length}
+
+    @override
+    def summary(self) -> str:
+        grown = "".join(f" -> {count} (step {step:,})" for step, count in self._switches)
+        return f"{self.stages[0][1]}{grown} of {self._where}"
