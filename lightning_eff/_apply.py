@@ -18,7 +18,7 @@ M = TypeVar("M", bound=nn.Module)
 _CONFIGURED: "WeakSet[nn.Module]" = WeakSet()  # whose configure_model runs, which may itself call apply
 
 
-def apply(module: M, *techniques: Architecture) -> M:
+def apply(module: M, *techniques: Architecture, batch: Any = None) -> M:
     """Change ``module`` in place as a Trainer with these callbacks does before it trains, and return it.
 
     Names, shapes and, after the same ``seed_everything``, values are those of the Trainer's module, so that a checkpoint of
@@ -37,6 +37,7 @@ def apply(module: M, *techniques: Architecture) -> M:
     Args:
         module: a LightningModule or any other module; the ordinary module that it was, with other submodules.
         techniques: whose purpose is other parameters.
+        batch: of the module's data, for techniques that must see it run (which say so) and cannot make an input up.
 
     Raises:
         TypeError: if ``module`` is no module, or something else than such techniques is given.
@@ -65,7 +66,7 @@ def apply(module: M, *techniques: Architecture) -> M:
             module.configure_model()
         finally:
             _CONFIGURED.discard(module)
-    change(module, working, seed=torch.initial_seed() % 2**63)
+    change(module, working, seed=torch.initial_seed() % 2**63, batch=batch)
     return module
 
 

@@ -53,8 +53,8 @@ class ConfigCLI(LightningCLI):
     def __init__(self, args: list[str], **kwargs: Any) -> None:
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
-        settings = {"datamodule_class": LightningDataModule, "subclass_mode_data": True, **kwargs}
-        super().__init__(LightningModule, subclass_mode_model=True, parser_class=ConfigParser, args=args, **settings)
+        # without a class of datamodules any one may be named, and none need be: a module may have loaders of its own
+        super().__init__(LightningModule, subclass_mode_model=True, parser_class=ConfigParser, args=args, **kwargs)
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:

@@ -127,9 +127,15 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
             **_NOT_SMALLER,
         }
     fewer = dict.fromkeys(("RandomLTD", "TokenDropping"), _NOT_FEWER) if name in _BY_PLACES else {}
-    norms = {"ZeroProjections": "ends in a norm behind .*, or one to which 1 is added"} if name == "gemma2" else {}
+    at_ends = ("ZeroProjections", "ReZero", "SkipInit", "LayerScale", "Fixup") if name == "gemma2" else ()
+    norms = dict.fromkeys(at_ends, "ends in a norm behind .*, or one to which 1 is added")
     if kind in ("image", "speech"):
         fewer = {"TokenDropping": "no nn.Embedding was called on the ids"}
+    begun: dict[str, str] = {}
+    if kind == "speech" or name == "rembert":  # whose head reads another width than its embedding has
+        begun["DataDrivenInit"] = "is neither a language model"
+    if name in ("mamba", "rwkv"):
+        begun["TFixup"] = "expected a transformer"
     masks = {"SequencePacking": _NO_MASK, "MaskRateSchedule": _NO_IDS if kind in ("image", "speech") else _NOT_MASKED}
     if kind != "seq2seq":
         masks["SpanMasking"] = _NO_DECODER
@@ -139,7 +145,7 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
     return Family(
         kind,
         {**base, **settings},
-        images | fewer | norms | masks | windows | {**(refused or {})},
+        images | fewer | norms | masks | windows | begun | {**(refused or {})},
         _NOT_FINITE.get(name, frozenset()),
     )
 
@@ -148,7 +154,7 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
 _NOT_FINITE = dict.fromkeys(("gemma2", "glm4", "helium"), frozenset({"ActivationCompression", "ACTPrecision"}))
 # A padding token's embedding is zero here, its place included, and so is what post-norm blocks that add nothing make of it:
 # the gradient of a norm of zeros is 1e6 times as large, eight times on end. Only where padding counts in the loss, as here.
-_NOT_FINITE["mpnet"] = frozenset({"ZeroProjections"})
+_NOT_FINITE["mpnet"] = frozenset({"ZeroProjections", "ZerO"})
 
 
 # Blocks of these go by where tokens stand, or hand on attention weights of them.
@@ -218,7 +224,10 @@ FAMILIES: dict[str, Family] = {
     "resnet": Family(
         "own",
         {},
-        _NO_SEQUENCE | _NO_LINEAR | _NO_TOKENS | {"AttentionWindowWarmup": _NO_ATTENTION, "SpanMasking": _NO_DECODER},
+        _NO_SEQUENCE
+        | _NO_LINEAR
+        | _NO_TOKENS
+        | {"TFixup": "expected a transformer", "AttentionWindowWarmup": _NO_ATTENTION, "SpanMasking": _NO_DECODER},
         by_batch=True,
     ),
 }

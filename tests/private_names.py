@@ -119,6 +119,11 @@ def fsdp_state() -> Any:
     return module._get_fsdp_state()
 
 
+def transposed() -> Any:
+    """The node that a transposition puts into autograd's graph."""
+    return torch.zeros(2, 3, requires_grad=True).transpose(0, 1).grad_fn
+
+
 def scheduled() -> torch.optim.Optimizer:
     """An optimizer that has stepped under a scheduler, which watches whether it did."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)
@@ -175,6 +180,8 @@ ON_OBJECTS: dict[str, Callable[[], Any]] = {
     "_post_load_hook_handle": lambda: fsdp_state()._fsdp_param_groups[0].fsdp_params[0],
     "_pre_forward_hook_handle": fsdp_state,
     "_schema": lambda: torch.ops.aten.add.Tensor,
+    "_saved_dim0": transposed,
+    "_saved_dim1": transposed,
     "_save_distributed_checkpoint": lambda: pl.strategies.ModelParallelStrategy(),
     "_tensor_parallel_size": lambda: pl.strategies.ModelParallelStrategy(),
     "_update_count": SumMetric,

@@ -161,7 +161,7 @@ class Stacks:
         Where none of them is a technique, ``ExactResume`` is there for the data, as the others bring it along.
         """
         built: list[Technique] = [self.cases[name].active() for name in names if name in self.cases]
-        built = built[::-1] if backwards else built or [ExactResume()]
+        built = (built[::-1] if backwards else built) or [ExactResume()]
         settings: dict[str, Any] = {"precision": self.precision}
         for name in self.plugins.keys() & set(names):
             settings = {"plugins": [self.plugins[name].build(self.precision)]}

@@ -1,8 +1,6 @@
 """The base of techniques that set weights once, before the first step of a fresh fit, from a look at the first batch."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from weakref import WeakSet
 
@@ -12,12 +10,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_eff._core import rng
-from lightning_eff._core._branches.graph import Graph, TooLarge
-from lightning_eff._core._stack.compiled import uncompiled
-from lightning_eff._core.batches import num_samples
+from lightning_eff._core._branches.tracing import traced as traced
 from lightning_eff._core.session import Session
-from lightning_eff._core.steps import in_evaluation, silent, takes_index
 from lightning_eff._core.technique import Technique
 
 _TRAINED: WeakSet[LightningModule] = WeakSet()  # begun by an initialization, and trained since
@@ -48,12 +42,8 @@ class Initialization(Technique):
 
     @override
     def check(self, session: Session) -> None:
-        source = _pretrained(session.module)
-        if source and not self.force:
-            raise ValueError(
-                f"{type(self).__name__}: {source}; expected random weights, since it would overwrite some of them. Take the"
-                " technique out, or give force=True."
-            )
+        if not self.force:
+            refuse_pretrained(session.module, who=type(self).__name__, would="overwrite some of them")
 
     @override
     def attach(self, session: Session) -> None:
@@ -95,6 +85,15 @@ class Initialization(Technique):
         self._done, self._numbers = state_dict["done"], state_dict["numbers"]
 
 
+def refuse_pretrained(module: nn.Module, *, who: str, would: str) -> None:
+    """Raise ``ValueError`` where something tells that weights were loaded."""
+    source = _pretrained(module)
+    if source:
+        raise ValueError(
+            f"{who}: {source}; expected random weights, since it would {would}. Take the technique out, or give force=True."
+        )
+
+
 def _pretrained(module: nn.Module) -> str:
     """What tells that weights were loaded, in words: what ``from_pretrained`` notes; empty where nothing does."""
     for path, m in module.named_modules():
@@ -102,53 +101,3 @@ def _pretrained(module: nn.Module) -> str:
         if isinstance(source, str) and source:
             return f"{path or type(m).__name__} was loaded from {source!r}"
     return ""
-
-
-def traced(session: Session, batch: Any, batch_idx: int, *, who: str) -> Graph | None:
-    """What the loss of the module's own ``training_step`` on ``batch`` is computed from, in one forward pass.
-
-    The whole plain module runs, in evaluation mode, in the run's precision, and leaves no trace. The cost is counted. None
-    for a batch that the step passes over, by returning None.
-
-    Raises:
-        ValueError: if the step returns no loss with a graph, or one of too many operations.
-    """
-    module, chain = session.module, session.chain
-    with _looked_at(session):
-        output = chain.original(batch, *((batch_idx,) if takes_index(chain.original) else ()))
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        try:
-            graph = Graph(loss, module) if isinstance(loss, Tensor) and loss.grad_fn is not None else None
-        except TooLarge as e:
-            raise ValueError(
-                f"{who}: training_step has {e}. Name what is to be set, where the technique takes names, or take it out."
-            ) from e
-    chain.cost.forward_passes += 1
-    with suppress(ValueError):  # batches of no tensors have no samples to count
-        chain.cost.forward_samples += num_samples(batch)
-    if output is None:
-        return None
-    if graph is None:
-        raise ValueError(
-            f"{who}: training_step returned {type(loss).__name__} on the first batch; expected a loss with a graph, in which"
-            " residual branches are looked for."
-        )
-    return graph
-
-
-@contextmanager
-def _looked_at(session: Session) -> Iterator[None]:
-    """All parameters take gradients, and nothing is compiled, kept or drawn."""
-    module = session.module
-    frozen = [p for p in module.parameters() if not p.requires_grad and p.is_floating_point() and p.is_leaf]
-    with ExitStack() as scope:
-        scope.enter_context(torch.enable_grad())
-        scope.enter_context(rng.fork())
-        scope.enter_context(silent(module))
-        scope.enter_context(in_evaluation(module.modules()))
-        scope.enter_context(session.trainer.precision_plugin.train_step_context())
-        scope.enter_context(uncompiled())
-        for p in frozen:
-            scope.callback(p.requires_grad_, False)
-            p.requires_grad_(True)
-        yield

@@ -1,15 +1,14 @@
 """Residual branches and the head begin at zero: the network begins as its skips (Goyal et al. 2017; Zhang et al. 2019)."""
 
-import re
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
-from lightning_eff._core._branches.finding import Branch, branches, heads
-from lightning_eff._core._branches.graph import End, Graph, kind
+from lightning_eff._core._branches.ends import biases_beside, tensors_that_end
+from lightning_eff._core._branches.finding import branches, heads
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
@@ -100,18 +99,14 @@ class ZeroProjections(Initialization):
                 " out."
             )
         names = {
-            name: None
-            for branch in found
-            for end in branch.last
-            for name in _set_for(session.module, graph, end, found)
+            name: None for branch in found for name in tensors_that_end(session.module, graph, branch, found, who=WHO)
         }
-        names |= dict.fromkeys(_alike_unused(session.module, graph, [*names]))
         tied: list[str] = []
         for weight in heads(graph) if self.head else ():
             if len(graph.uses(weight)) > 1:
                 tied.append(weight)
             else:
-                names |= dict.fromkeys((weight, *_biases(session.module, weight)))
+                names |= dict.fromkeys((weight, *biases_beside(session.module, weight)))
         parameters = dict(session.module.named_parameters())
         rank_zero_info(
             f"{WHO}: {len(found)} residual branches begin at {self.scale:g} of their last maps: {', '.join(names)}"
@@ -122,48 +117,3 @@ class ZeroProjections(Initialization):
     @override
     def summary(self) -> str:
         return f"{self._numbers} numbers began at {self.scale:g} of what the module had made them"
-
-
-def _set_for(module: nn.Module, graph: Graph, end: End, found: list[Branch]) -> tuple[str, ...]:
-    """Names of what must be zero for a branch's last map to add nothing."""
-    if end.norms:
-        if not end.norms[0]:
-            raise ValueError(
-                f"{WHO}: a residual branch ends in a norm behind {end.weight}, of which no weight is seen that could be zero"
-                " (none, or one to which 1 is added). Expected branches that end in a map, or in a norm with a weight. Take the"
-                " technique out."
-            )
-        return (*end.norms[0], *end.added)
-    ends = {other.node for branch in found for other in branch.last}
-    others = [kind(node) for node in graph.uses(end.weight) if node not in ends]
-    if others:
-        raise ValueError(
-            f"{WHO}: {end.weight} ends a residual branch and is used elsewhere too ({', '.join(others)}), where zeros would"
-            " do something else. Expected a weight of its own. Take the technique out."
-        )
-    return (end.weight, *_biases(module, end.weight), *end.added)
-
-
-def _alike_unused(module: nn.Module, graph: Graph, names: list[str]) -> list[str]:
-    """What the batch left unused and stands in one list with a last map, as experts do to which it sent no token."""
-    seen = {name for name, _ in graph.leaves.values()}
-    left = {name: p.shape for name, p in module.named_parameters() if name not in seen}
-    shapes = {name: p.shape for name, p in module.named_parameters()}
-    found: dict[str, None] = {}
-    for name in names if left else ():
-        parts = name.split(".")
-        for i, part in enumerate(parts):
-            if part.isdecimal():
-                alike = re.compile(r"\.".join([*map(re.escape, parts[:i]), r"\d+", *map(re.escape, parts[i + 1 :])]))
-                found |= {other: None for other in left if left[other] == shapes[name] and alike.fullmatch(other)}
-    return [*found]
-
-
-def _biases(module: nn.Module, weight: str) -> tuple[str, ...]:
-    """The parameters of one dimension that stand beside a weight, in the module that has it; of norms in there, none."""
-    path = weight.rpartition(".")[0]
-    owner = module.get_submodule(path)
-    prefix = f"{path}." if path else ""
-    return tuple(
-        f"{prefix}{name}" for name, p in owner.named_parameters(recurse=False) if "bias" in name and p.ndim <= 2
-    )

@@ -1,0 +1,1 @@
+"""Scales and scalars beside maps, which are learnt, and fold away."""

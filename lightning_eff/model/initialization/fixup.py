@@ -1,0 +1,218 @@
+"""Fixup: residual networks begin as their skips, and a step changes them alike at any depth (Zhang et al. 2019).
+
+The rule is :func:`fixup_factor`; the scalars are those of ``_scales.fixed.Fixed``.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_eff._core._architecture.surgeon import Surgeon
+from lightning_eff._core._architecture.technique import Architecture, Change
+from lightning_eff._core._branches.ends import alike_unused, biases_beside, tensors_that_end
+from lightning_eff._core._branches.finding import branches
+from lightning_eff._core._branches.probing import Probe, probed
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey
+from lightning_eff._core.technique import Control
+from lightning_eff.model.initialization._once import refuse_pretrained
+from lightning_eff.model.initialization._scales.branch_scale import (
+    READERS,
+    apart,
+    by_hand,
+    conflicts,
+    listed,
+    pointless,
+)
+from lightning_eff.model.initialization._scales.fixed import fixed, takes_biases
+from lightning_eff.model.initialization._scales.scaled import Scaled
+
+WHO = "Fixup"
+
+
+def fixup_factor(branches: int, maps: int) -> float:
+    """L^(-1/(2m - 2)), for L residual branches, of which this one has m maps; 1 where the last is the only one."""
+    return branches ** (-1.0 / (2 * maps - 2)) if maps > 1 else 1.0
+
+
+class Fixup(Architecture):
+    """Begin as a deep residual network without norms must for a step to change what it computes by no more than its rate says.
+
+    The last map of each residual branch, and the classifier, begin at zero; the other maps of a branch at L^(-1/(2m-2)) of
+    what the module made them, with L the number of branches and m the maps that follow upon each other in this one. Each
+    branch gets a multiplier, at 1 first, and each of its maps a scalar that is added to its input and one that is added to its
+    output, at 0 first. So every block begins as its skip, and the first loss is log C for C classes. The paper's networks
+    have no norms: take them out of the module to have its gain; those that it has stay, and a branch that ends in a norm
+    begins at zero by the norm's weight.
+
+    Branches are found before anything has run, by a pass over an input that is made up, in a Trainer as in
+    ``lightning_eff.apply``; they, the classifier and what was left alone are said. A head that shares its weight with an
+    embedding stays as it is. Scalars are for linear maps and convolutions; they and the multiplier do not decay. The paper
+    gives them a tenth of the rate, which is the optimizer's affair.
+
+    ``lightning_eff.export`` folds the multiplier into the last weight, and scalars into biases. That says why not where a map
+    has no bias that could take them, and where a convolution pads with zeros, which its input's scalar does not change:
+    then train with ``biases=False``, or keep the module.
+
+    Logged: ``branches``, how many were set.
+
+    Args:
+        biases: whether maps get scalars.
+        head: the name of the classifier's weight, True to look for it, or False to leave it alone.
+        branches: for each branch the names of its weights, or of their modules, in their order, the last one at the end, e.g.
+            ``[["blocks.0.up", "blocks.0.down"]]``; None looks for them, and ``[]`` is plain training.
+        force: also act on a module that was loaded from a checkpoint, whose function it changes.
+
+    Raises:
+        ValueError: for other values; at setup or in ``apply``, where no residual branch is found, or where one ends in
+            something that cannot be made zero or is used elsewhere too; for a pretrained module without ``force``.
+
+    Sources:
+        Zhang et al. 2019, arXiv:1901.09321.
+    """
+
+    saves: ClassVar[str] = "steps and norms: residual networks of any depth train without them"
+    paper: ClassVar[str] = "Zhang et al. 2019, arXiv:1901.09321"
+    constraints: ClassVar[str] = "modules with residual branches; no tensor parallelism"
+    survey: ClassVar[Survey | None] = Survey("initialisation: Fixup", shen="4.3")
+    search_space: ClassVar[SearchSpace | None] = SearchSpace({"biases": Choice((True, False))}, pointless)
+    control: ClassVar[Control] = Control(
+        "the baseline, with its norms, for as many seconds with its learning rate decayed to zero"
+    )
+    conflicts: ClassVar[Mapping[str, str]] = conflicts(WHO, zero=False) | {
+        "ZeroProjections": "both let the last map of each residual branch begin at zero, of which one is enough",
+        "ZerO": "both say what the maps of residual branches begin at, and the later one would undo the other",
+        "TFixup": "both say what the maps of residual branches begin at, and the later one would undo the other",
+        **dict.fromkeys(
+            ("FP8Precision", "INT8Precision", "S2FP8Precision", "Wang2018FP8Precision"),
+            "it finds no plain linear map in what has a scalar before and behind it",
+        ),
+    }
+    change_at: ClassVar[Change] = Change.STRUCTURE
+    _count = 0
+
+    def __init__(
+        self,
+        *,
+        biases: bool = True,
+        head: str | bool = True,
+        branches: Sequence[Sequence[str]] | None = None,
+        force: bool = False,
+    ) -> None:
+        for name, value in (("biases", biases), ("force", force)):
+            if not isinstance(value, bool):
+                raise ValueError(f"{WHO}({name}={value!r}): expected True or False.")
+        if not isinstance(head, bool | str) or head == "":
+            raise ValueError(f"{WHO}({head=}): expected the name of the classifier's weight, True or False.")
+        if branches is not None and not (_named(branches) and all(_named(b) and b for b in branches)):
+            raise ValueError(
+                f"{WHO}({branches=}): expected for each branch the names of its weights in their order, such as"
+                " [['blocks.0.up', 'blocks.0.down']], or None to look for them; [] is plain training."
+            )
+        if branches is not None and not all(isinstance(name, str) and name for b in branches for name in b):
+            raise ValueError(f"{WHO}({branches=}): expected names of weights, or of their modules.")
+        self.biases, self.head, self.force = biases, head, force
+        self.branches = None if branches is None else [[*names] for names in branches]
+
+    @property
+    @override
+    def neutral(self) -> bool:
+        return self.branches is not None and not self.branches
+
+    @override
+    def settings(self) -> dict[str, Any]:
+        """What the module's function goes by; whether it was loaded before is its own affair."""
+        return {name: value for name, value in super().settings().items() if name != "force"}
+
+    @override
+    def change(self, surgeon: Surgeon) -> None:
+        root = surgeon.root
+        if not self.force:
+            refuse_pretrained(root, who=WHO, would="change what the module computes")
+        probe = probed(root, who=WHO, batch=surgeon.batch) if self.branches is None else None
+        ends, begins = _found(root, probe) if probe is not None else _by_hand(root, self.branches or ())
+        heads = self._heads(root, probe)
+        begins |= dict.fromkeys([name for names in ends for name in names] + heads, 0.0)
+        paths = {id(m): path for path, m in root.named_modules()}
+        owned: dict[int, dict[str, float]] = {}
+        for name, factor in begins.items():
+            path, _, key = name.rpartition(".")
+            owned.setdefault(id(root.get_submodule(path)), {})[key] = factor
+        branch_of = {name: branch for branch, names in enumerate(ends) for name in names}
+        homes: dict[int, tuple[Scaled, str]] = {}
+
+        def build(plain: nn.Module) -> nn.Module:
+            path = paths[id(plain)]
+            if isinstance(plain, Scaled):
+                raise ValueError(f"{WHO}: {path} is scaled already; expected a plain module.")
+            own = owned[id(plain)]
+            tensors = {key: (branch_of[f"{path}.{key}"], 0) for key in own if f"{path}.{key}" in branch_of}
+            mine = self.biases and takes_biases(plain) and f"{path}.weight" not in heads
+            around = [root.get_submodule(path[:i]) for i, letter in enumerate(path) if letter == "."]
+            return fixed(
+                plain,
+                tensors,
+                begins=own,
+                biases=mine,
+                branches=len(ends),
+                homes=homes,
+                read_by_others=any(isinstance(m, READERS) for m in around),
+            )
+
+        inside = {
+            key: sum(other != key and paths[key].startswith(f"{paths[other]}.") for other in owned) for key in owned
+        }
+        for depth in sorted(set(inside.values())):  # an attention module before its last map
+            surgeon.swap(lambda path, m, at=depth: inside.get(id(m)) == at, build, what="a map of a residual branch")
+        self._count = len(ends)
+        rank_zero_info(
+            f"{WHO}: {len(ends)} residual branches{f', found by {probe.of},' if probe else ''} begin at zero: {listed(ends)}."
+            f" Others of theirs: {listed([(f'{n} x {f:.3g}',) for n, f in begins.items() if f])}. The classifier:"
+            f" {', '.join(heads) or 'none is set'}."
+        )
+
+    def _heads(self, root: nn.Module, probe: Probe | None) -> list[str]:
+        """The classifier's weight and bias; none where its weight is used elsewhere too."""
+        if isinstance(self.head, str):
+            ((weight, *biases),) = by_hand(root, [self.head], who=WHO, argument="head")
+            return [weight, *biases]
+        if not self.head or probe is None:
+            return []
+        alone = [weight for weight in probe.heads if len(probe.graph.uses(weight)) == 1]
+        return [name for weight in alone for name in (weight, *biases_beside(root, weight))]
+
+    @override
+    def report(self) -> dict[str, float | int | Tensor]:
+        return {"branches": self._count}
+
+    @override
+    def summary(self) -> str:
+        return f"{self._count} residual branches began at zero" if self._count else "the module was changed already"
+
+
+def _named(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _found(root: nn.Module, probe: Probe) -> tuple[list[tuple[str, ...]], dict[str, float]]:
+    """The tensors in which branches end, and the first multiple of each other weight of theirs."""
+    every, parameters = branches(probe.graph), dict(root.named_parameters())
+    together = [tensors_that_end(root, probe.graph, branch, every, who=WHO) for branch in every]
+    last = {end.weight for branch in every for end in branch.last} | {name for names in together for name in names}
+    begins: dict[str, float] = {}
+    for branch in every:
+        inner = [name for name in branch.inner if parameters[name].ndim > 1 and name not in last]
+        for name in (*inner, *alike_unused(root, probe.graph, inner)):
+            begins[name] = fixup_factor(len(every), branch.depth)
+    return apart(together), begins
+
+
+def _by_hand(root: nn.Module, given: Sequence[Sequence[str]]) -> tuple[list[tuple[str, ...]], dict[str, float]]:
+    ends = by_hand(root, [names[-1] for names in given], who=WHO)
+    begins: dict[str, float] = {}
+    for *inner, _ in given:
+        for weight, *_ in by_hand(root, inner, who=WHO):
+            begins[weight] = fixup_factor(len(given), len(inner) + 1)
+    return apart(ends), begins

@@ -1,0 +1,126 @@
+"""Zeros and ones alone: partial identities, Hadamard matrices, and branches that begin at zero (Zhao et al. 2021)."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_eff._core._branches.ends import alike_unused, biases_beside
+from lightning_eff._core._branches.finding import branches
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey
+from lightning_eff._core.session import Session
+from lightning_eff._core.technique import Control
+from lightning_eff.model.initialization._maps import checked, chosen, listed, maps_of
+from lightning_eff.model.initialization._once import Initialization, traced
+
+WHO = "ZerO"
+
+
+def hadamard(p: int) -> Tensor:
+    """``H_1 = [1]``, ``H_2k = [[H_k, H_k], [H_k, -H_k]]``: shape (p, p), for p a power of two."""
+    h = torch.ones(1, 1)
+    while len(h) < p:
+        h = torch.cat([torch.cat([h, h], dim=1), torch.cat([h, -h], dim=1)])
+    return h
+
+
+def zero_and_one(m: int, n: int) -> Tensor:
+    """The map of n inputs to m outputs: ``I`` (m, n) if m <= n, else ``I H / sqrt(p) I`` with ``p = 2^ceil(log2 m)``.
+
+    Columns of the second are orthonormal if m is p, and no matter of which network: no number is drawn.
+    """
+    if m <= n:
+        return torch.eye(m, n)
+    p = 2 ** math.ceil(math.log2(m))
+    return (hadamard(p) / math.sqrt(p))[:m, :n].clone()
+
+
+class ZerO(Initialization):
+    """Begin without random numbers: maps are partial identities or Hadamard matrices, and residual branches add nothing.
+
+    At the first batch of a fresh fit, one forward pass is looked through for linear maps, convolutions and sums ``x + f(x)``,
+    whatever modules are called. A map to as many outputs as inputs or fewer hands on its first inputs as they are; one to
+    more spreads them by a Hadamard matrix, without which outputs beyond the inputs would be zero, and stay alike in training.
+    A convolution does so at the middle of its kernel. The last map of each residual branch is zero. Biases of all of these
+    are zero. One map that makes queries, keys and values is three; each expert, and each group of a convolution, is one.
+
+    Embeddings, heads that are tied to one, norms and tables of places stay as they are: those that are drawn still differ from
+    seed to seed, and tell tokens apart.
+
+    What was set is said at the start.
+
+    Logged: ``numbers``, how many were set.
+
+    Args:
+        last: whether last maps of branches begin at zero, as in the source.
+        maps: names of weights, or patterns of them, that are set alone; None for all, an empty list for plain training.
+        force: also set weights that were loaded or trained before.
+
+    Raises:
+        ValueError: at setup, for a pretrained module without ``force``; at the first batch, where there is no map, or none of
+            a name that was given.
+
+    Source:
+        Zhao, Schaefer, Anandkumar 2021, arXiv:2110.12661.
+    """
+
+    saves: ClassVar[str] = "steps: deep networks begin as their skips, and no seed decides how well"
+    paper: ClassVar[str] = "Zhao et al. 2021, arXiv:2110.12661"
+    constraints: ClassVar[str] = "a single device or DDP"
+    survey: ClassVar[Survey | None] = Survey("initialisation: without random numbers (ZerO)", shen="4.3")
+    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+        {"last": Choice((True, False))},
+        pointless=lambda profile: None if profile.num_matrices else "there are no hidden maps",
+    )
+    control: ClassVar[Control] = Control(
+        "the baseline for as many seconds with its learning rate decayed to zero: a step costs the same"
+    )
+    conflicts: ClassVar[Mapping[str, str]] = {
+        "ACTPrecision": "its attention is not seen to be one, so that queries, keys and values of one map are not told apart",
+    }
+
+    def __init__(self, *, last: bool = True, maps: Sequence[str] | None = None, force: bool = False) -> None:
+        self.last, self.maps, self.force = last, checked(maps, who=WHO), force
+
+    @property
+    @override
+    def neutral(self) -> bool:
+        return self.maps == ()
+
+    @override
+    def initialize(self, session: Session, batch: Any, batch_idx: int) -> int | None:
+        graph = traced(session, batch, batch_idx, who=WHO)
+        if graph is None:
+            return None
+        module = session.module
+        found = chosen(maps_of(graph, module), self.maps, who=WHO, module=module)
+        ends = [end.weight for branch in branches(graph) for end in branch.last] if self.last else []
+        zero = {*ends, *alike_unused(module, graph, ends)}
+        parameters = dict(module.named_parameters())
+        numbers = 0
+        for name, one in found.items():
+            weight = parameters[name].data
+            for matrix, put in one.split(weight):
+                new = torch.zeros(matrix.shape)
+                if name not in zero:
+                    middle = tuple(size // 2 for size in matrix.shape[2:])
+                    new[(slice(None), slice(None), *middle)] = zero_and_one(*matrix.shape[:2])
+                put(new.to(matrix))
+                numbers += matrix.numel()
+            for bias in biases_beside(module, name):
+                parameters[bias].data.zero_()
+                numbers += parameters[bias].numel()
+        ends_found = [name for name in found if name in zero]
+        rank_zero_info(
+            f"{WHO}: {len(found)} maps are made of zeros and ones: {listed([*found])}; zero, since they end a branch:"
+            f" {listed(ends_found) or 'none'}"
+        )
+        return numbers
+
+    @override
+    def summary(self) -> str:
+        return f"{self._numbers} numbers began without being drawn"
