@@ -43,6 +43,16 @@ def _under_the_modules_optimizer(technique: Any) -> Mapping[str, Technique]:
     return {"module's optimizer": NgramEmbedding(technique.n, technique.buckets, optimizer="module", **same)}
 
 
+def _orders(n: Any) -> tuple[int, ...]:
+    """The orders of n-grams that ``n`` names; none where it is neither an integer nor several."""
+    several = (n,) if isinstance(n, int) else tuple(n) if isinstance(n, list | tuple) else ()
+    return several if all(isinstance(order, int) and not isinstance(order, bool) for order in several) else ()
+
+
+def _named(orders: Sequence[int]) -> str:
+    return " and ".join(f"{n}-grams" for n in orders)
+
+
 def _pointless(profile: RunProfile) -> str | None:
     return "samples are no sequences of tokens" if profile.sequence_length is None else None
 
@@ -58,7 +68,8 @@ class NgramEmbedding(Architecture):
     are in its own dtype, under mixed precision too. Modules that look up one weight (a T5's encoder and decoder) share a table.
     A token embedding keeps its ``weight``, to which heads may be tied, and its class; the table is its ``ngrams.weight``.
 
-    A table of ``vocabulary ** n`` rows or more is exact; a smaller one is hashed, and n-grams that meet share a row.
+    A table of ``vocabulary ** n`` rows or more is exact; a smaller one is hashed, and n-grams that meet share a row. N-grams
+    of several orders share a table, in which each order has rows of its own.
 
     Each step moves the rows of the batch's n-grams alone, by an Adam of its own (``torch.optim.SparseAdam``'s rule) that steps
     with the module's optimizer as one: its rate follows the module's schedulers in proportion, and it does not decay
@@ -74,8 +85,8 @@ class NgramEmbedding(Architecture):
     (1 or 0).
 
     Args:
-        n: tokens of an n-gram, >= 1.
-        buckets: rows of a table at most; None for the larger of 65,536 and five for each token. 0 is plain training.
+        n: tokens of an n-gram, >= 1; or several such numbers, [2, 3] for bigrams and trigrams, whose rows are added up.
+        buckets: rows of each of them at most; None for the larger of 65,536 and five for each token. 0 is plain training.
         lr: the rate of the table's optimizer, > 0, before the module's schedule; None for 0.02, that of a byte GPT.
         optimizer: "rows" for the table's own one, or "module" to leave it to the module's optimizer, as the control does.
         embeddings: paths, last parts of them or patterns, of the ``nn.Embedding`` that look tokens up; None finds it.
@@ -99,7 +110,7 @@ class NgramEmbedding(Architecture):
     )
     survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"n": Choice((2, 3)), "lr": Uniform(0.003, 0.1, log=True)}, _pointless
+        {"n": Choice((2, [2, 3], [2, 3, 4])), "lr": Uniform(0.003, 0.1, log=True)}, _pointless
     )
     control: ClassVar[Control] = Control(
         "the same table under the module's own optimizer, and a baseline that has as many parameters more in its layers, each"
@@ -116,7 +127,7 @@ class NgramEmbedding(Architecture):
 
     def __init__(
         self,
-        n: int = 2,
+        n: int | Sequence[int] = 2,
         buckets: int | None = None,
         *,
         lr: float | None = None,
@@ -124,8 +135,11 @@ class NgramEmbedding(Architecture):
         embeddings: str | Sequence[str] | None = None,
         batch_first: bool | None = None,
     ) -> None:
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise ValueError(f"{WHO}({n=}): expected an integer >= 1, tokens of an n-gram.")
+        orders = _orders(n)
+        if not orders or len(set(orders)) < len(orders) or any(order < 1 for order in orders):
+            raise ValueError(
+                f"{WHO}({n=}): expected an integer >= 1, tokens of an n-gram, or several different ones, such as [2, 3]."
+            )
         whole = isinstance(buckets, int) and not isinstance(buckets, bool)
         if buckets is not None and not (whole and 0 <= buckets < PRIME):
             raise ValueError(f"{WHO}({buckets=}): expected rows of a table, from 0 (none) to {PRIME - 1}, or None.")
@@ -142,7 +156,7 @@ class NgramEmbedding(Architecture):
             raise ValueError(f"{WHO}({embeddings=}): expected paths of nn.Embedding, such as ['token'], or None.")
         if not (batch_first is None or isinstance(batch_first, bool)):
             raise ValueError(f"{WHO}({batch_first=}): expected True for (B, T), False for (T, B), or None.")
-        self.n, self.buckets, self.lr, self.optimizer = n, buckets, lr, optimizer
+        self.n, self.buckets, self.lr, self.optimizer = n if isinstance(n, int) else orders, buckets, lr, optimizer
         self.embeddings, self.batch_first = embeddings, batch_first
         if optimizer == "module":
             self.conflicts = {}  # pyright: ignore[reportAttributeAccessIssue] -- of this instance alone
@@ -164,38 +178,44 @@ class NgramEmbedding(Architecture):
     def settings(self) -> dict[str, Any]:
         """What the module's function goes by; how the table is stepped is the run's affair."""
         names = self.embeddings if self.embeddings is None or isinstance(self.embeddings, str) else [*self.embeddings]
-        return {"n": self.n, "buckets": self.buckets, "embeddings": names, "batch_first": self.batch_first}
+        n = self.n if isinstance(self.n, int) else list(self.n)
+        return {"n": n, "buckets": self.buckets, "embeddings": names, "batch_first": self.batch_first}
 
     # -- the change
 
     @override
     def change(self, surgeon: Surgeon) -> None:
         found = token_embeddings(surgeon.root, self.embeddings, who=WHO)
-        if self.batch_first is None and self.n > 1:
+        if self.batch_first is None and self._longest > 1:
             check_order(surgeon.root, who=WHO)
         chosen = {id(m) for m in found.values()}
         tables: dict[int, NgramTable] = {}
 
         def build(plain: nn.Module) -> nn.Module:
             assert isinstance(plain, nn.Embedding)
-            table = NgramTable(self._rows_for(plain), plain.embedding_dim)
+            rows = self._rows_for(plain)
+            table = NgramTable(sum(rows), plain.embedding_dim)
             if id(plain.weight) in tables:
                 table.weight = tables[id(plain.weight)].weight
             tables.setdefault(id(plain.weight), table)
-            return beside(plain, table, self.n, batch_first=self.batch_first is not False)
+            return beside(plain, table, _orders(self.n), rows, batch_first=self.batch_first is not False)
 
         surgeon.swap(lambda path, m: id(m) in chosen, build, what="a token embedding")
         made = _found_in(surgeon.root)
-        if self.n > 1:
+        if self._longest > 1:
             for m in surgeon.root.modules():
                 if not isinstance(m, Ngrams) and any(part in made for part in m.modules()):
                     surgeon.before(m, RefuseCache(m))
         rank_zero_info(f"{WHO}: {_described(surgeon.root, found)}")
 
-    def _rows_for(self, plain: nn.Embedding) -> int:
+    @property
+    def _longest(self) -> int:
+        return max(_orders(self.n))
+
+    def _rows_for(self, plain: nn.Embedding) -> list[int]:
         vocabulary = plain.num_embeddings
         most = max(LEAST_ROWS, ROWS_PER_TOKEN * vocabulary) if self.buckets is None else self.buckets
-        return min(vocabulary**self.n, most)
+        return [min(vocabulary**n, most) for n in _orders(self.n)]
 
     # -- the run
 
@@ -291,7 +311,7 @@ class NgramEmbedding(Architecture):
                 " ids. Hand the model ids and not inputs_embeds of another make, or name the embedding that it calls,"
                 f" {WHO}(embeddings=[...])."
             )
-        if self.batch_first is None and self.n > 1:
+        if self.batch_first is None and self._longest > 1:
             check_untransposed(seen[0], batch, who=WHO)
         return output
 
@@ -323,7 +343,7 @@ class NgramEmbedding(Architecture):
         found = self._quantities()
         if not found:
             return "no table was made"
-        return f"{found['parameters']:,} parameters in tables of {self.n}-grams, stepped by {self.optimizer}"
+        return f"{found['parameters']:,} parameters in tables of {_named(_orders(self.n))}, stepped by {self.optimizer}"
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -351,9 +371,10 @@ def _described(root: nn.Module, found: Mapping[str, nn.Embedding]) -> str:
     """What was added where: rows, parameters and bytes."""
     made = [(path, m) for path, m in root.named_modules() if isinstance(m, Ngrams)]
     lines = [
-        f"{path} ({m.num_embeddings:,} x {m.embedding_dim}) has {m.ngrams.num_embeddings - 1:,} rows of {m.n}-grams, "
-        + ("one for each" if m.exact else "hashed")
+        f"{path} ({m.num_embeddings:,} x {m.embedding_dim}) has {rows:,} rows of {n}-grams, "
+        + ("one for each" if m.exact(order) else "hashed")
         for path, m in made
+        for order, (n, rows) in enumerate(zip(m.orders, m.rows, strict=True))
         if path in found
     ]
     tables = {id(m.ngrams.weight): m.ngrams.weight for _, m in made}
@@ -361,5 +382,5 @@ def _described(root: nn.Module, found: Mapping[str, nn.Embedding]) -> str:
     size = sum(p.numel() * p.element_size() for p in tables.values())
     return (
         f"{'; '.join(lines)}. {added:,} parameters beside {whole - added:,}, {size / 2**20:,.1f} MiB and twice that in Adam's"
-        " states; a token costs a row's additions, and no products."
+        " states; a token costs a row's additions for each order, and no products."
     )

@@ -77,12 +77,40 @@ def test_each_position_gets_the_row_of_its_n_gram(
     with torch.no_grad():
         table.weight[:-1].normal_()
     ids = torch.randint(0, vocabulary, (4, 12), dtype=dtype)
-    got = beside(plain, table, n, batch_first=batch_first)(ids if batch_first else ids.T)
+    got = beside(plain, table, [n], [rows], batch_first=batch_first)(ids if batch_first else ids.T)
     got = got if batch_first else got.transpose(0, 1)
     for b, row in enumerate(ids.tolist()):
         for t, at in enumerate(slow_rows(row, n, rows, vocabulary, padding)):
             added = table.weight[at] if at < rows else torch.zeros(5, dtype=torch.float64)
             torch.testing.assert_close(got[b, t], plain.weight[row[t]] + added, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("padding", [None, 3])
+def test_n_grams_of_several_orders_have_each_their_part_of_one_table(padding: int | None) -> None:
+    """Against a loop over positions, each order with its own rows, in float64; and gradients of both layouts."""
+    torch.manual_seed(0)
+    plain = nn.Embedding(20, 5, padding_idx=padding, dtype=torch.float64)
+    net = eff.apply(nn.Sequential(plain), NgramEmbedding(n=[1, 3, 2], buckets=399)).double()
+    made, ids = net[0], torch.randint(0, 20, (4, 12))
+    assert made.orders == (1, 3, 2) and made.rows == (20, 399, 399)
+    assert [made.exact(k) for k in range(3)] == [True, False, False] and made.ngrams.num_embeddings == 819
+    with torch.no_grad():
+        made.ngrams.weight[:-1].normal_()
+    weight = made.ngrams.weight.detach().clone().requires_grad_()
+    wanted = []
+    for row in ids.tolist():
+        parts = [(slow_rows(row, n, r, 20, padding), r, at) for n, r, at in ((1, 20, 0), (3, 399, 20), (2, 399, 419))]
+        told = [sum(weight[f[t] + at] for f, r, at in parts if f[t] < r) for t in range(12)]
+        wanted.append(torch.stack([plain.weight[row[t]] + told[t] for t in range(12)]))
+    torch.testing.assert_close(net(ids), torch.stack(wanted))
+    torch.stack(wanted).square().sum().backward()
+    for sparse in (False, True):
+        made.ngrams.sparse, made.ngrams.weight.grad = sparse, None
+        net(ids).square().sum().backward()
+        grad = made.ngrams.weight.grad
+        assert grad.is_sparse == sparse
+        torch.testing.assert_close(grad.to_dense() if sparse else grad, weight.grad)
+    assert "n=1 exact, n=3 hashed, n=2 hashed" in repr(net)
 
 
 def test_an_exact_table_has_a_row_for_each_n_gram() -> None:
@@ -97,7 +125,7 @@ def test_an_exact_table_has_a_row_for_each_n_gram() -> None:
 def test_tables_have_a_row_for_each_n_gram_where_that_is_few(vocabulary: int, buckets: int | None, rows: int) -> None:
     net = eff.apply(nn.Sequential(nn.Embedding(vocabulary, 1)), NgramEmbedding(buckets=buckets))
     (found,) = (m for m in net.modules() if isinstance(m, Ngrams))
-    assert found.ngrams.num_embeddings == rows + 1 and found.exact == (vocabulary**2 <= rows)
+    assert found.ngrams.num_embeddings == rows + 1 and found.exact(0) == (vocabulary**2 <= rows)
     assert not found.ngrams.weight.any()
 
 
@@ -253,8 +281,8 @@ def test_no_output_depends_on_a_later_id(name: str, n: int) -> None:
 
 
 def test_the_embedding_itself_sees_n_ids_and_no_more() -> None:
-    for n in (1, 2, 3):
-        net = grown(nn.Sequential(nn.Embedding(VOCAB, 4)), n=n, buckets=10**6)
+    for orders, n in ((1, 1), (2, 2), (3, 3), ([2, 3], 3)):
+        net = grown(nn.Sequential(nn.Embedding(VOCAB, 4)), n=orders, buckets=10**6)
         ids = torch.randint(0, VOCAB, (1, 16))
         other = ids.clone()
         other[0, 5] = (other[0, 5] + 1) % VOCAB
@@ -719,6 +747,11 @@ def test_it_learns_what_one_token_does_not_tell() -> None:
     [
         ({"n": 0}, r"NgramEmbedding\(n=0\): expected an integer >= 1"),
         ({"n": True}, r"n=True"),
+        ({"n": []}, r"n=\[\]\): expected an integer >= 1, tokens of an n-gram, or several different ones"),
+        ({"n": [2, 2]}, r"n=\[2, 2\]"),
+        ({"n": [2, 0]}, r"n=\[2, 0\]"),
+        ({"n": [2, True]}, r"n=\[2, True\]"),
+        ({"n": "23"}, r"n='23'"),
         ({"buckets": -1}, r"buckets=-1\): expected rows"),
         ({"buckets": 2**31}, r"expected rows of a table, from 0 \(none\) to 2147483646"),
         ({"lr": 0.0}, r"lr=0.0\): expected a finite rate > 0"),

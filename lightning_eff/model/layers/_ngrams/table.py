@@ -6,7 +6,7 @@ Carter & Wegman 1979 (J. Comput. Syst. Sci. 18) have them, mixed, in integers th
 
 import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -121,12 +121,16 @@ class NgramTable(nn.Embedding):
 
 
 class Ngrams(nn.Embedding):
-    """What a class of embeddings is made to have: the row of each n-gram, added to what the embedding gives."""
+    """What a class of embeddings is made to have: the row of each n-gram, added to what the embedding gives.
+
+    N-grams of several orders have the rows of one table, those of each order after those of the one before.
+    """
 
     as_before = ("weight",)  # heads go on using it
 
     ngrams: NgramTable
-    n: int
+    orders: tuple[int, ...]
+    rows: tuple[int, ...]  #: of each order
     batch_first: bool
 
     @override
@@ -137,41 +141,39 @@ class Ngrams(nn.Embedding):
                 f"NgramEmbedding: the token embedding got ids of shape {tuple(input.shape)}; expected (B, T), since in others"
                 " it cannot be told which ids stand before which. Do not flatten them before the embedding."
             )
-        rows = ngram_rows(
-            input,
-            self.n,
-            self.ngrams.num_embeddings - 1,
-            vocabulary=self.num_embeddings,
-            padding=self.padding_idx,
-            dim=1 if self.batch_first else 0,
-        )
-        return plain + self.ngrams(rows).to(plain.dtype)
+        added = self.ngrams(self.rows_of(input, 1 if self.batch_first else 0))
+        return plain + (added[0] if len(self.orders) == 1 else added.sum(0)).to(plain.dtype)
 
-    @property
-    def exact(self) -> bool:
-        """Whether each n-gram has a row of its own."""
-        return self.num_embeddings**self.n <= self.ngrams.num_embeddings - 1
+    def rows_of(self, ids: Tensor, dim: int) -> Tensor:
+        """The table's row of each n-gram; with K orders (K, B, T), of ids (B, T)."""
+        none, found, first = self.ngrams.num_embeddings - 1, [], 0
+        for n, rows in zip(self.orders, self.rows, strict=True):
+            row = ngram_rows(ids, n, rows, vocabulary=self.num_embeddings, padding=self.padding_idx, dim=dim)
+            found.append(torch.where(row == rows, none, row + first))
+            first += rows
+        return torch.stack(found)
+
+    def exact(self, order: int) -> bool:
+        """Whether each n-gram of this order, the number of it, has a row of its own."""
+        return self.num_embeddings ** self.orders[order] <= self.rows[order]
 
     def fold(self) -> Mapping[str, Tensor]:
         """The plain embedding's weight, where n is 1."""
-        if self.n > 1:
+        if max(self.orders) > 1:
             raise CannotFold(
-                f"what it gives goes by {self.n} tokens, which no embedding of one does. Keep the module as it is, and build"
-                " it by lightning_eff.apply(plain, NgramEmbedding(...)) where its checkpoints are used"
+                f"what it gives goes by {max(self.orders)} tokens, which no embedding of one does. Keep the module as it is,"
+                " and build it by lightning_eff.apply(plain, NgramEmbedding(...)) where its checkpoints are used"
             )
         if self.max_norm is not None or type(self).__mro__[2].forward is not nn.Embedding.forward:
             raise CannotFold(f"what {type(self).__mro__[2].__name__} makes of its weight is not the weight alone")
         ids = torch.arange(self.num_embeddings, device=self.weight.device)[None]
-        rows = ngram_rows(
-            ids, 1, self.ngrams.num_embeddings - 1, vocabulary=self.num_embeddings, padding=self.padding_idx
-        )
-        added = self.ngrams.weight[rows[0]]
+        added = self.ngrams.weight[self.rows_of(ids, 1)[0, 0]]
         return {"weight": self.weight + added.to(self.weight.dtype) if bool(added.any()) else self.weight}
 
     @override
     def extra_repr(self) -> str:
-        kind = "exact" if self.exact else "hashed"
-        return f"{super().extra_repr()}, n={self.n}, {kind}"
+        kinds = ", ".join(f"n={n} {'exact' if self.exact(k) else 'hashed'}" for k, n in enumerate(self.orders))
+        return f"{super().extra_repr()}, {kinds}"
 
     @override
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -188,10 +190,20 @@ def _blank(cls: type[nn.Embedding]) -> Ngrams:
     return made.__new__(made)
 
 
-def beside(plain: nn.Embedding, table: NgramTable, n: int, *, batch_first: bool) -> Ngrams:
-    """An embedding with ``plain``'s own class, parameters and settings, and ``table`` added to what it gives."""
+def beside(
+    plain: nn.Embedding, table: NgramTable, orders: Sequence[int], rows: Sequence[int], *, batch_first: bool
+) -> Ngrams:
+    """An embedding with ``plain``'s own class, parameters and settings, and ``table`` added to what it gives.
+
+    Args:
+        plain: the embedding.
+        table: of as many rows as all orders have together.
+        orders: tokens of an n-gram, each once.
+        rows: of each order.
+        batch_first: whether it gets ids of (B, T).
+    """
     made = _blank(type(plain))
     made.__dict__.update({k: copy.copy(v) if isinstance(v, dict | set) else v for k, v in plain.__dict__.items()})
-    made.n, made.batch_first = n, batch_first
+    made.orders, made.rows, made.batch_first = tuple(orders), tuple(rows), batch_first
     made.ngrams = table
     return made
