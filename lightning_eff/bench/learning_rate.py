@@ -101,7 +101,8 @@ def rates_of(trainer: Trainer, pace: Pace) -> Rates:
         Incomparable: where a scheduler follows the metric, or where a rate or a warm-up of the arm's own has nothing to act
             on: under manual optimization, and for a warm-up where a technique of the recipe sets the rate.
     """
-    for config in trainer.lr_scheduler_configs:
+    sets_rates = any(technique.sets_rates for technique in techniques_of(trainer))
+    for config in trainer.lr_scheduler_configs if pace.schedule == "own" and not sets_rates else ():
         if config.reduce_on_plateau or isinstance(config.scheduler, ReduceLROnPlateau):
             raise Incomparable(
                 "Got ReduceLROnPlateau, whose rate follows the metric; expected one that decays with the run, so that it is"
@@ -113,7 +114,7 @@ def rates_of(trainer: Trainer, pace: Pace) -> Rates:
             "Got a rate or a warm-up for a module with manual optimization, which steps its schedulers by itself; expected"
             " automatic optimization. Set the rate in the module, or use --schedule linear."
         )
-    if any(technique.sets_rates for technique in techniques_of(trainer)):
+    if sets_rates:
         if pace.warm_up is not None:
             raise Incomparable(
                 "Got a warm-up of its own for an arm whose recipe sets the learning rate by a technique; expected the warm-up"

@@ -9,8 +9,10 @@ from typing import Literal
 
 SCHEDULES = ("own", "linear", "cosine")
 _UNITS = {"rs": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-_MAXIMISED = re.compile(
-    r"(^|[_/])(acc|accuracy|top\d|f1|auc|auroc|ap|map|precision|recall|bleu|rouge\w*|iou|score|psnr)"
+_MAXIMISED = re.compile(  # a metric's name, or a part of it between other signs than letters
+    r"accuracy|auroc|(^|[^a-z])(acc|top|f|f1_?score|auc|ap|map|precision|recall|sensitivity|specificity|bleu|rouge\w*|meteor"
+    r"|iou|miou|jaccard|dice|score|psnr|ssim|r2|r_2|r_squared|kappa|mcc|corr|correlation|pearson|spearman|ndcg|mrr|hits?"
+    r"|reward|return|elbo|em|exact_match)(?![a-z])"
 )
 WARM_UP = 0.05  # of the budget, where the bench lays out the schedule itself
 
@@ -61,6 +63,9 @@ class Pace:
         warm_up: the share of the budget at which the peak is reached; None leaves the schedule's.
         sweep: in place of the budget, so many optimizer steps that pass through the whole schedule (a rehearsal).
         inspect: look at the data, and validate at the end of a sweep.
+        watch: hold the samples that it trains on against those of validation, and its weights before a validation against
+            those after it.
+        blind: let validation have one sample alone, so that what a run takes from validation data shows.
     """
 
     target: str
@@ -75,6 +80,8 @@ class Pace:
     warm_up: float | None = None
     sweep: int | None = None
     inspect: bool = False
+    watch: bool = False
+    blind: bool = False
 
 
 def decay(schedule: str, u: float, warm_up: float = WARM_UP) -> float:

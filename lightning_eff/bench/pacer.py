@@ -25,6 +25,7 @@ from lightning_eff.bench.learning_rate import Rates, rates_of
 from lightning_eff.bench.pace import Diverged, Horizon, Incomparable, Pace, Rehearsed
 from lightning_eff.bench.running.quiet import Quiet
 from lightning_eff.bench.running.turns import TURN
+from lightning_eff.bench.watching import Samples, blind, watch, weights
 from lightning_eff.monitor.machine import memory_in_use
 
 
@@ -77,6 +78,7 @@ class Pacer(Clock):
         self.metrics: dict[str, float] = {}
         self.validation_data: dict[str, Any] = {}
         self.facts: dict[str, Any] = {}
+        self.watched = Samples()
 
     # -- the clock
 
@@ -135,6 +137,10 @@ class Pacer(Clock):
         self._patches.set(epoch_loop, "update_lr_schedulers", lambda interval, update_plateau_schedulers: None)
         self._patches.set(epoch_loop.val_loop, "run", self._validating(trainer, epoch_loop.val_loop.run))
         self._patches.set(pl_module, "training_step", self._recording(trainer, pl_module.training_step))
+        if self.pace.watch:
+            watch(trainer, pl_module, self.watched, self._patches)
+        if self.pace.blind:
+            blind(trainer, pl_module, self._patches)
         self._patches.set(pl_module, "configure_optimizers", self._laying_out(trainer, pl_module.configure_optimizers))
 
     def _recording(self, trainer: Trainer, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -169,11 +175,17 @@ class Pacer(Clock):
     def _validating(self, trainer: Trainer, original: Callable[..., Any]) -> Callable[..., Any]:
         def run() -> Any:
             _synchronize(trainer)
+            held = weights(trainer.lightning_module) if self.pace.watch else None
             cost = _cost(trainer)
             before, start = cost.seconds, time.perf_counter()
             outputs = original()
             _synchronize(trainer)
             seconds = time.perf_counter() - start
+            if held is not None and held != weights(trainer.lightning_module):
+                raise Incomparable(
+                    "Got a module whose weights were others after a validation than before it; expected the same, since the"
+                    " clock stands while a run is validated. Train in training steps."
+                )
             extra = cost.seconds - before
             self._outside += seconds - extra  # the passes that a technique made are training
             self.validation_seconds += seconds - extra
@@ -296,6 +308,8 @@ class Pacer(Clock):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
+        if self.pace.watch and not self.points:  # the next ones are the same
+            self.watched.validated(batch)
         if self.pace.inspect:
             for path, tensor in tensors(batch):
                 key = f"{dataloader_idx}{path} {tensor.dtype} {tuple(tensor.shape[1:])}"

@@ -15,7 +15,8 @@ batch and warm-up), confirms the best on fresh seeds, and tells what each techni
   lightning-eff tune --baseline baseline.yaml --target val_loss --budget 120s --search 2h
   lightning-eff tune --baseline baseline.yaml --target val_loss --budget 120s --dry-run    what would be tried, and why not
 
-Writes recipe.yaml, ready for lightning-eff fit, and report.md into --out. The same command goes on where it was.
+Writes recipe.yaml, ready for lightning-eff fit, and a report (report.html, report.md) into --out. The same command goes on
+where it was.
 
 A space file says more of what is tried:
 
@@ -64,6 +65,13 @@ def parser() -> argparse.ArgumentParser:
         help="folder for all that is found; what was interrupted goes on there (default: lightning_logs/tune)",
     )
     add("--jobs", type=int, default=0, help="runs at once (default: one on each CUDA device, or one)")
+    add(
+        "--engine",
+        choices=("local", "ray"),
+        default="local",
+        help="where trials run: on this machine, or on the workers of a Ray cluster that shares this folder (needs the extra"
+        " ray); --jobs is how many of them (default: as many as there is room for)",
+    )
     add("--threads", type=int, default=0, help="torch's threads in each run (default: a share of torch's own choice)")
     add("--seed", type=int, default=0, help="of the runs that search (default: 0)")
     add("--seeds", type=int, default=3, help="fresh ones, on which the best is confirmed (default: 3)")
@@ -105,5 +113,5 @@ def _run(argv: Sequence[str]) -> None:
     for line in results["contributions"]:
         print(f"  {line}")
     print(
-        f"report: {tuner.out / 'report.md'}\n" + (f"recipe: {tuner.out / 'recipe.yaml'}" if results["recipe"] else "")
+        f"report: {tuner.out / 'report.html'}\n" + (f"recipe: {tuner.out / 'recipe.yaml'}" if results["recipe"] else "")
     )

@@ -1,12 +1,16 @@
 """From a search to a verdict: the best few are confirmed, and what adds nothing is dropped."""
 
+import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_eff.bench.pace import Incomparable
 from lightning_eff.tune.config import Choices
 from lightning_eff.tune.confirm import RECIPE, Bench, Contribution, confirmed
 from lightning_eff.tune.search import Search, chosen
+from lightning_eff.tune.timing import LEAST, in_words
 
 CONFIRMED = 2  # recipes of a search that are confirmed, at most
 
@@ -35,15 +39,33 @@ class Found:
 
 
 class Finding:
-    """Args: look: what was looked at; search: that is over; bench: of its tuned baseline."""
+    """Confirms what a search found.
 
-    def __init__(self, look: Any, search: Search, bench: Bench) -> None:
+    Args:
+        look: what was looked at.
+        search: that is over.
+        bench: of its tuned baseline.
+        seconds: about how long a bench of so many arms takes.
+        left: seconds that are left for it all.
+    """
+
+    def __init__(
+        self,
+        look: Any,
+        search: Search,
+        bench: Bench,
+        seconds: Callable[[int], float] = lambda arms: 0.0,
+        left: Callable[[], float] = lambda: math.inf,
+    ) -> None:
         self._look, self._search, self._bench = look, search, bench
+        self._seconds, self._left = seconds, left
+        self._slower = 1.0  # than what was expected
         self._sentences: dict[str, dict[str, str]] = {}
+        self._tell: Callable[[str], None] = lambda line: None
 
     def conclude(self, tell: Callable[[str], None]) -> Found:
         """Confirm the best, and find what it stands on."""
-        baseline, steps = self._bench.baseline, self._look.found.steps
+        self._tell = tell
         best = self._search.best("baseline")
         assert best is not None
         better = [
@@ -51,43 +73,84 @@ class Finding:
             for record in self._search.ranked("recipes")
             if (record["value"] < best["value"]) == (self._search.mode == "min") and record["value"] != best["value"]
         ]
-        better = list({choices.key: choices for choices in better}.values())[
-            :CONFIRMED
-        ]  # a sampler may say a thing twice
+        better = list({choices.key: choices for choices in better}.values())  # a sampler may say a thing twice
         if not better:
             ranked = self._search.ranked("recipes")
             why = f"the best came to {ranked[0]['value']:.5g}" if ranked else "none came to its end"
             return self._stands(f"no recipe of the search reached the tuned baseline's {best['value']:.5g}: {why}")
-        arms = {RECIPE if i == 0 else f"{RECIPE} {i + 1}": choices for i, choices in enumerate(better)}
-        tell(f"confirming {', '.join(choices.told() for choices in better)}")
-        results = self._run("confirm", arms, controls=True)
+        few = better[:CONFIRMED]
+        if self._expected(1 + 2 * len(few)) > self._left():
+            few = few[:1]
+        arms = {RECIPE if i == 0 else f"{RECIPE} {i + 1}": choices for i, choices in enumerate(few)}
+        try:
+            results = self._run("confirm", arms, "confirming " + ", ".join(choices.told() for choices in few))
+        except Incomparable as error:
+            return self._stands(f"what the search found cannot be compared with it on fresh seeds: {error}")
         won = [name for name in arms if confirmed(results, name)]
         if not won:
             told = "; ".join(results["summary"][name]["sentence"] for name in arms)
             return self._stands(f"what the search found was not confirmed on fresh seeds: {told}")
         name = max(won, key=lambda one: results["summary"][one]["speedup"]["estimate"])
-        stack, summary, steps = arms[name], results["summary"][name], results["calibration"][name]["steps"]
+        return self._reduced(arms[name], results["summary"][name], results["calibration"][name]["steps"])
+
+    def _reduced(self, stack: Choices, summary: Mapping[str, Any], steps: int) -> Found:
+        """A stack that was confirmed, without what adds nothing to it, if it is confirmed without that, too."""
         parts: tuple[Contribution, ...] = ()
+        notes: list[str] = []
         if len(stack.techniques) > 1:
-            tell(f"leaving out one technique after the other of {stack.told()}")
-            parts = tuple(self._bench.contributions(stack))
-            less = stack
-            for part in parts:
-                less = less.without(part.name) if part.dropped else less
-            if less != stack and less.techniques:
-                tell(f"confirming what is left: {less.told()}")
-                again = self._run("reduced", {RECIPE: less}, controls=True)
+            if (need := self._expected(2 + len(stack.techniques))) > self._left():
+                notes.append(
+                    "What each technique adds was not measured: that takes about"
+                    f" {in_words(need)}, and {in_words(max(self._left(), 0.0))} of --search were left; the same command with"
+                    " more --search goes on."
+                )
+            else:
+                parts = self._contributions(stack)
+        less = stack
+        for part in parts:
+            less = less.without(part.name) if part.dropped else less
+        if less != stack and less.techniques:
+            if (need := self._expected(LEAST)) > self._left():
+                notes.append(
+                    f"Without what adds nothing ({', '.join(part.name for part in parts if part.dropped)}) it was not"
+                    f" confirmed again: that takes about {in_words(need)}, which were not left of --search."
+                )
+            else:
+                again = self._run("reduced", {RECIPE: less}, f"confirming what is left: {less.told()}")
                 if confirmed(again, RECIPE):
                     stack, summary = less, again["summary"][RECIPE]
                     steps = again["calibration"][RECIPE]["steps"]
-        said = f"{stack.told()}: {summary['sentence']}"
-        return Found(stack, baseline, said, steps, parts, self._sentences, summary)
+                else:
+                    notes.append(f"Without what seems to add nothing it was not confirmed: {_sentence(again)}")
+        said = " ".join([f"{stack.told()}: {summary['sentence']}", *notes])
+        return Found(stack, self._bench.baseline, said, steps, parts, self._sentences, summary)
+
+    def _contributions(self, stack: Choices) -> tuple[Contribution, ...]:
+        self._begin(f"leaving out one technique after the other of {stack.told()}", 2 + len(stack.techniques))
+        return tuple(self._bench.contributions(stack))
 
     def _stands(self, why: str) -> Found:
         sentence = f"The baseline stands: {why}"
         return Found(None, self._bench.baseline, sentence, self._look.found.steps, (), self._sentences)
 
-    def _run(self, name: str, arms: Mapping[str, Choices], *, controls: bool) -> dict[str, Any]:
-        results = self._bench.run(name, arms, controls=controls)
+    def _expected(self, arms: int) -> float:
+        """About how long a bench of so many arms takes, by how long those before took."""
+        return self._slower * self._seconds(arms)
+
+    def _begin(self, what: str, arms: int) -> None:
+        seconds = self._expected(arms)
+        self._tell(f"{what}{f'; about {in_words(seconds)}' if seconds else ''}")
+
+    def _run(self, name: str, arms: Mapping[str, Choices], what: str) -> dict[str, Any]:
+        expected = self._seconds(1 + 2 * len(arms))
+        self._begin(what, 1 + 2 * len(arms))
+        began = time.monotonic()
+        results = self._bench.run(name, arms, controls=True)
+        if expected:
+            self._slower = max(self._slower, (time.monotonic() - began) / expected)
         self._sentences[results["folder"]] = {arm: own["sentence"] for arm, own in results["summary"].items()}
         return results
+
+
+def _sentence(results: Mapping[str, Any]) -> str:
+    return results["summary"][RECIPE]["sentence"]

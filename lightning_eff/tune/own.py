@@ -103,7 +103,9 @@ def discover(config: Mapping[str, Any], found: Found) -> tuple[list[Own], dict[s
             f"no number of the config that is called batch is {size}, as the run's batches are; name it in --space, own:"
             " {batch: {key: data.init_args.NAME, values: [...]}}"
         )
-    if not found.run.decayed_rate:
+    if found.run.manual_optimization and not found.run.decayed_rate:
+        without["warm_up"] = "no schedule can stand in the place of one that the module steps by itself"
+    elif not found.run.decayed_rate:
         owns.append(Own("warm_up", WARM_UP, None, None))
     elif (key := called("warm_up", None)) is not None:
         value = numbers[key]

@@ -14,6 +14,16 @@ from lightning_eff.tune.config import Choices, Recipes
 from lightning_eff.tune.space import Candidate, Space
 
 STEPS = 2
+#: Errors of Python whose words are a key, a name or nothing.
+_SAY_LITTLE = (
+    "KeyError",
+    "IndexError",
+    "AttributeError",
+    "NameError",
+    "AssertionError",
+    "ZeroDivisionError",
+    "StopIteration",
+)
 
 
 def middle(what: Range) -> Any:
@@ -41,8 +51,11 @@ def probe(
     jobs: int = 1,
     known: dict[str, str | None] | None = None,
     tell: Callable[[str, str | None], None] | None = None,
+    over: Callable[[], bool] = lambda: False,
 ) -> dict[str, str | None]:
     """For each technique of the space, why two steps of it do not run; None where they do.
+
+    What is not tried before its time is over is not found: it stays in the space, and its first trial will show.
 
     Args:
         recipes: of the space.
@@ -55,18 +68,22 @@ def probe(
         jobs: at once.
         known: what was found before.
         tell: called with each name and what was found.
+        over: whether the time for it is.
     """
     found = dict(known or {})
     left = [name for name in recipes.space.techniques if name not in found]
 
-    def tried(name: str) -> str | None:
-        return refused(recipes, name, places, folder, target=target, steps=steps, seed=seed, threads=threads)
+    def tried(name: str) -> tuple[str, str | None] | None:
+        if over():
+            return None
+        return name, refused(recipes, name, places, folder, target=target, steps=steps, seed=seed, threads=threads)
 
     with ThreadPoolExecutor(jobs) as pool:
-        for name, why in zip(left, pool.map(tried, left), strict=True):
-            found[name] = why
-            if tell is not None:
-                tell(name, why)
+        for done in pool.map(tried, left):
+            if done is not None:
+                found[done[0]] = done[1]
+                if tell is not None:
+                    tell(*done)
     return found
 
 
@@ -85,10 +102,12 @@ def refused(
 
 
 def reason(record: dict[str, Any]) -> str:
-    """Why a job did not finish, in one line and without the name of a Python error."""
+    """Why a job did not finish, in one line, without the name of an error whose words say all by themselves."""
     text = " ".join(str(record["error"]).split())
     head, colon, rest = text.partition(": ")
-    return rest if colon and head.isidentifier() and head.endswith(("Error", "Exception")) else text
+    if record["status"] != "crashed" or not colon or not rest or not head.isidentifier():
+        return text
+    return text if head in _SAY_LITTLE else rest
 
 
 def after(space: Space, found: dict[str, str | None]) -> Space:

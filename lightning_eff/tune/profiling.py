@@ -1,6 +1,7 @@
 """A short run of the user's own config: what a search must know of it, with the reason, and where time and memory go."""
 
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
@@ -17,13 +18,16 @@ from lightning_eff._core.patches import Patches
 from lightning_eff._core.search_space import RunProfile
 from lightning_eff.bench import calibration
 from lightning_eff.bench.arms import Arm
-from lightning_eff.bench.pace import Incomparable, Pace
+from lightning_eff.bench.pace import Incomparable, Pace, Rehearsed
 from lightning_eff.bench.running.jobs import Job, work
 from lightning_eff.monitor.efficiency_monitor import EfficiencyMonitor
 from lightning_eff.monitor.machine import peak_memory
 from lightning_eff.optim.optimizers._matrices import hidden_matrices
+from lightning_eff.tune.timing import LEAST, Durations, in_words
 
 FIRST = 8  # steps of the first look
+SEEDS = 3  # on which a recipe is confirmed, usually
+ENOUGH = 3  # of them, where they take longer than the whole budget
 BOUND = 0.8  # of the memory that may be used: from there on it limits what can be trained
 
 
@@ -47,6 +51,7 @@ class Found:
         monitor: :meth:`EfficiencyMonitor.summary` of the first steps.
         peak_bytes: of memory, in these steps.
         probe: the record of the rehearsal, which other arms' data are held against.
+        schedule: of the rate in these steps, as a :class:`Pace` has it: "linear" where the module's follows the metric.
     """
 
     run: RunProfile
@@ -64,6 +69,11 @@ class Found:
     monitor: Mapping[str, Any]
     peak_bytes: int
     probe: Mapping[str, Any] = field(repr=False)
+    schedule: str = "own"
+
+    def durations(self, budget: float, process: float, seeds: int, jobs: int) -> Durations:
+        """How long parts of a search take; see :class:`Durations` for the arguments."""
+        return Durations(budget, self.step_seconds, self.start_seconds, self.validation_seconds, process, seeds, jobs)
 
     def record(self) -> dict[str, Any]:
         """As JSON."""
@@ -77,15 +87,21 @@ class Found:
 
 
 class Look(Callback):
-    """Looks at the module, the first batches and the optimizers of a run, and changes nothing."""
+    """Looks at the module, the first batches and the optimizers of a run, and changes nothing.
 
-    def __init__(self) -> None:
+    Args:
+        patience: seconds of training after which it has seen enough, if it saw :data:`ENOUGH` steps.
+    """
+
+    def __init__(self, patience: float = math.inf) -> None:
+        self._patience, self._since = patience, 0.0
         self.fields: dict[str, Any] = {}
         self.why: dict[str, str] = {}
         self.base_rate = 0.0
         self.decays: tuple[float, ...] = ()
         self.dataset_length: int | None = None
         self.callbacks: tuple[str, ...] = ()
+        self.follows_metric = False
         self.monitor = EfficiencyMonitor()
         self._patches = Patches()
         self._watched = False
@@ -124,11 +140,14 @@ class Look(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._since = time.monotonic()
         stacks = candidates(pl_module)
         blocks = stacks[0].length if stacks else 0
         self._set("num_blocks", blocks, f"the stack {stacks[0]}" if stacks else "no repeated blocks in a ModuleList")
         matrices = hidden_matrices(pl_module)
         self._set("num_matrices", len(matrices), f"such as {next(iter(matrices))}" if matrices else "no hidden matrix")
+        manual = not pl_module.automatic_optimization
+        self._set("manual_optimization", manual, f"automatic_optimization is {not manual}")
         device = trainer.strategy.root_device
         self._set("accelerator", device.type, f"the trainer runs on {device}")
         major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
@@ -183,6 +202,13 @@ class Look(Callback):
         states = [s for o in trainer.optimizers for s in getattr(o, "state", {}).values() if isinstance(s, Mapping)]
         large = sum(isinstance(v, torch.Tensor) and v.numel() > 1 for state in states for v in state.values())
         self._set("optimizer_states", large > 0, f"the optimizers keep {large} tensors of more than one number")
+        if trainer.global_step >= ENOUGH and time.monotonic() - self._since > self._patience:
+            raise Rehearsed
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.follows_metric = any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs)
+        self._patches.restore()
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -204,28 +230,41 @@ def look(arm: Arm, *, target: str, budget: float, seed: int, threads: int = 0, m
         Incomparable: if the target is not logged, or the budget is too short for any schedule.
         RuntimeError: if the module crashes or diverges in these steps.
     """
-    eye = Look()
+    eye = Look(patience=budget)
 
     def watched() -> Any:
         built = arm.build(seed)
         built.trainer.callbacks.append(eye)  # pyright: ignore[reportAttributeAccessIssue]
         return tuple(built)
 
-    first = _done(Job(replace(arm, source=watched), seed, Pace(target, steps=FIRST, sweep=FIRST), "first", threads))
+    def looked(schedule: str) -> dict[str, Any]:
+        pace = Pace(target, steps=FIRST, sweep=FIRST, schedule=schedule)
+        return work(Job(replace(arm, source=watched), seed, pace, "first", threads))
+
+    schedule, first = "own", looked("own")
+    if first["status"] == "refused" and eye.follows_metric:
+        eye = Look(patience=budget)
+        schedule, first = "linear", looked("linear")
+    first = _done(first)
     per_step = len(first["times"]) / max(first["steps"], 1)
     seconds = median(first["times"][2:] or first["times"]) * per_step
-    calibration.check_length("baseline", budget, seconds)
+    _check_length(budget, seconds)
     peak = peak_memory(torch.device(eye.fields["accelerator"]))
     sweep = calibration.sweep_steps(budget, seconds)
-    pace = Pace(target, steps=max(1, round(budget / seconds)), sweep=sweep, inspect=True)
-    probe = _done(Job(arm, seed, pace, "probe", threads))
+    steps = max(1, round(budget / seconds))
+    pace = Pace(target, steps=steps, sweep=sweep, inspect=True, watch=True, schedule=schedule)
+    probe = _done(work(Job(arm, seed, pace, "probe", threads)))
     prices = calibration.prices([probe])
     steps = calibration.steps_in(budget, probe, {price["kind"]: price["seconds"] for price in prices})
     samples = probe["samples"] / probe["steps"]
     fields, why = dict(eye.fields), dict(eye.why)
     rate = probe["lr"]
-    fields["decayed_rate"] = rate["last"] <= calibration.DECAYED * rate["peak"]
-    why["decayed_rate"] = f"from {rate['peak']:.3g} to {rate['last']:.3g} over the budget's {steps} steps"
+    fields["decayed_rate"] = schedule == "own" and rate["last"] <= calibration.DECAYED * rate["peak"]
+    why["decayed_rate"] = (
+        f"from {rate['peak']:.3g} to {rate['last']:.3g} over the budget's {steps} steps"
+        if schedule == "own"
+        else "ReduceLROnPlateau follows the metric, not the budget"
+    )
     length = eye.dataset_length
     if length:
         fields["epochs"] = steps * samples / length
@@ -251,11 +290,25 @@ def look(arm: Arm, *, target: str, budget: float, seed: int, threads: int = 0, m
         monitor=eye.monitor.summary(),
         peak_bytes=peak.bytes,
         probe=probe,
+        schedule=schedule,
     )
 
 
-def _done(job: Job) -> dict[str, Any]:
-    record = work(job)
+def _check_length(budget: float, step: float) -> None:
+    """Raise :class:`Incomparable` if the budget holds too few steps, with what it and the search would have to be."""
+    try:
+        calibration.check_length("baseline", budget, step)
+    except Incomparable as error:
+        least = math.ceil(calibration.FEWEST_STEPS * step)
+        whole = Durations(least, step, 0.0, 0.0, 0.0, SEEDS, 1)
+        trials, confirming = 2 * whole.trial((1 / 9, 1 / 3, 1)), whole.bench(LEAST)
+        raise Incomparable(
+            f"{error} A search of runs of {least} s takes at least {in_words(trials)} for one trial of the baseline and one of"
+            f" a recipe, and {in_words(confirming)} to confirm that recipe on {SEEDS} seeds: --search."
+        ) from None
+
+
+def _done(record: dict[str, Any]) -> dict[str, Any]:
     if record["status"] == "refused":
         raise Incomparable(record["error"])
     if record["status"] != "finished":

@@ -1,29 +1,25 @@
-"""The search: Optuna's TPE over the conditional space, and successive halving over budgets; others train."""
+"""The search: what is tried is proposed in one order, runs side by side, and is decided on in that order."""
 
 import json
 import math
-import random
 import threading
 import time
-import warnings
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from lightning_eff.bench.results import write_json
 from lightning_eff.tune.config import Choices
-from lightning_eff.tune.probing import usual
-from lightning_eff.tune.ranges import anywhere, code, near, suggest
+from lightning_eff.tune.proposals.proposing import FACTOR, KINDS, RUNGS, Proposer, Trial, goes_on, require_extra
 from lightning_eff.tune.space import Space
 
-KINDS = ("baseline", "recipes")
-FACTOR = 3  # between budgets, and of trials that one passes on to the next
-RUNGS = (1, FACTOR, FACTOR**2)  # shares of the largest: a ninth, a third, all
+__all__ = ["FACTOR", "KINDS", "RUNGS", "Outcome", "Run", "Search", "chosen", "require_extra"]
+
 STARTUP = 10  # trials of each kind that are drawn before the sampler has anything to go by
-PRIOR = 0.1  # weight of what is not known yet: at the usual 1, too many techniques would be on at once
 FREE = 30  # refusals on end that cost no run, after which a stack is drawn afresh
+AHEAD = 3  # trials that may be under way together, one or two of which run; none of them knows what came of another
 
 
 @dataclass(frozen=True)
@@ -35,12 +31,14 @@ class Outcome:
         why: the reason where it did not.
         refused: this stack cannot train here at all, with whatever settings.
         seconds: it took, with all that belongs to it.
+        peak_bytes: of memory; None where it is not known.
     """
 
     value: float | None
     why: str | None = None
     refused: bool = False
     seconds: float = 0.0
+    peak_bytes: int | None = None
 
 
 class Run(Protocol):
@@ -49,40 +47,29 @@ class Run(Protocol):
     def __call__(self, choices: Choices, budget: float) -> Outcome: ...
 
 
-def require_extra() -> Any:
-    """Optuna, which only a search needs.
-
-    Raises:
-        ModuleNotFoundError: it is not installed.
-    """
-    try:
-        import optuna
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{error.name} is not installed; a search needs it. Run: pip install 'lightning-eff[tune]'", name=error.name
-        ) from None
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    return optuna
-
-
 class Search:
     """Trials of the baseline's own settings and of recipes, as many of one kind as of the other, until time is over.
 
-    A trial runs at a ninth of the budget, then at a third, then at all of it; on each it is held against the others that
-    came as far, and goes on if it is in their best third. A search that was interrupted goes on: every run's outcome is on
-    disk, and a trial that was under way is taken up again.
+    A trial runs at a ninth of the budget, then at a third, then at all of it; on each it is held against the others of its
+    kind that were begun before it and came as far, and goes on if it is in their best third.
+
+    The trials are the same one by one and two at once, on one machine or two, and whichever ends first: each is proposed
+    from what came of all before it but the last ``AHEAD``, and waits at each budget for those before it. More than two at
+    once look further ahead, so that there is something for each, and so have other trials, which are the same for as many
+    on whatever machines. A search that was interrupted goes on: every run's outcome is on disk, and a trial that was under
+    way is taken up again.
 
     Args:
         space: what may be chosen.
-        run: trains a trial.
-        folder: for the study and the runs' outcomes.
+        run: trains a trial; called from several threads.
+        folder: for the trials and the runs' outcomes.
         mode: "min" or "max".
         budget: seconds of a whole run.
         seconds: of the search, over all times that it is gone on with.
         seed: of all that is drawn.
-        jobs: trials at once.
+        jobs: runs at once.
         limit: trials of each kind at most; None for what the time holds.
-        tell: called with a line for people after each trial.
+        tell: called with a line for people as a trial begins and as it ends.
     """
 
     def __init__(
@@ -99,43 +86,21 @@ class Search:
         limit: int | None = None,
         tell: Callable[[str], None] | None = None,
     ) -> None:
-        self._optuna = require_extra()
+        self._proposer = Proposer(space, mode, seed)
         self.space, self.run, self.folder, self.mode = space, run, folder, mode
-        self.budget, self.seconds, self.seed, self.jobs, self.limit = budget, seconds, seed, jobs, limit
+        self.budget, self.seconds, self.jobs, self.limit = budget, seconds, jobs, limit
         self._tell = tell or (lambda line: None)
         (folder / "outcomes").mkdir(parents=True, exist_ok=True)
-        self._lock = threading.RLock()
-        file = folder / "clock.json"
-        self._before = json.loads(file.read_text())["seconds"] if file.is_file() else 0.0
+        self._clock, self._file = folder / "clock.json", folder / "trials.json"
+        clock = json.loads(self._clock.read_text()) if self._clock.is_file() else {}
+        self._before = clock.get("seconds", 0.0)
+        self._longest = clock.get("longest", 0.0)  # seconds of a trial
         self._began = time.monotonic()
-        self._last = 0.0  # seconds of the last trial
-        self._stopped = False
-        from optuna.storages import JournalStorage
-        from optuna.storages.journal import JournalFileBackend
-
-        storage = JournalStorage(JournalFileBackend(str(folder / "study.log")))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self.studies = {
-                kind: self._optuna.create_study(
-                    storage=storage,
-                    study_name=kind,
-                    direction="minimize" if mode == "min" else "maximize",
-                    load_if_exists=True,
-                    pruner=self._optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=FACTOR),
-                )
-                for kind in KINDS
-            }
-        self._waiting = [
-            (kind, trial.number)
-            for kind, study in self.studies.items()
-            for trial in study.get_trials(deepcopy=False)
-            if trial.state.name in ("RUNNING", "WAITING")
-        ]
-        self.refused: dict[frozenset[str], str] = {}
-        for record in self.trials():
-            if record["refused"]:
-                self.refused[frozenset(record["choices"]["techniques"])] = record["why"]
+        self._stopped = threading.Event()
+        found = json.loads(self._file.read_text()) if self._file.is_file() else {"ahead": _ahead(jobs), "trials": []}
+        self._ahead: int = found["ahead"]
+        self._all = [Trial.of(record) for record in found["trials"]]
+        self._started: dict[int, float] = {}  # when trials were taken up, by place
 
     # -- the whole
 
@@ -151,14 +116,28 @@ class Search:
             RuntimeError: if no trial of the baseline came to its end.
         """
         kinds = KINDS if self.space.techniques else KINDS[:1]
+        under_way: dict[Future[Outcome], tuple[Trial, int]] = {}
+        heard: dict[tuple[int, int], Outcome] = {}  # by place and rung
         pool = ThreadPoolExecutor(self.jobs)
         try:
-            for done in [pool.submit(self._work, kinds) for _ in range(self.jobs)]:
-                done.result()
+            while True:
+                self._decide(heard)
+                while len(under_way) < self.jobs and (following := self._next(kinds, heard, under_way)) is not None:
+                    trial, rung = following
+                    self._started.setdefault(trial.place, time.monotonic())
+                    future = pool.submit(self._outcome, trial.choices, self.budget * rung / RUNGS[-1])
+                    under_way[future] = following
+                if not under_way:
+                    break
+                for future in wait(under_way, return_when=FIRST_COMPLETED).done:
+                    trial, rung = under_way.pop(future)
+                    heard[trial.place, rung] = future.result()
         except BaseException:
-            self._stopped = True  # what comes of runs that are ended from outside is no outcome
+            self._stopped.set()  # what comes of runs that are ended from outside is no outcome
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+        finally:
+            self._save_clock()
         pool.shutdown()
         if self.best("baseline") is None:
             reasons = [record["why"] for record in self.trials("baseline") if record["why"]]
@@ -168,111 +147,126 @@ class Search:
                 " tried, in a space file under own: {rate: {low: ..., high: ..., log: true}}, or give more --search."
             )
 
-    def _work(self, kinds: tuple[str, ...]) -> None:
-        free = 0
-        while True:
-            with self._lock:
-                if self._stopped:
-                    return
-                kind, trial = self._next(kinds, drawn=free >= FREE)
-                if trial is None:
-                    return
-            free = 0 if self._trial(kind, trial) else free + 1
-            if free >= 2 * FREE:  # whatever is drawn is refused
-                return
+    def _decide(self, heard: Mapping[tuple[int, int], Outcome]) -> None:
+        """End the trials whose last run says so, or pass them on; in their order, each once those before it came as far."""
+        running = [trial for trial in self._all if trial.state == "running"]
+        for trial in running:
+            while trial.state == "running" and (outcome := heard.get((trial.place, _rung(trial)))) is not None:
+                rung = _rung(trial)
+                if outcome.peak_bytes is not None:
+                    trial.peak_bytes = max(trial.peak_bytes or 0, outcome.peak_bytes)
+                if outcome.value is None:
+                    trial.why, trial.refused = outcome.why, outcome.refused
+                    self._end(trial, "pruned", str(outcome.why))
+                    break
+                earlier = [other for other in self._of(trial.kind) if other.place < trial.place and not other.free]
+                if any(other.state == "running" and rung not in other.values for other in earlier):
+                    break
+                trial.values[rung] = outcome.value
+                if rung == RUNGS[-1]:
+                    self._end(trial, "complete", f"{outcome.value:.5g}")
+                elif not goes_on(outcome.value, [o.values[rung] for o in earlier if rung in o.values], self.mode):
+                    trial.why = f"not in the best third at 1/{RUNGS[-1] // rung} of the budget"
+                    self._end(
+                        trial, "pruned", f"{outcome.value:.5g} at 1/{RUNGS[-1] // rung} of the budget, left there"
+                    )
 
-    def _next(self, kinds: tuple[str, ...], *, drawn: bool) -> tuple[str, Any]:
-        if self._waiting:  # of before an interruption
-            kind, number = self._waiting.pop(0)
-            found = self.studies[kind].get_trials(deepcopy=False)[number]
-            return kind, self._optuna.trial.Trial(self.studies[kind], found._trial_id)
-        counts = {kind: len(self._counted(kind)) for kind in kinds}
-        kind = min(kinds, key=lambda one: counts[one])
-        tried = min(self._tried(one) for one in kinds) > 0
-        over = self.spent + self._last > self.seconds and tried
-        if over or (self.limit is not None and counts[kind] >= self.limit):
-            return kind, None
-        study = self.studies[kind]
-        number = len(study.get_trials(deepcopy=False))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that groups and priors are experimental
-            study.sampler = self._optuna.samplers.TPESampler(
-                seed=self.seed * 1_000_003 + number,  # what comes next is a matter of what was, interrupted or not
-                n_startup_trials=0,
-                multivariate=True,
-                group=True,
-                constant_liar=self.jobs > 1,
-                prior_weight=PRIOR,
-                warn_independent_sampling=False,
-            )
-            if counts[kind] < STARTUP or drawn:
-                study.enqueue_trial(self._parameters(self._drawn(kind, number)))
-            return kind, study.ask()
-
-    def _counted(self, kind: str) -> list[Any]:
-        """Trials that were not refused: of them both kinds have as many."""
-        trials = self.studies[kind].get_trials(deepcopy=False)
-        return [t for t in trials if not t.user_attrs.get("free", False) and not t.user_attrs.get("refused", False)]
-
-    def _tried(self, kind: str) -> int:
-        """Trials for which something ran; those that were known to be refused cost nothing."""
-        return sum(not t.user_attrs.get("free", False) for t in self.studies[kind].get_trials(deepcopy=False))
-
-    # -- one trial
-
-    def _trial(self, kind: str, trial: Any) -> bool:
-        """Run a trial as far as it gets; whether anything was run for it."""
-        began = time.monotonic()
-        with self._lock:
-            choices = self._suggested(kind, trial)
-            trial.set_user_attr("choices", choices.record())
-            why = self._known_refusal(kind, choices)
-        if why is not None:
-            with self._lock:
-                trial.set_user_attr("why", why)
-                trial.set_user_attr("free", True)
-                self.studies[kind].tell(trial, state=self._optuna.trial.TrialState.PRUNED)
-            return False
-        outcome = Outcome(None)
-        pruned = False
-        for rung in RUNGS:
-            outcome = self._outcome(choices, self.budget * rung / RUNGS[-1])
-            if outcome.value is None:
-                break
-            with self._lock:
-                if rung not in self.studies[kind].get_trials(deepcopy=False)[trial.number].intermediate_values:
-                    trial.report(outcome.value, rung)
-                pruned = rung < RUNGS[-1] and trial.should_prune()
-            if pruned:
-                break
-        with self._lock:
-            self._end(kind, trial, choices, outcome, pruned)
-            self._last = time.monotonic() - began
-            write_json(self.folder / "clock.json", {"seconds": self.spent})
-        return True
-
-    def _end(self, kind: str, trial: Any, choices: Choices, outcome: Outcome, pruned: bool) -> None:
-        states = self._optuna.trial.TrialState
-        if outcome.value is None:
-            trial.set_user_attr("why", outcome.why)
-            trial.set_user_attr("refused", outcome.refused)
-            if outcome.refused and choices.techniques:
-                self.refused[frozenset(choices.techniques)] = str(outcome.why)
-        elif pruned:
-            trial.set_user_attr("why", f"not in the best third at {self._share(trial, kind)} of the budget")
-        complete = outcome.value is not None and not pruned
-        study = self.studies[kind]
-        study.tell(trial, outcome.value if complete else None, state=states.COMPLETE if complete else states.PRUNED)
-        best = self.best(kind)
-        said = f"{outcome.value:.5g}" if outcome.value is not None else str(outcome.why)
+    def _end(self, trial: Trial, state: str, said: str) -> None:
+        trial.state, trial.ended = state, self.spent
+        self._longest = max(self._longest, time.monotonic() - self._started[trial.place])
+        self._save()
+        bests = [f"{kind} {best['value']:.5g}" for kind in KINDS if (best := self.best(kind)) is not None]
         self._tell(
-            f"{kind} {len(self._counted(kind))}: {choices.told()}: {said}{' (left there)' if pruned else ''}; best"
-            f" {'none yet' if best is None else format(best['value'], '.5g')}; {self.spent:.0f} s of {self.seconds:.0f} s"
+            f"{trial.kind} {trial.number + 1}: {trial.choices.told()}: {said}; best so far: {', '.join(bests) or 'none'};"
+            f" {self.spent:.0f} s of {self.seconds:.0f} s"
         )
 
-    def _share(self, trial: Any, kind: str) -> str:
-        steps = self.studies[kind].get_trials(deepcopy=False)[trial.number].intermediate_values
-        return f"1/{RUNGS[-1] // max(steps)}"
+    def _next(
+        self,
+        kinds: tuple[str, ...],
+        heard: Mapping[tuple[int, int], Outcome],
+        under_way: Mapping[Any, tuple[Trial, int]],
+    ) -> tuple[Trial, int] | None:
+        """The next run: of the first trial that may go on, or else of a new one; None where all must wait or time is over."""
+        busy = {trial.place for trial, _ in under_way.values()}
+        same = {(trial.choices.key, rung) for trial, rung in under_way.values()}
+
+        def free(trial: Trial) -> bool:
+            rung = _rung(trial)
+            known = trial.place in busy or (trial.place, rung) in heard
+            return not known and (trial.choices.key, rung) not in same  # the same run is waited for
+
+        running = [trial for trial in self._all if trial.state == "running"]
+        place = sum(not trial.free for trial in self._all)
+        following = next(filter(free, running), None)
+        if following is None and not (running and running[0].place <= place - self._ahead):
+            begun = self._begun(kinds, place, bool(running))
+            following = begun if begun is not None and free(begun) else None
+        return None if following is None else (following, _rung(following))
+
+    # -- a new trial
+
+    def _begun(self, kinds: tuple[str, ...], place: int, waiting: bool) -> Trial | None:
+        """The trial of a place, unless time or the number of trials is used up, or whatever is drawn is refused."""
+        tried = min(sum(not trial.free for trial in self._of(kind)) for kind in kinds) > 0
+        if self.spent + self._longest > self.seconds and tried:
+            return None
+        counts = {kind: len(self._counted(kind, place)) for kind in kinds}
+        kind = min(kinds, key=lambda one: counts[one])
+        if self.limit is not None and counts[kind] >= self.limit:
+            counts = {kind: len(self._counted(kind)) for kind in kinds}
+            kind = min(kinds, key=lambda one: counts[one])
+            if waiting or counts[kind] >= self.limit:
+                return None
+        known = self._known(place)
+        refused = {frozenset(trial.choices.techniques): str(trial.why) for trial in known if trial.refused}
+        complete = [trial for trial in known if trial.kind == KINDS[0] and trial.value is not None]
+        best = self._sorted(complete)[0].choices if complete else None
+        free = sum(trial.free and trial.place == place for trial in self._all)
+        while free < 2 * FREE:
+            number = len(self._of(kind))
+            start = counts[kind] < STARTUP or free >= FREE
+            parameters, choices = self._proposer.proposed(
+                kind,
+                [trial for trial in self._known(place) if trial.kind == kind],
+                [t for t in self._of(kind) if not t.free and t.place > place - self._ahead],
+                self._proposer.drawn(kind, number, best, refused) if start else None,
+            )
+            trial = Trial(kind, number, place, parameters, choices)
+            self._all.append(trial)
+            trial.why = self._known_refusal(kind, choices, refused)
+            if trial.why is None:
+                self._save()
+                self._tell(f"{kind} {number + 1}: trying {choices.told()}")
+                return trial
+            trial.state, trial.free, trial.ended = "pruned", True, self.spent
+            free += 1
+        self._save()
+        return None
+
+    def _known(self, place: int) -> list[Trial]:
+        """Trials whose outcome is known to what is proposed for a place."""
+        return [t for t in self._all if t.place <= place - self._ahead or (t.free and t.place <= place)]
+
+    def _counted(self, kind: str, place: int | None = None) -> list[Trial]:
+        """Trials that were not refused, as far as is known to a place: of them both kinds have as many."""
+        last = len(self._all) if place is None else place - self._ahead
+        return [t for t in self._of(kind) if not t.free and not (t.refused and t.place <= last)]
+
+    def _known_refusal(self, kind: str, choices: Choices, refused: Mapping[frozenset[str], str]) -> str | None:
+        names = frozenset(choices.techniques)
+        if kind == KINDS[0]:
+            return None
+        if not names:
+            return "no technique is on, which is the baseline"
+        if len(names) > self.space.most:
+            return f"{len(names)} techniques; at most {self.space.most} are tried together"
+        clash = self.space.conflict(names)
+        if clash is not None:
+            return f"{' and '.join(sorted(clash[0]))}: {clash[1]}"
+        return next((why for stack, why in refused.items() if stack and stack <= names), None)
+
+    # -- one run
 
     def _outcome(self, choices: Choices, budget: float) -> Outcome:
         """What became of a run: as it is on disk, or as it comes out."""
@@ -281,89 +275,52 @@ class Search:
             return Outcome(**json.loads(file.read_text()))
         began = time.monotonic()
         outcome = self.run(choices, budget)
-        if self._stopped:
+        if self._stopped.is_set():
             raise InterruptedError("the search was stopped")
         if outcome.value is not None and not math.isfinite(outcome.value):
             outcome = Outcome(None, f"the target is {outcome.value}")
         write_json(file, asdict(outcome) | {"seconds": time.monotonic() - began})
         return outcome
 
-    def _known_refusal(self, kind: str, choices: Choices) -> str | None:
-        names = frozenset(choices.techniques)
-        if kind == "recipes" and not names:
-            return "no technique is on, which is the baseline"
-        if len(names) > self.space.most:
-            return f"{len(names)} techniques; at most {self.space.most} are tried together"
-        clash = self.space.conflict(names)
-        if clash is not None:
-            return f"{' and '.join(sorted(clash[0]))}: {clash[1]}"
-        return next((why for stack, why in self.refused.items() if stack <= names), None)
+    def _save(self) -> None:
+        write_json(self._file, {"ahead": self._ahead, "trials": [trial.record() for trial in self._all]})
+        self._save_clock()
 
-    # -- choices and Optuna's parameters
-
-    def _suggested(self, kind: str, trial: Any) -> Choices:
-        own = {one.name: suggest(trial, f"own.{one.name}", one.range) for one in self.space.own}
-        techniques: dict[str, dict[str, Any]] = {}
-        for name, one in self.space.techniques.items() if kind == "recipes" else ():
-            if trial.suggest_categorical(f"use.{name}", (False, True)):
-                settings = one.space.settings
-                techniques[name] = {key: suggest(trial, f"{name}.{key}", what) for key, what in settings.items()}
-        return Choices(own, techniques)
-
-    def _parameters(self, choices: Choices) -> dict[str, Any]:
-        """The parameters that :meth:`_suggested` makes these choices of; what is not chosen is the sampler's."""
-        found = {f"own.{o.name}": code(o.range, choices.own[o.name]) for o in self.space.own if o.name in choices.own}
-        if not choices.techniques:
-            return found
-        for name, one in self.space.techniques.items():
-            found[f"use.{name}"] = name in choices.techniques
-            for key, value in choices.techniques.get(name, {}).items():
-                found[f"{name}.{key}"] = code(one.space.settings[key], value)
-        return found
-
-    def _drawn(self, kind: str, number: int) -> Choices:
-        """A start: the config as it is, then at random; of recipes, few techniques on the baseline's best settings."""
-        draw = random.Random(f"{self.seed} {kind} {number}")
-        if kind == "baseline":
-            own = {one.name: near(one.range, one.value) for one in self.space.own}
-            return Choices(own if number == 0 else {one.name: anywhere(draw, one.range) for one in self.space.own})
-        best = self.best("baseline")
-        own = dict(best["choices"]["own"]) if best else {o.name: near(o.range, o.value) for o in self.space.own}
-        names = list(self.space.techniques)
-        draw.shuffle(names)
-        stack: list[str] = []
-        size = draw.randint(1, min(2, self.space.most))
-        for name in names:
-            wanted = {*stack, name}
-            if self.space.conflict(wanted) is None and not any(known <= wanted for known in self.refused):
-                stack.append(name)
-            if len(stack) == size:
-                break
-        one = self.space.techniques
-        return Choices(own, {name: usual(one[name]) for name in stack})
+    def _save_clock(self) -> None:
+        write_json(self._clock, {"seconds": self.spent, "longest": self._longest})
 
     # -- what was found
 
+    def _of(self, kind: str) -> list[Trial]:
+        return [trial for trial in self._all if trial.kind == kind]
+
+    def _sorted(self, trials: list[Trial]) -> list[Trial]:
+        return sorted(trials, key=lambda trial: trial.values[RUNGS[-1]], reverse=self.mode == "max")
+
     def trials(self, kind: str | None = None) -> list[dict[str, Any]]:
         """Every trial, in order: its kind, number, choices, state, value, values at each share, and why it ended."""
-        found: list[dict[str, Any]] = []
-        for name in KINDS if kind is None else (kind,):
-            for trial in self.studies[name].get_trials(deepcopy=False):
-                attributes = trial.user_attrs
-                found.append(
-                    {
-                        "kind": name,
-                        "number": trial.number,
-                        "choices": attributes.get("choices", {"own": {}, "techniques": {}}),
-                        "state": trial.state.name.lower(),
-                        "value": trial.value if trial.state.name == "COMPLETE" else None,
-                        "values": {f"1/{RUNGS[-1] // step}": v for step, v in trial.intermediate_values.items()},
-                        "why": attributes.get("why"),
-                        "refused": attributes.get("refused", False),
-                        "free": attributes.get("free", False),
-                    }
-                )
-        return found
+        return [
+            {
+                "kind": trial.kind,
+                "number": trial.number,
+                "choices": trial.choices.record(),
+                "state": trial.state,
+                "value": trial.value,
+                "values": {f"1/{RUNGS[-1] // rung}": value for rung, value in trial.values.items()},
+                "peak_bytes": trial.peak_bytes,
+                "why": trial.why,
+                "refused": trial.refused,
+                "free": trial.free,
+            }
+            for name in (KINDS if kind is None else (kind,))
+            for trial in self._of(name)
+        ]
+
+    def history(self) -> list[dict[str, Any]]:
+        """The trials for which something ran, as they ended: seconds of the search, kind, number, and value or None."""
+        over = [trial for trial in self._all if trial.ended is not None and not trial.free]
+        over.sort(key=lambda trial: (trial.ended or 0.0, trial.place))
+        return [{"seconds": t.ended, "kind": t.kind, "number": t.number, "value": t.value} for t in over]
 
     def ranked(self, kind: str) -> list[dict[str, Any]]:
         """The trials that had the whole budget, the best first."""
@@ -373,6 +330,16 @@ class Search:
     def best(self, kind: str) -> dict[str, Any] | None:
         """The best of :meth:`ranked`."""
         return next(iter(self.ranked(kind)), None)
+
+
+def _ahead(jobs: int) -> int:
+    """How many trials may be under way where so many run at once; some of them wait for others."""
+    return AHEAD if jobs <= 2 else 2 * jobs
+
+
+def _rung(trial: Trial) -> int:
+    """The share of the budget that a trial which is under way has next, or is at."""
+    return next(rung for rung in RUNGS if rung not in trial.values)
 
 
 def chosen(record: Mapping[str, Any]) -> Choices:

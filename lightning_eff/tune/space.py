@@ -16,6 +16,7 @@ from lightning_eff._errors import UsageError, did_you_mean
 from lightning_eff._techniques import technique_classes
 from lightning_eff.tune.own import Own, in_words
 
+MANUAL = "the module itself calls backward and steps its optimizers (automatic_optimization=False)"
 MOST = 4  # techniques in a recipe, where the space file says nothing
 _PLACES = ((Callback, "callbacks"), (Precision, "plugins"), (Strategy, "strategy"))
 _SECTIONS = ("own", "techniques", "most")
@@ -154,27 +155,18 @@ def gather(
         UsageError: for a name or a setting that is unknown, with the nearest one, or a range that is none.
     """
     file = dict(file or {})
-    _known("section of a space file", file, _SECTIONS)
-    techniques = _mapping("techniques", file.get("techniques"))
-    exported = {cls.__name__: cls for cls in technique_classes()}
-    classes = dict(exported)
-    for name in {**dict.fromkeys(include), **dict.fromkeys(exclude), **dict.fromkeys(techniques)}:
-        if name not in classes:
-            classes[name] = _imported(name, exported)
+    techniques, classes, most = _told(file, include, exclude)
     left_out: dict[str, str] = {}
     found: dict[str, Candidate] = {}
     for name, cls in classes.items():
         why, one = _why_not(name, cls, techniques, include, exclude, has), None
         if why is None:
             one = Candidate(name, cls, _space_of(name, cls, techniques.get(name)))
-            why = one.space.pointless(profile)
+            why = MANUAL if profile.manual_optimization and _between(cls) else one.space.pointless(profile)
         if why is not None or one is None:
             left_out[name] = str(why)
         else:
             found[name] = one
-    most = file.get("most", MOST)
-    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-        raise UsageError(f"most: got {most!r}; expected an integer >= 1, the techniques that a recipe may have.")
     return Space(
         *_own(own, own_left_out, _mapping("own", file.get("own"))),
         techniques=found,
@@ -182,6 +174,45 @@ def gather(
         most=most,
         profile=profile,
     )
+
+
+def check(file: Mapping[str, Any] | None, *, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> None:
+    """Whatever of :func:`gather`'s errors can be told before a run is looked at.
+
+    Raises:
+        UsageError: for a name or a setting that is unknown, with the nearest one, or a range that is none.
+    """
+    file = dict(file or {})
+    techniques, classes, _ = _told(file, include, exclude)
+    for name, told in techniques.items():
+        if told is not False:
+            _space_of(name, classes[name], told)
+    for name, told in _mapping("own", file.get("own")).items():
+        rest = {k: v for k, v in told.items() if k not in ("key", "in_steps")} if isinstance(told, Mapping) else told
+        if told is not False and rest != {}:
+            parse_range(f"own.{name}", rest)
+
+
+def _told(
+    file: Mapping[str, Any], include: Sequence[str], exclude: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """What a space file says of techniques, the classes that there are by their names, and how many a recipe may have."""
+    _known("section of a space file", file, _SECTIONS)
+    techniques = _mapping("techniques", file.get("techniques"))
+    exported = {cls.__name__: cls for cls in technique_classes()}
+    classes = dict(exported)
+    for name in {**dict.fromkeys(include), **dict.fromkeys(exclude), **dict.fromkeys(techniques)}:
+        if name not in classes:
+            classes[name] = _imported(name, exported)
+    most = file.get("most", MOST)
+    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+        raise UsageError(f"most: got {most!r}; expected an integer >= 1, the techniques that a recipe may have.")
+    return techniques, classes, most
+
+
+def _between(cls: Any) -> bool:
+    """Whether a technique comes between a module's step and its optimizers', which Lightning must call then."""
+    return getattr(cls, "needs_automatic_optimization", False)
 
 
 def _why_not(

@@ -2,9 +2,9 @@
 
 import json
 import math
-import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,13 @@ from lightning_eff.bench.results import write_json
 from lightning_eff.bench.running.jobs import Job
 from lightning_eff.bench.running.places import Places
 from lightning_eff.tune.config import Choices, Recipes
+from lightning_eff.tune.honesty import leaks, peeks
 from lightning_eff.tune.probing import reason
 from lightning_eff.tune.profiling import Found
 from lightning_eff.tune.search import Outcome
 
 EVALUATIONS = 4  # validations of a run
-SLACK = (
-    1.5  # times what a run tells of its seconds may have passed between its first and its last step by another clock,
-)
+SLACK = 1.5  # times what a run tells of its seconds may have passed from its first to its last step by another clock
 PAUSE = 1.0  # and so many seconds more
 
 
@@ -63,7 +62,9 @@ class Trials:
         self.recipes, self.found, self.places, self.folder = recipes, found, places, folder
         self.target, self.budget, self.seed, self.threads, self.memory = target, budget, seed, threads, memory
         self._reference = calibration.prices([found.probe])
-        self._lock = threading.Lock()
+        self._overlap = found.probe.get("overlap", {})
+        self._usual = 1.0  # seconds by this process's clock for each that the baseline tells of
+        self._blind: set[frozenset[str]] = set()  # stacks that take nothing from validation data
         (folder / "rehearsals").mkdir(parents=True, exist_ok=True)
         self._paths = Arm("baseline", "baseline", recipes.paths)
 
@@ -88,20 +89,26 @@ class Trials:
             common=[price["kind"] for price in self._reference],
             steps=steps,
             evaluations=EVALUATIONS,
+            watch=True,
         )
         heard: list[float] = []  # when steps were told of, by the clock of this process
         job = Job(arm, self.seed, pace, f"{choices.key}-{budget:g}", self.threads)
         (record,) = self.places.do([job], lambda job, u: heard.append(time.perf_counter()))
-        outer = heard[-1] - heard[0] if heard else 0.0
+        outer = record.get("heard_seconds", heard[-1] - heard[0] if heard else 0.0)  # another machine heard it
         if record["status"] != "finished":
             refused = record["status"] == "refused"
             return Outcome(None, f"{record['status']}: {reason(record)}", refused=refused)
-        why = dishonest(record, prices, budget, outer)
-        if why is not None:
-            return Outcome(None, why, refused=True)
-        if self.memory is not None and record["peak_memory_bytes"] > self.memory:
-            return Outcome(None, f"it used {_gib(record['peak_memory_bytes'])}, of {_gib(self.memory)} that it may use")
-        return Outcome(float(record["points"][-1]["metric"]))
+        if choices.techniques:
+            why = dishonest(record, prices, budget, outer, self._usual) or peeks(record["overlap"], self._overlap)
+            if why is not None:
+                return Outcome(None, why, refused=True)
+        else:  # nobody is there who could tell what is not so
+            self._usual = max(self._usual, outer / max(_inner(record), 1e-9))
+        peak = int(record["peak_memory_bytes"])
+        if self.memory is not None and peak > self.memory:
+            why = f"it used {_gib(peak)}, of {_gib(self.memory)} that it may use"
+            return Outcome(None, why, peak_bytes=peak)
+        return Outcome(float(record["points"][-1]["metric"]), peak_bytes=peak)
 
     def _arm(self, choices: Choices, steps: int) -> Arm:
         return self.recipes.arm("trial", choices, steps, self.folder / "configs")
@@ -113,21 +120,24 @@ class Trials:
             return json.loads(file.read_text())
         steps = self.found.steps
         sweep = calibration.sweep_steps(self.budget, self.found.step_seconds)
+        again = Pace(self.target, steps=steps, sweep=sweep, watch=True, schedule=self.found.schedule)
+        pace = Pace(self.target, steps=steps, sweep=sweep, inspect=True, watch=True)
         jobs = [
-            Job(self._paths, self.seed, Pace(self.target, steps=steps, sweep=sweep), "baseline-again", self.threads),
-            Job(
-                self._arm(choices, steps),
-                self.seed,
-                Pace(self.target, steps=steps, sweep=sweep, inspect=True),
-                f"{choices.key}-rehearsal",
-                self.threads,
-            ),
+            Job(self._paths, self.seed, again, "baseline-again", self.threads),
+            Job(self._arm(choices, steps), self.seed, pace, f"{choices.key}-rehearsal", self.threads),
         ]
         baseline, own = self.places.do(jobs)
         calibration.stop_if_failed(baseline)
         record: dict[str, Any] = {"status": own["status"], "error": own["error"], "refused": False}
         if own["status"] == "finished":
             self._check(choices, own)
+            why = (
+                peeks(own["overlap"], self._overlap) or self._leak(choices, jobs[1], own)
+                if choices.techniques
+                else None
+            )
+            if why is not None:
+                raise Incomparable(f"{choices.told()}: {why}")
             scale = mean_cost(self._reference) / mean_cost(calibration.prices([baseline]))
             record |= {
                 "prices": [{**price, "seconds": price["seconds"] * scale} for price in calibration.prices([own])],
@@ -140,6 +150,21 @@ class Trials:
             record["refused"] = own["status"] in ("refused", "crashed")
         write_json(file, record)
         return record
+
+    def _leak(self, choices: Choices, job: Job, own: Mapping[str, Any]) -> str | None:
+        """Why a stack, rehearsed with other validation data, learns from it; asked once of each stack."""
+        stack = frozenset(choices.techniques)
+        if stack in self._blind:
+            return None
+        other = replace(job, pace=replace(job.pace, inspect=False, watch=False, blind=True), name=f"{job.name}-blind")
+        (blind,) = self.places.do([other])
+        why = leaks(own["losses"], blind["losses"])
+        if why is not None:  # or does it train otherwise each time?
+            (again,) = self.places.do([replace(job, name=f"{job.name}-again")])
+            why = why if leaks(own["losses"], again["losses"]) is None else None
+        if why is None:
+            self._blind.add(stack)
+        return why
 
     def _check(self, choices: Choices, own: Mapping[str, Any]) -> None:
         """Raise :class:`Incomparable` where a choice has other data or another model than the baseline."""
@@ -156,7 +181,14 @@ class Trials:
                 )
 
 
-def dishonest(record: Mapping[str, Any], prices: Mapping[str, float], budget: float, outer: float) -> str | None:
+def _inner(record: Mapping[str, Any]) -> float:
+    """Seconds that a run tells of."""
+    return math.fsum(record[name] for name in ("wall_seconds", "warmup_seconds", "validation_seconds"))
+
+
+def dishonest(
+    record: Mapping[str, Any], prices: Mapping[str, float], budget: float, outer: float, usual: float = 1.0
+) -> str | None:
     """Why what a run tells of its time cannot be; None where it can.
 
     Args:
@@ -164,10 +196,10 @@ def dishonest(record: Mapping[str, Any], prices: Mapping[str, float], budget: fl
         prices: of its kinds of steps, in seconds.
         budget: in seconds.
         outer: seconds from its first step to its last, by a clock that is not its own.
+        usual: how many times what it tells of has passed on that clock in the baseline's own runs; on a busy machine, more.
     """
-    names = ("wall_seconds", "warmup_seconds", "validation_seconds")
-    inner = math.fsum(record[name] for name in names)
-    if outer > PAUSE + SLACK * inner:
+    inner = _inner(record)
+    if outer > PAUSE + SLACK * max(usual, 1.0) * inner:
         return f"it tells of {inner:.3g} s, and took {outer:.3g} s by another clock"
     paid = math.fsum(prices.get(kind["kind"], 0.0) * kind["count"] for kind in record["kinds"])
     if paid > 1.1 * budget + max(prices.values(), default=0.0):

@@ -1,9 +1,7 @@
 """The search for a recipe that wins on the user's own module: it looks, searches, confirms and writes."""
 
 import json
-import math
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,21 +14,26 @@ from lightning_eff.bench.arms import Arm
 from lightning_eff.bench.pace import Budget, mode_of
 from lightning_eff.bench.reports import drawing
 from lightning_eff.bench.results import now, write_json
+from lightning_eff.bench.running import ray_places
 from lightning_eff.bench.running.places import Places
-from lightning_eff.monitor.energy import EnergyMeter
+from lightning_eff.monitor._cost import Prices
 from lightning_eff.monitor.machine import fingerprint
 from lightning_eff.tune import probing, profiling
 from lightning_eff.tune.arguments import parse_memory, parse_seconds, read_space
-from lightning_eff.tune.concluding import CONFIRMED, Finding
+from lightning_eff.tune.concluding import Finding
 from lightning_eff.tune.config import Recipes, parsed
 from lightning_eff.tune.confirm import Bench
 from lightning_eff.tune.own import discover
+from lightning_eff.tune.reports.cost import Ledger
+from lightning_eff.tune.reports.writing import write
 from lightning_eff.tune.search import RUNGS, Search, chosen, require_extra
-from lightning_eff.tune.space import Space, gather
+from lightning_eff.tune.space import Space, check, gather
+from lightning_eff.tune.timing import Durations, Timetable
 from lightning_eff.tune.trials import Trials
-from lightning_eff.tune.writing import write
 
 Tell = Callable[[str], None]
+SHARES = [rung / RUNGS[-1] for rung in RUNGS]  # of the budget, at which a trial runs
+PROBING = 0.2  # of the time that is left, in which techniques are tried alone
 
 
 @dataclass(frozen=True)
@@ -84,10 +87,14 @@ class Tuner:
         threads: torch's in each run; 0 shares out those of this process.
         seed: of the runs that search; none that confirms has it.
         seeds: on which the best is confirmed: how many.
-        price_per_hour: of this machine, in any currency; None tells no money for it.
+        price_per_hour: of this machine, or of each worker of a Ray cluster, in any currency; None tells no money for it.
         price_per_kwh: of its electricity, in that currency.
+        engine: where trials run: in processes of this machine, or on the workers of a Ray cluster, ``jobs`` of them (0: as
+            many as it has room for). The profile is made, and what was found is confirmed, on this machine in any case,
+            which should therefore be one like the workers'.
 
     Raises:
+        ModuleNotFoundError: for the engine "ray" without Ray (the extra ``ray``).
         ValueError: for other values.
     """
 
@@ -110,6 +117,7 @@ class Tuner:
         seeds: int = 3,
         price_per_hour: float | None = None,
         price_per_kwh: float | None = None,
+        engine: Literal["local", "ray"] = "local",
     ) -> None:
         paths = (baseline,) if isinstance(baseline, str | os.PathLike) else tuple(baseline)
         self.paths = tuple(map(str, paths))
@@ -127,11 +135,23 @@ class Tuner:
         self.space = read_space(space)
         self.include, self.exclude = tuple(include), tuple(exclude)
         self.out = Path(out)
-        self.jobs = jobs or torch.cuda.device_count() or 1
-        self.threads = threads or max(1, torch.get_num_threads() // self.jobs)
+        if engine not in ("local", "ray"):
+            raise UsageError(f"Tuner({engine=}): expected 'local' or 'ray'.")
+        self.engine = engine
+        here = torch.cuda.device_count() or 1
+        if engine == "ray":
+            ray_places.require_extra()
+            jobs = jobs or ray_places.capacity(threads or torch.get_num_threads())
+        self.jobs = jobs or here
+        self.threads = threads or max(
+            1, torch.get_num_threads() // min(self.jobs, here if engine == "ray" else self.jobs)
+        )
+        self._machines = self.jobs if engine == "ray" else 1  # a price of an hour is of each worker
+        self._bench_jobs = min(self.jobs, here) if engine == "ray" else self.jobs
         self.seed = seed
         self.seeds = [seed + 1 + i for i in range(seeds)]
         self.search = None if search is None else parse_seconds(search)
+        Prices(price_per_hour, price_per_kwh).check("Tuner")
         self.price_per_hour, self.price_per_kwh = price_per_hour, price_per_kwh
 
     def look(self, tell: Tell | None = None) -> Look:
@@ -146,9 +166,22 @@ class Tuner:
             ValueError: for a config, a space or a budget that cannot be used, or a target that is not logged.
             RuntimeError: if the baseline does not train.
         """
+        return self._look(tell or (lambda line: None), Timetable(None, SHARES))
+
+    def _look(self, say: Tell, time: Timetable) -> Look:
+        check(self.space, include=self.include, exclude=self.exclude)
         self._take_up()
         config = parsed(self.paths)
-        found = self._profile(tell or (lambda line: None))
+        found = self._profile(say)
+        time.check(self._durations(found))
+        run = found.run
+        if time.search is not None and run.manual_optimization and not run.decayed_rate:
+            raise UsageError(
+                "Got a module that steps its optimizers by itself (automatic_optimization=False), and whose rate does not decay"
+                f" over the budget ({found.why['decayed_rate']}); expected one that does, because the decay that would stand in"
+                " its place in every arm (LearningRateSchedule) cannot come between there. Decay the rate in the module, over"
+                " trainer.estimated_stepping_batches."
+            )
         own, without = discover(config, found)
         space = gather(
             found.run,
@@ -159,9 +192,9 @@ class Tuner:
             exclude=self.exclude,
             has=found.callbacks,
         )
-        recipes = Recipes(self.paths, space, scheduled=found.run.decayed_rate)
-        space = probing.after(space, self._probes(recipes, found, tell or (lambda line: None)))
-        return Look(found, space, Recipes(self.paths, space, scheduled=found.run.decayed_rate))
+        recipes = Recipes(self.paths, space, scheduled=run.decayed_rate or run.manual_optimization)
+        space = probing.after(space, self._probes(recipes, found, say, time))
+        return Look(found, space, Recipes(self.paths, space, scheduled=run.decayed_rate or run.manual_optimization))
 
     def run(self, *, progress: bool = True, tell: Tell | None = None) -> dict[str, Any]:
         """Search, confirm and write; what is in the folder is not done again.
@@ -183,38 +216,56 @@ class Tuner:
         drawing.require_extra()
         if self.search is None:
             raise UsageError("Got no seconds for the search; expected search='2h', or look() alone.")
-        say = tell or (lambda line: None)
-        began = time.monotonic()
-        with EnergyMeter() as meter:
-            look = self.look(say)
+        time = Timetable(self.search, SHARES)
+        prices = Prices(self.price_per_hour, self.price_per_kwh)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        with Ledger(self.out, prices, machines=self._machines, device=device) as ledger:
+
+            def say(line: str) -> None:
+                ledger.keep()
+                if tell is not None:
+                    tell(line)
+
+            look = self._look(say, time)
             if not look.space.techniques:
                 reasons = "; ".join(f"{name}: {why}" for name, why in sorted(look.space.left_out.items())[:6])
                 raise UsageError(
                     f"No technique applies to this config, so there is nothing to search ({reasons}; ...). All reasons:"
                     " --dry-run."
                 )
-            need, reserve = self._needs(look.found)
-            if self.search < need:
-                raise UsageError(
-                    f"Got --search of {self.search:.0f} s; expected at least {math.ceil(need)} s, for one trial of the baseline"
-                    f" and one of a recipe on a budget of {self.budget:g} s, and to confirm on {len(self.seeds)} seeds"
-                    f" with {self.jobs} run(s) at once. Raise --search, or lower --budget."
-                )
-            places = Places(self.jobs, self.threads, self.out / "logs")
+            durations = self._durations(look.found)
+            seconds = self._seconds(durations, time)
+            say(
+                f"searching for {'less' if self.mode == 'min' else 'more'} {self.target}: {time.told(durations, seconds)}"
+            )
+            places = self._places(self.jobs)
             try:
-                search = self._search(look, places, self.search - min(reserve, self.search / 2), say)
+                search = self._search(look, places, seconds, say)
             finally:
                 places.close()
-            found = Finding(look, search, self._bench(look, search, progress)).conclude(say)
-        cost = self._cost(time.monotonic() - began, meter.joules)
-        return write(self.out, look, search, found, cost, mode=self.mode, target=self.target, budget=self.budget)
+            bench = self._bench(look, search, progress)
+            found = Finding(look, search, bench, durations.bench, lambda: time.left).conclude(say)
+            settings = {"mode": self.mode, "target": self.target, "budget": self.budget, "memory": self.memory}
+            return write(self.out, look, search, found, ledger.keep(), **settings)
 
-    def _needs(self, found: profiling.Found) -> tuple[float, float]:
-        """The least seconds that a search can be done in, and what is kept for confirming."""
-        run = self.budget + found.start_seconds + 2 * found.validation_seconds
-        trial = sum(run * rung / RUNGS[-1] for rung in RUNGS)
-        once = run * len(self.seeds) / self.jobs
-        return 2 * trial / min(self.jobs, 2) + 2 * once, (2 + 2 * CONFIRMED + 4) * once
+    def _places(self, count: int) -> Any:
+        kind = Places if self.engine == "local" else ray_places.RayPlaces
+        return kind(count, self.threads, self.out / "logs")
+
+    def _durations(self, found: profiling.Found) -> Durations:
+        file = self.out / "start.json"
+        process = json.loads(file.read_text())["process_seconds"] if file.is_file() else 0.0
+        return found.durations(self.budget, process, len(self.seeds), self._bench_jobs)
+
+    def _seconds(self, durations: Durations, time: Timetable) -> float:
+        """Seconds for trials; the same whenever a search of this length goes on."""
+        file = self.out / "search.json"
+        told = json.loads(file.read_text()) if file.is_file() else None
+        if told is not None and told["search"] == self.search:
+            return told["seconds"]
+        seconds = max(time.left - time.kept(durations), 0.0)
+        write_json(file, {"search": self.search, "seconds": seconds})
+        return seconds
 
     def _search(self, look: Look, places: Places, seconds: float, tell: Tell) -> Search:
         assert self.search is not None
@@ -260,25 +311,10 @@ class Tuner:
             budget=self.budget,
             seeds=self.seeds,
             threads=self.threads,
-            jobs=self.jobs,
+            jobs=self._bench_jobs,
             progress=progress,
             drawn=True,
         )
-
-    def _cost(self, seconds: float, joules: float | None) -> dict[str, Any]:
-        """Hours and energy over all times that the search was gone on with, and their price."""
-        file = self.out / "cost.json"
-        before = json.loads(file.read_text()) if file.is_file() else {"hours": 0.0, "kwh": None}
-        hours = before["hours"] + seconds / 3600
-        kwh = before["kwh"] if joules is None else (before["kwh"] or 0.0) + joules / 3.6e6
-        parts = [
-            price * amount
-            for price, amount in ((self.price_per_hour, hours), (self.price_per_kwh, kwh))
-            if price is not None and amount is not None
-        ]
-        cost = {"hours": hours, "kwh": kwh, "money": sum(parts) if parts else None}
-        write_json(file, cost)
-        return cost
 
     def _profile(self, tell: Tell) -> profiling.Found:
         file = self.out / "profile.json"
@@ -296,13 +332,14 @@ class Tuner:
         write_json(file, found.record())
         return found
 
-    def _probes(self, recipes: Recipes, found: profiling.Found, tell: Tell) -> dict[str, str | None]:
+    def _probes(self, recipes: Recipes, found: profiling.Found, tell: Tell, time: Timetable) -> dict[str, str | None]:
         file = self.out / "probes.json"
         known = json.loads(file.read_text()) if file.is_file() else {}
         left = [name for name in recipes.space.techniques if name not in known]
         if not left:
             return known
-        places = Places(min(self.jobs, len(left)), self.threads, self.out / "logs")
+        places = self._places(min(self.jobs, len(left)))
+        until = time.spent + PROBING * time.left
 
         def done(name: str, why: str | None) -> None:
             known[name] = why
@@ -312,6 +349,10 @@ class Tuner:
             )
 
         try:
+            began = time.spent
+            places.start()
+            write_json(self.out / "start.json", {"process_seconds": time.spent - began})
+            time.check(self._durations(found))
             return probing.probe(
                 recipes,
                 places,
@@ -323,6 +364,7 @@ class Tuner:
                 jobs=self.jobs,
                 known=known,
                 tell=done,
+                over=lambda: time.spent > until,
             )
         finally:
             places.close()
@@ -346,6 +388,8 @@ class Tuner:
         """Begin in ``out``, or go on with the same."""
         file = self.out / "plan.json"
         machine = fingerprint(self.threads)
+        if file.is_file() and [one.name for one in self.out.iterdir()] == [file.name]:
+            file.unlink()  # nothing was found there: it was begun with what could not be used
         if not file.is_file():
             self.out.mkdir(parents=True, exist_ok=True)
             if any(self.out.iterdir()):

@@ -81,6 +81,9 @@ class Here:
     def do(self, jobs, progress=None):
         return work_all(jobs, progress or (lambda job, u: None))
 
+    def start(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -146,3 +149,102 @@ class Lying(Callback):
         pacer = trainer.callbacks[0]
         pacer.seconds -= (pacer.seconds - getattr(self, "before", 0.0)) / 2
         self.before = pacer.seconds
+
+
+class HandFed(Callback):
+    """A planted fake: between batches it takes steps of its own, by the module's own step, on validation batches."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        for other in trainer.val_dataloaders:
+            self.train(trainer, pl_module, other)
+
+    def train(self, trainer, pl_module, batch):
+        with torch.enable_grad():
+            pl_module.training_step(batch, 0).backward()
+        trainer.optimizers[0].step()
+        trainer.optimizers[0].zero_grad()
+
+
+class HandFedBelow(HandFed):
+    """The same, past the module's step: of the network alone, on data that it asks for anew."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if not hasattr(self, "held"):
+            self.held = list(trainer.datamodule.val_dataloader())
+        for other in self.held:
+            self.train(trainer, pl_module, other)
+
+    def train(self, trainer, pl_module, batch):
+        loss = nn.functional.mse_loss(pl_module.net(batch[0] + 1e-3).squeeze(1), batch[1])
+        for p, g in zip(pl_module.parameters(), torch.autograd.grad(loss, list(pl_module.parameters())), strict=True):
+            p.data -= 0.01 * g
+
+
+class Wrapping(Callback):
+    """A planted fake: the step that Lightning calls is of validation batches."""
+
+    def on_fit_start(self, trainer, pl_module):
+        original = pl_module.training_step
+
+        def training_step(batch, batch_idx):
+            return original(next(iter(trainer.val_dataloaders)), batch_idx)
+
+        pl_module.training_step = training_step
+
+
+class Keeping(HandFed):
+    """A planted fake: it keeps what validation was given, and trains on that from then on."""
+
+    held = None
+
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+        self.held = batch
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if self.held is not None:
+            self.train(trainer, pl_module, self.held)
+
+
+class OffTheClock(HandFed):
+    """A planted fake: it trains on training data, and while the clock stands."""
+
+    def on_validation_end(self, trainer, pl_module):
+        for other in trainer.train_dataloader:
+            self.train(trainer, pl_module, other)
+
+
+class NeutralToo(Neutral):
+    """Nothing either."""
+
+
+class NeutralAsWell(Neutral):
+    """Nor this."""
+
+
+class Plateau(Regression):
+    """The regression, whose rate follows the metric."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), **self.given)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+
+class Manual(Regression):
+    """The regression, which steps its optimizer by itself; its loaders are its own."""
+
+    def __init__(self) -> None:
+        super().__init__(schedule=False)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+    def train_dataloader(self):
+        return Table().train_dataloader()
+
+    def val_dataloader(self):
+        return Table().val_dataloader()

@@ -16,11 +16,12 @@ from lightning_eff.bench.running.workers import InProcess
 from lightning_eff.tune.concluding import Finding
 from lightning_eff.tune.config import Choices, Recipes
 from lightning_eff.tune.confirm import Bench, contribution
+from lightning_eff.tune.reports.prose import report
+from lightning_eff.tune.reports.writing import recipe
 from lightning_eff.tune.search import Outcome, Search
 from lightning_eff.tune.space import Candidate, Space
 from lightning_eff.tune.trials import Trials, dishonest
 from lightning_eff.tune.tuner import Tuner
-from lightning_eff.tune.writing import recipe, report
 from tests.tune import tasks
 from tests.tune.tasks import Here, config
 
@@ -159,7 +160,18 @@ def test_a_recipe_is_a_whole_config_for_as_many_steps(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def looked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tuner, Any]:
     folder = tmp_path_factory.mktemp("trials")
-    include = [f"tests.tune.tasks.{name}" for name in ("Halving", "Shrinking", "Peeking", "Lying")]
+    names = (
+        "Halving",
+        "Shrinking",
+        "Peeking",
+        "Lying",
+        "HandFed",
+        "HandFedBelow",
+        "Wrapping",
+        "Keeping",
+        "OffTheClock",
+    )
+    include = [f"tests.tune.tasks.{name}" for name in names]
     tuner = Tuner(
         config(folder, WAITING), target="val_loss", budget=0.8, include=include, out=folder / "out", threads=1
     )
@@ -175,6 +187,14 @@ def looked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tuner, Any]:
         ("Shrinking", "got a module of parameters 9, other than the baseline's 161"),
         ("Peeking", "got a training set of 64 items"),
         ("Lying", "at their prices, of a budget of 0.8 s"),
+        ("HandFed", "that it trained on are of the validation data, where 0 of"),
+        (
+            "HandFedBelow",
+            "its training changes with the validation data: other validation data made the loss of batch 0",
+        ),
+        pytest.param("Wrapping", "that it trained on are of the validation data", marks=pytest.mark.slow),
+        pytest.param("Keeping", "that it trained on are of the validation data", marks=pytest.mark.slow),
+        ("OffTheClock", "weights were others after a validation than before it"),
     ],
 )
 def test_a_planted_gain_counts_and_a_planted_fake_is_refused(
@@ -247,6 +267,7 @@ def test_a_search_from_config_to_report(tmp_path: Path, capsys: pytest.CaptureFi
     assert "## The search" in text and "Left out, and why" in text and "SequencePacking: not included" in text
     assert yaml.safe_load((tmp_path / "out" / "baseline_tuned.yaml").read_text())["trainer"]["max_steps"] > 20
     assert (tmp_path / "out" / "recipe.yaml").is_file() == (results["recipe"] is not None)
+    assert "The search" in (tmp_path / "out" / "report.html").read_text() and str(tmp_path / "out/report.html") in out
     lines = report(results, ["a line"])
     assert lines[0] == "# What tuning found" and lines[-1] == "- a line"
     cli.main(arguments)

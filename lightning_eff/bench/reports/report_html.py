@@ -169,10 +169,10 @@ def figure_html(drawing: Drawing, style: str = "") -> str:
     return f"{opening}\n{image}\n<figcaption>{escape(drawing.caption)}</figcaption>\n</figure>"
 
 
-def table_html(columns: list[words.Column], rows: list[dict[str, str]]) -> str:
-    """A table that narrow screens show as a card a row, each cell under its own head."""
+def table_html(columns: list[words.Column], rows: list[dict[str, str]], first: str = "arm") -> str:
+    """A table that narrow screens show as a card a row, each cell under its own head; ``first`` is over the rows' names."""
     heads = "".join(f'<th scope="col">{escape(column.head)}</th>' for column in columns)
-    lines = [f'<table>\n<thead><tr><th scope="col">arm</th>{heads}</tr></thead>\n<tbody>']
+    lines = [f'<table>\n<thead><tr><th scope="col">{escape(first)}</th>{heads}</tr></thead>\n<tbody>']
     for row in rows:
         cells = "".join(_cell(column.head, row[column.key]) for column in columns)
         lines.append(f'<tr><th scope="row">{escape(row["arm"])}</th>{cells}</tr>')

@@ -59,6 +59,8 @@ Progress = Callable[[Job, float], None]
 
 def work_all(jobs: Sequence[Job], progress: Progress) -> list[dict[str, Any]]:
     """The records of jobs that are done in turns of a few steps; one that fails so is tried again by itself."""
+    if not jobs:
+        return []
     if len(jobs) == 1:
         return [work(jobs[0], lambda u: progress(jobs[0], u))]
     with undisturbed():
@@ -130,6 +132,7 @@ def _rehearsal(job: Job, pacer: Pacer, built: Built | None, total: float) -> dic
         record["data"] = pacer.data(built.trainer)
         record["techniques"] = sorted(acting(built.trainer))
         record["facts"] = pacer.facts
+        record["overlap"] = pacer.watched.overlap()
     return record
 
 
@@ -154,6 +157,7 @@ def _run(job: Job, pacer: Pacer, device: torch.device, energy: float | None) -> 
         "uncalibrated_share": uncalibrated,
         "quiet": pacer.quiet.record(),
         "kinds": _by_kind(pacer),
+        "overlap": pacer.watched.overlap(),
         "notes": notes,
     }
 

@@ -40,6 +40,11 @@ class Places:
         finally:
             self._free.put(workers)
 
+    def start(self) -> None:
+        """Wait until every process is there."""
+        for workers in self._all:
+            list(workers.together([], lambda job, u: None))
+
     def close(self) -> None:
         """End them, whatever they do."""
         for workers in self._all:
