@@ -2,9 +2,9 @@
 
     python benchmarks/block_cost.py [--rounds 8] [--steps 5] [--threads N] [--out block_cost.json]
 
-Four arms alternate in one process, each a Trainer fit of the same GPT: without its blocks (``t_rest``), plain
-(``t_plain``), under ``ProgressiveStacking`` with a third of the blocks, and under ``ProgressiveLayerDropping`` at its
-final theta. A round gives one ratio for each technique:
+Five arms alternate in one process, each a Trainer fit of the same GPT: without its blocks (``t_rest``), plain
+(``t_plain``), under ``ProgressiveStacking`` with a third of the blocks, under ``ProgressiveLayerDropping`` at its final
+theta, and under ``StochasticDepth`` with half the blocks kept on average. A round gives one ratio for each technique:
 
     predicted = t_rest + f (t_plain - t_rest),  f = FLOPs of the blocks that ran / FLOPs of all blocks
 
@@ -129,9 +129,10 @@ def main() -> None:
         "plain": (None, args.layers),
         "stacking": (lambda: eff.ProgressiveStacking(stages=[(0.0, third)]), args.layers),
         "dropping": (lambda: eff.ProgressiveLayerDropping(theta_min=args.theta, gamma=1e6), args.layers),
+        "depth": (lambda: eff.StochasticDepth(drop=min(args.layers / (args.layers + 1), 0.99)), args.layers),
     }
-    ratios: dict[str, list[float]] = {"stacking": [], "dropping": []}
-    shares: dict[str, list[float]] = {"stacking": [], "dropping": []}
+    ratios: dict[str, list[float]] = {"stacking": [], "dropping": [], "depth": []}
+    shares: dict[str, list[float]] = {"stacking": [], "dropping": [], "depth": []}
     times: dict[str, list[float]] = {name: [] for name in arms}
     for round_ in range(args.rounds + 1):
         met = {name: measure(*arm, args, seed=round_) for name, arm in arms.items()}

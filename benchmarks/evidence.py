@@ -1,18 +1,23 @@
 """What every technique gains on the reference tasks: run the benches, and write ``docs/evidence.md`` from their results.
 
-    python benchmarks/evidence.py run {gpt,vit,bert,gpt2,rings,bert8k} [--set weights|compute] [--jobs 2] [--rounds 5]
+    python benchmarks/evidence.py run {gpt,vit,bert,gpt2,rings,bert8k} [--set weights|compute|goal] [--only NAME ...] [--jobs 2]
+        [--rounds 5] [--reference benchmarks/results/weights_gpt.json]
     python benchmarks/evidence.py search {gpt,vit} [--seeds 0,10]
     python benchmarks/evidence.py confirm {gpt,vit} STACK
-    python benchmarks/evidence.py ladder {gpt,vit,bert,rings} [--ladder 0.5,0.75,1.5]
+    python benchmarks/evidence.py ladder {gpt,vit,bert,rings,bert8k} [--ladder 0.5,0.75,1.5] [--of STACK] [--budget 300rs]
     python benchmarks/evidence.py page
 
 ``run`` holds every recipe of a task, with the controls that its techniques name, against the task's baseline, and copies
 the results to ``benchmarks/results/bench_<task>.json``; interrupted, it goes on where it was. ``--set weights`` does so for
-what moves the weights (optimizers, schedules, averages), for ``weights_<task>.json``, and ``--set compute`` for what costs a
-step less or has more for it, alone, with its controls and joined, for ``compute_<task>.json``. ``search`` runs every stack in
-``benchmarks/<task>/stacks``, on seeds that no evaluation uses, for ``search_<task>.json``; ``confirm`` holds the chosen one
-against the baseline on the evaluation's seeds, for ``stack_<task>.json``. ``ladder`` runs the baseline at other budgets, at the
-prices of the committed results, for ``ladder_<task>.json``, beside those that are there; every arm's worth is told from them.
+what moves the weights (optimizers, schedules, averages), for ``weights_<task>.json``, and ``--set compute`` for what costs
+a step less or has more for it, alone, with its controls and joined, for ``compute_<task>.json``. ``--only`` runs some of a
+set, beside those that are there; with ``--reference`` and the committed file, at the prices that their techniques have
+there. ``search`` runs every stack in ``benchmarks/<task>/stacks``, on seeds that no evaluation uses, for
+``search_<task>.json``; ``confirm`` holds the chosen one against the baseline on the evaluation's seeds, for
+``stack_<task>.json``. ``ladder`` runs the baseline at other budgets, at the prices of the committed results, for
+``ladder_<task>.json``, beside those that are there; every arm's worth is told from them.
+``run --set goal`` is of what reaches the baseline's final loss in the least time; ``ladder --of`` runs one of these in the
+baseline's place, at the prices of that bench. With a budget of its own each of the two writes to a file named by it.
 ``page`` makes no runs; it writes the verdicts into README's table, too.
 """
 
@@ -24,9 +29,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import goal  # noqa: E402
 from benchmarks.evidence_page import (  # noqa: E402
     CLAIMS,
     COMPUTE,
+    GOAL,
     RESULTS,
     TASKS,
     WEIGHTS,
@@ -37,14 +44,14 @@ from benchmarks.evidence_page import (  # noqa: E402
 from benchmarks.joining import joined  # noqa: E402
 
 OUT, PAGE, README = ROOT / "benchmarks" / "out", ROOT / "docs" / "evidence.md", ROOT / "README.md"
-SEARCHED = ("muon", "soap", "rate_schedule")
-BUDGETS = {"rings": "30rs"}  # where it is not 60 s
-SETS = {"bench": CLAIMS, "weights": WEIGHTS, "compute": COMPUTE}
+SEARCHED = ("muon", "soap", "schedule_free", "moving_average", "batch_warmup", "rate_schedule")
+BUDGET, BUDGETS = "60rs", {"rings": "30rs"}
+SETS = {"bench": CLAIMS, "weights": WEIGHTS, "compute": COMPUTE, "goal": GOAL}
 
 
 def run(task: str, options: argparse.Namespace) -> None:
     """Every recipe of one of the sets with its controls."""
-    name = f"{options.set}_{task}"
+    name = f"{options.set}_{task}{at(task, options.budget)}"
     recipes = [recipe for recipe in SETS[options.set] if recipe in (options.only or SETS[options.set])]
     folders = [ROOT / "benchmarks" / task / kind for kind in ("recipes", "stacks", "controls")]
     found = [[path for folder in folders if (path := folder / f"{recipe}.yaml").is_file()] for recipe in recipes]
@@ -65,9 +72,19 @@ def confirm(task: str, options: argparse.Namespace) -> None:
 
 
 def ladder(task: str, options: argparse.Namespace) -> None:
-    """The baseline alone, at other budgets, priced as in the committed results, beside those that were run before."""
-    prices = next(file for part in ("bench", "compute") if (file := RESULTS / f"{part}_{task}.json").is_file())
-    compare(task, f"ladder_{task}", [], "3", options, f"--reference={prices}", part=options.ladder.replace(",", "_"))
+    """The baseline alone, or a stack, at other budgets, priced as in the committed results, beside those of earlier calls."""
+    parts = ("goal", "compute", "weights") if options.of else ("bench", "compute")
+    kept, name = goal.files(task, RESULTS, parts), options.of or "baseline"
+    prices = next((file for file in kept if name in json.loads(file.read_text())["calibration"]), None)
+    if prices is None:
+        raise SystemExit(f"no bench of {task} in {RESULTS} has prices of {name}; run one first.")
+    name = f"ladder_{task}{at(task, options.budget)}" + (f"_{options.of}" if options.of else "")
+    compare(task, name, [], options.seeds, options, f"--reference={prices}", part=options.ladder.replace(",", "_"))
+
+
+def at(task: str, budget: str) -> str:
+    """What the results of a budget are named by: nothing for that of the task."""
+    return "" if budget == BUDGETS.get(task, BUDGET) else f"_{budget.removesuffix('rs')}"
 
 
 def compare(
@@ -79,16 +96,21 @@ def compare(
     out = OUT / (f"{name}-{part}" if part else name)
     base = ROOT / "benchmarks" / task / "baseline.yaml"
     arguments = [f"--recipe={path.stem}={base},{path}" for path in overlays]
-    arguments += [f"--baseline=baseline={base}", "--target=val_loss", f"--budget={options.budget}"]
+    of = getattr(options, "of", None)
+    own = [file for kind in ("stacks", "recipes") if (file := base.parent / kind / f"{of}.yaml").is_file()]
+    if of and not own:
+        raise SystemExit(f"--of {of}: no {of}.yaml in {base.parent / 'stacks'} nor in {base.parent / 'recipes'}.")
+    first = ",".join(map(str, [base, *own[:1]]))
+    arguments += [f"--baseline={of or 'baseline'}={first}", "--target=val_loss", f"--budget={options.budget}"]
     # in the set of what moves the weights, the baseline is the control: what they leave to its optimizer keeps its rate
     # in that of what costs a language model's step less, controls are arms of their own; elsewhere techniques name theirs
-    alone = name.startswith(("search", "weights")) or name in ("compute_gpt", "compute_bert8k")
+    alone = name.startswith(("search", "weights", "goal")) or name in ("compute_gpt", "compute_bert8k")
     controls = "none" if alone else "auto"
     arguments += [f"--seeds={seeds}", f"--controls={controls}", "--threads=1"]
     arguments += [f"--jobs={options.jobs}", f"--rounds={options.rounds}", f"--out={out}"]
     if overlays:
         tuned = ["baseline", *(path.stem for path in overlays if path.stem in SEARCHED)]
-        arguments += [f"--tuned={','.join(tuned)}", f"--reference={RESULTS / 'prices.json'}"]
+        arguments += [f"--tuned={','.join(tuned)}", f"--reference={options.reference or RESULTS / 'prices.json'}"]
     bench([*arguments, f"--title={TASKS[task]}", f"--ladder={options.ladder}", *more])
     keep(name, out, join=bool(part))
 
@@ -128,6 +150,8 @@ def main() -> None:
         if command is run:
             runner.add_argument("--set", choices=SETS, default="bench", help="which recipes")
             runner.add_argument("--only", nargs="+", help="of the set, these recipes alone")
+            what = "whose prices count (default: benchmarks/results/prices.json, the baseline's)"
+            runner.add_argument("--reference", type=Path, help=what)
         if command is confirm:
             runner.add_argument("stack", help="the name of a file in benchmarks/<task>/stacks")
         runner.add_argument("--budget", help="of each run (default: 60rs, 30rs for rings)")
@@ -136,18 +160,21 @@ def main() -> None:
         runner.add_argument("--ladder", default="0.5,0.75,1.5" if command in (run, ladder) else "")
         if command is search:
             runner.add_argument("--seeds", default="0,10", help="which; none of those that evaluations use")
-        runner.set_defaults(run=command)
+        if command is ladder:
+            runner.add_argument("--seeds", default="3", help="how many, or which")
+            runner.add_argument("--of", help="a file in benchmarks/<task>/stacks, in the place of the baseline")
+        runner.set_defaults(run=command, reference=None)
     commands.add_parser("page", help="write docs/evidence.md")
     options = parser.parse_args()
     if options.command != "page":
-        options.budget = options.budget or BUDGETS.get(options.task, "60rs")
+        options.budget = options.budget or BUDGETS.get(options.task, BUDGET)
         options.run(options.task, options)
         return
     from lightning_eff.bench.reports.drawing import png
     from lightning_eff.bench.reports.figures import speedups
 
-    found, stacks, planted, weights, compute = committed()
-    PAGE.write_text(page(found, stacks, planted, weights, compute))
+    found, stacks, planted, weights, compute, shares = committed()
+    PAGE.write_text(page(found, stacks, planted, weights, compute, shares))
     for part, every in (("evidence", found), ("evidence_weights", weights), ("evidence_compute", compute)):
         for task, results in every.items():
             drawing = speedups(results, results["summary"])

@@ -6,6 +6,9 @@ from typing import Any
 def joined(results: dict[str, Any], later: dict[str, Any] | None) -> dict[str, Any]:
     """Results with the arms of ``later``, in the place of arms of the same name; the baseline stays as it is.
 
+    An arm of ``later`` that took the prices of these results (``--reference``) keeps the rates that they were told from, so
+    that its intervals are as wide as those prices are uncertain.
+
     Args:
         results: of one bench.
         later: of another on the same machine, at the same budget and prices; None for none.
@@ -33,13 +36,27 @@ def joined(results: dict[str, Any], later: dict[str, Any] | None) -> dict[str, A
         run for run in later["runs"] if run["arm"] in new
     ]
     tuned = [name for name in order if name in {*(plan.get("tuned") or ()), *(other.get("tuned") or ())}]
-    calibration = {**results["calibration"], **{name: c for name, c in later["calibration"].items() if name in new}}
+    before = results["calibration"]
+    calibration = {
+        **before,
+        **{name: _rated(c, before.get(name)) for name, c in later["calibration"].items() if name in new},
+    }
     return {
         **results,
         "plan": {**plan, "arms": arms, "tuned": tuned or None},
         "calibration": calibration,
         "runs": sorted(runs, key=lambda run: (plan["seeds"].index(run["seed"]), order[run["arm"]])),
     }
+
+
+def _rated(calibration: dict[str, Any], before: dict[str, Any] | None) -> dict[str, Any]:
+    """A calibration with the rates that its prices were told from: those of the bench whose prices it took."""
+
+    def prices(of: dict[str, Any]) -> dict[str, float]:
+        return {price["kind"]: price["seconds"] for price in of["prices"]}
+
+    took = before is not None and prices(calibration) == prices(before)
+    return {**calibration, "rates": before["rates"]} if took else calibration
 
 
 def _ends(results: dict[str, Any], arm: str) -> dict[int, float | None]:

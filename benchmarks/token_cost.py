@@ -92,6 +92,9 @@ ARMS: dict[str, Arm] = {
     "SequencePacking, half of it padding": Arm(eff.SequencePacking, gpt, padded_text),
     "PatchDropout, half the patches": Arm(lambda: eff.PatchDropout(ratio=0.5), vit, images),
     "ProgressiveResizing, half the side": Arm(lambda: eff.ProgressiveResizing(until=1.0, hold=1.0), vit, images),
+    # of a run so long that its first steps are all at one stage
+    "LayerFreezing, half the blocks": Arm(lambda: eff.LayerFreezing(start=0.0, end=1e-9, depth=0.5), gpt, text),
+    "GreedyLayerwise, the first block": Arm(lambda: eff.GreedyLayerwise(until=1.0), gpt, text),
 }
 
 

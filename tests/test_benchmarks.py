@@ -63,6 +63,9 @@ RECIPES = {
     "progressive_resizing": "ProgressiveResizing",
     "efficient_train": "EfficientTrain",
     "fix_res": "FixRes",
+    "zero_projections": "ZeroProjections",
+    "compound_growth": "CompoundGrowth",
+    "data_driven_init": "DataDrivenInit",
 }
 COMPUTE = {"ngram", "ngram_dense", "compile"}
 HEADS = {"fused_head", "mask_rate"}  # of masked language models
@@ -70,6 +73,7 @@ RESOLUTIONS = {"progressive_resizing", "efficient_train", "fix_res"}
 WEIGHTS = {"muon", "soap", "schedule_free", "moving_average", "batch_warmup", "rate_schedule"}
 MEMORY = {"rematerialization", "activation_compression", "activation_offload", "optimizer_offload"}
 TOKENS = {
+    "compound_growth",
     "random_ltd",
     "patch_dropout",
     "token_dropping",
@@ -77,8 +81,10 @@ TOKENS = {
 }  # no comparison of theirs is on the page yet
 ONLY = {
     "mask_rate": ("bert",),
+    "compound_growth": ("gpt", "bert"),
     "length_warmup": SEQUENCES,
     "fused_head": SEQUENCES,
+    "data_driven_init": ("gpt", "vit", "bert"),
     "patch_dropout": ("vit",),
     "token_merging": ("vit",),
     "token_dropping": ("bert", "gpt2"),  # the GPT holds its rotary tables itself, and samples differ
@@ -87,7 +93,7 @@ ONLY = {
 }
 PAIRS = [(task, recipe) for task in TASKS for recipe in RECIPES if task in ONLY.get(recipe, TASKS)]
 PAIRS += [("rings", recipe) for recipe in (*sorted(RESOLUTIONS), "patch_dropout", "random_ltd")]
-PAIRS += [("bert8k", recipe) for recipe in sorted(HEADS)]
+PAIRS += [("bert8k", recipe) for recipe in (*sorted(HEADS), "zero_projections", "data_driven_init")]
 
 # Widths and texts as small as they go; depths and lengths stay those of the task, because recipes are fitted to them.
 TINY: dict[str, list[str]] = {
@@ -447,9 +453,9 @@ def test_a_point_is_trained_for_its_budget(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_page_of_evidence_is_what_the_results_say() -> None:
-    found, stacks, planted, weights, compute = evidence.committed()
+    found, stacks, planted, weights, compute, shares = evidence.committed()
     text = (ROOT / "docs" / "evidence.md").read_text()
-    assert text == evidence.page(found, stacks, planted, weights, compute)
+    assert text == evidence.page(found, stacks, planted, weights, compute, shares)
     readme = (ROOT / "README.md").read_text()
     assert readme == evidence.in_readme(readme, found, weights, compute)
     for task, results in found.items():
@@ -466,7 +472,7 @@ def test_the_page_has_a_line_for_every_technique_the_lost_ones_too() -> None:
         (line,) = (line for line in text.splitlines() if line.startswith(f"| `{technique}`"))
         assert claim in line and (summarize(made)[recipe]["verdict"] in line if recipe in names else "| – |" in line)
     assert set(RECIPES) - MEMORY - WEIGHTS - TOKENS - COMPUTE - HEADS - RESOLUTIONS == set(evidence.CLAIMS)
-    assert set(evidence.WEIGHTS) == WEIGHTS
+    assert set(evidence.WEIGHTS) == WEIGHTS | {"adamw_matrices"}
     assert set(evidence.COMPUTE) >= COMPUTE | HEADS | RESOLUTIONS
     assert "its control: two layers throughout" in text
 
@@ -478,9 +484,9 @@ def test_the_page_on_memory_names_every_technique_that_saves_it() -> None:
     assert (ROOT / "docs" / "memory.png").is_file() and "{{" not in text and str(ROOT) not in text
 
 
-def test_every_arm_of_what_costs_a_step_less_is_there() -> None:
+def test_every_arm_of_what_moves_weights_or_costs_a_step_less_is_there() -> None:
     """As a recipe, a stack or a control: of a task, as one of them."""
-    for name in evidence.COMPUTE:
+    for name in (*evidence.COMPUTE, *evidence.WEIGHTS):
         tasks = [path.parent.parent.name for path in BENCHMARKS.glob(f"*/*/{name}.yaml")]
         assert tasks and len(set(tasks)) == len(tasks), name
 

@@ -135,7 +135,7 @@ CONFIGS: dict[str, tuple[list[str], dict[str, Any] | str, str]] = {
     ),
     "argument of the model": (FIT, model("tests.models.TinyGPT", dpeth=3), "TinyGPT has no argument 'dpeth'"),
     "no module at all": (FIT, {"model": {"class_path": "json.JSONDecoder"}}, "JSONDecoder"),
-    "nothing given": (["fit"], {}, "data and model must be given"),
+    "nothing given": (["fit"], {}, "fit: model must be given"),
     "no such file": (
         ["fit", "--config", "examples/gpt/basline.yaml"],
         {},

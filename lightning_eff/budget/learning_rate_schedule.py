@@ -9,13 +9,10 @@ from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff._core._optim.combined import set_rate
-from lightning_eff._core._optim.scheduled import optimizers_of, put_to_rest, reference_rates, schedulers_of
+from lightning_eff._core._optim.rates import Rates
 from lightning_eff._core.batches import num_tokens
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
@@ -143,9 +140,7 @@ class LearningRateSchedule(Technique):
         self._reset()
 
     def _reset(self) -> None:
-        self._made: list[list[float | None]] = []
-        self._bases: list[list[float | None]] | None = None
-        self._foreign = False  # resumed from a checkpoint whose rates another schedule had moved
+        self._rates = Rates()
         self._tokens = 0
         self._last: dict[str, float | int] = {}
 
@@ -171,47 +166,26 @@ class LearningRateSchedule(Technique):
 
     @override
     def check_checkpoint(self, session: Session, state: dict[str, Any] | None) -> None:
-        self._foreign = state is None
+        self._rates.foreign = state is None
 
     @override
     def attach(self, session: Session) -> None:
         self._reset()
-        configure = session.module.configure_optimizers
-
-        def configure_optimizers() -> Any:
-            configured = configure()
-            schedulers = schedulers_of(configured)
-            for optimizer in optimizers_of(configured):
-                for group, rate in zip(optimizer.param_groups, reference_rates(optimizer, schedulers), strict=True):
-                    if rate is not None and group.get("lr") is not None:
-                        set_rate(group, rate)
-            if schedulers:
-                put_to_rest(schedulers)
-                names = ", ".join(type(scheduler).__name__ for scheduler in schedulers)
-                rank_zero_info(f"LearningRateSchedule: {self.shape.name} in the place of the module's {names}")
-            return configured
-
-        session.patches.set(session.module, "configure_optimizers", configure_optimizers)
+        self._rates.take_over(session, f"LearningRateSchedule: {self.shape.name}")
 
     @override
     def on_optimizers(self, session: Session) -> None:
-        self._made = _rates(session.optimizers)
+        self._rates.made(session)
 
     @override
     def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
-        if self._bases is None:
-            self._bases = self._made if self._foreign else _rates(session.optimizers)
         factor = self.shape(session.progress.u)
-        for optimizer, bases in zip(session.optimizers, self._bases, strict=True):
-            for group in optimizer.param_groups[len(bases) :]:  # somebody has thawed parameters since
-                bases.append(None if group.get("lr") is None else float(group["lr"]))
-            for group, base in zip(optimizer.param_groups, bases, strict=False):
-                if base is not None:
-                    set_rate(group, base * factor)
-                if self.momentum is not None:
-                    _set_momentum(group, self.shape.momentum(session.progress.u, *self.momentum))
-        rates = [rate for found in _rates(session.optimizers) for rate in found if rate is not None]
-        self._last = {"factor": factor, "rate": max(rates, default=0.0)}
+        rate = self._rates.set(session, factor)
+        if self.momentum is not None:
+            momentum = self.shape.momentum(session.progress.u, *self.momentum)
+            for group in (group for optimizer in session.optimizers for group in optimizer.param_groups):
+                _set_momentum(group, momentum)
+        self._last = {"factor": factor, "rate": rate}
         if self.max_tokens is not None:
             self._count(session, batch)
             self._last["tokens"] = self._tokens
@@ -238,12 +212,11 @@ class LearningRateSchedule(Technique):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"bases": self._bases, "tokens": self._tokens}
+        return {"bases": self._rates.bases, "tokens": self._tokens}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        bases = state_dict["bases"]
-        self._bases = None if bases is None else [list(found) for found in bases]
+        self._rates.load(state_dict["bases"])
         self._tokens = state_dict["tokens"]
         if self._session is not None:
             self._session.progress.tokens = self._tokens
@@ -258,11 +231,6 @@ class LearningRateSchedule(Technique):
             return "no step was made"
         tokens = f" after {self._tokens:,} of {self.max_tokens:,} tokens" if self.max_tokens is not None else ""
         return f"{self.shape.name}: the last step's rate was {self._last['factor']:.3g} of the highest{tokens}"
-
-
-def _rates(optimizers: list[Optimizer]) -> list[list[float | None]]:
-    """The rate of every group of every optimizer; None where a group has no number for one."""
-    return [[None if g.get("lr") is None else float(g["lr"]) for g in o.param_groups] for o in optimizers]
 
 
 def _set_momentum(group: dict[str, Any], momentum: float) -> None:

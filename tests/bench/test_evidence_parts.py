@@ -76,7 +76,9 @@ def test_a_ladder_joins_those_that_were_run_before(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(evidence, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(evidence, "OUT", tmp_path / "out")
     (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "compute_rings.json").write_text("{}")  # whose prices count
+    (tmp_path / "results" / "compute_rings.json").write_text(
+        json.dumps({"calibration": {"baseline": {}}})
+    )  # whose prices count
     for factors in ("0.5,1.5", "2.5,3"):
         monkeypatch.setattr(sys, "argv", ["evidence.py", "ladder", "rings", "--ladder", factors])
         evidence.main()

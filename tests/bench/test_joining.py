@@ -42,6 +42,17 @@ def test_an_arm_that_was_run_again_takes_the_place_of_the_old_one() -> None:
     assert worse == pytest.approx(0.5) and len(found["runs"]) == len(whole["runs"])
 
 
+def test_an_arm_that_took_the_old_prices_keeps_the_rates_that_they_were_told_from() -> None:
+    whole = synthetic.everything()
+    later = part(whole, "sharpness")
+    own = [[1.0, 1.0 + 0.1 * i] for i in range(2)]  # of two rehearsals on a busy machine
+    later["calibration"]["sharpness"]["rates"] = own
+    kept = joined(whole, later)["calibration"]["sharpness"]["rates"]
+    assert kept == whole["calibration"]["sharpness"]["rates"] != own
+    later["calibration"]["sharpness"]["prices"][0]["seconds"] *= 1.01  # prices that it measured itself
+    assert joined(whole, later)["calibration"]["sharpness"]["rates"] == own
+
+
 def test_other_baselines_and_budgets_are_refused() -> None:
     whole = synthetic.everything()
     other = part(whole, "sharpness")

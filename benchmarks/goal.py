@@ -1,0 +1,232 @@
+"""The share of its own time in which a recipe ends where the baseline ends: both with their rates wholly decayed.
+
+A curve that is on its way down crosses the baseline's final loss later than a run that was meant to end there: what counts here
+are whole runs at several budgets, of the recipe as of the baseline, at the same prices, and between two budgets of the recipe
+the line through their losses over the logarithm of time.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from lightning_eff.bench.reports.intervals import Interval, paired_ratio
+
+PARTS = ("goal", "ladder", "compute", "weights", "muon_43")  #: of the names of files with results, the first ones first
+
+Finals = dict[float, dict[int, float]]  #: budget in seconds, seed, final loss
+
+
+@dataclass
+class Arm:
+    """An arm's whole runs, and how far off its price may be."""
+
+    finals: Finals = field(default_factory=dict)
+    error: float = 0.0  #: of its price beside the baseline's, the half-width of its interval at 95 %, as a logarithm
+    price: Interval | None = (
+        None  #: of its steps, in those of the baseline, as the bench told it whose error is the largest
+    )
+
+
+@dataclass(frozen=True)
+class Share:
+    """What part of a budget an arm needs.
+
+    Attributes:
+        estimate: over the seeds, the geometric mean; where some of them lie off the budgets that were run, by the mean losses
+            of all; None where that lies off them too.
+        low: of the interval at 95 %, the price's error in it; None with one seed, or where some lie off.
+        high: likewise.
+        seeds: how many.
+        below: of how many seeds it is known alone that it is less than ``least``.
+        above: of how many that it is more than ``most``.
+        least: the least of the budgets that were run, as a part.
+        most: the largest.
+    """
+
+    estimate: float | None
+    low: float | None
+    high: float | None
+    seeds: int
+    below: int = 0
+    above: int = 0
+    least: float = 0.0
+    most: float = math.inf
+
+
+def gathered(benches: Iterable[Mapping[str, Any]]) -> dict[str, Arm]:
+    """The arms of several benches of one task, "baseline" among them.
+
+    Args:
+        benches: as they are kept. One whose first arm is a recipe has that recipe's runs at several budgets.
+
+    Raises:
+        ValueError: if runs of the same arm, budget and seed do not end alike: then prices or code differ between the benches.
+    """
+    arms: dict[str, Arm] = {}
+    for bench in benches:
+        seconds, first = bench["plan"]["budget"]["seconds"], bench["plan"]["arms"][0]["name"]
+        for arm in bench["plan"]["arms"]:
+            name = first if arm["kind"] == "ladder" else arm["name"]
+            own = arms.setdefault(name, Arm())
+            rates = bench["calibration"].get(name, {}).get("rates")
+            if rates and name != first:
+                ratio = paired_ratio([(other, base) for base, other in rates])
+                if ratio is not None and (error := math.log(ratio.high / ratio.estimate)) >= own.error:
+                    own.error, own.price = error, ratio
+            finals = own.finals.setdefault(round(seconds * arm["factor"], 6), {})
+            for run in bench["runs"]:
+                if run["arm"] != arm["name"] or run["status"] != "finished":
+                    continue
+                loss = run["points"][-1]["metric"]
+                if finals.setdefault(run["seed"], loss) != loss and name == "baseline":
+                    at = f"seed {run['seed']} at {seconds * arm['factor']:g} s"
+                    raise ValueError(
+                        f"the baseline of {at} ends at {finals[run['seed']]} in one bench and at {loss} in another; expected"
+                        " the same. Make both with one machine's prices."
+                    )
+    return {name: arm for name, arm in arms.items() if any(arm.finals.values())}
+
+
+def seconds_to(finals: Mapping[float, float], target: float) -> tuple[float | None, str | None]:
+    """The least budget of an arm that ends at ``target`` or below, between the budgets of ``finals``, and else a bound.
+
+    Args:
+        finals: the loss at the end of each budget in seconds.
+        target: a loss.
+
+    Returns:
+        Seconds and None, or None and one of "below" (the least of the budgets) and "above" (the largest).
+    """
+    budgets = sorted(finals)
+    if finals[budgets[0]] <= target:
+        return (budgets[0], None) if finals[budgets[0]] == target else (None, "below")
+    for earlier, later in pairwise(budgets):
+        before, after = finals[earlier], finals[later]
+        if after <= target:
+            way = (before - target) / (before - after)
+            return math.exp(math.log(earlier) + way * math.log(later / earlier)), None
+    return None, "above"
+
+
+def share(arm: Arm, baseline: Arm, budget: float) -> Share | None:
+    """The part of ``budget`` in which ``arm`` ends where the baseline ends there, over the seeds that both have.
+
+    None where the baseline was not run at ``budget``, or the arm has no seed of it.
+    """
+    return _compared(arm, baseline.finals.get(budget, {}), budget, arm.error)
+
+
+def exact(name: str, arm: Arm) -> list[str]:
+    """What there is to say of an arm whose steps are the baseline's but for rounding: nothing but their price sets it apart."""
+    if arm.price is None:
+        return []
+    price = f"{arm.price.estimate:.2f} [{arm.price.low:.2f}, {arm.price.high:.2f}]"
+    return [
+        f"`{name}` makes the baseline's own steps, but for rounding: whatever the budget, it needs {price} of it, the price of"
+        f" a step over {arm.price.n} rehearsals in turns. Its runs here differ from that by the seeds' noise."
+    ]
+
+
+def as_good(arm: Arm, baseline: Arm, budget: float) -> Share | None:
+    """The part that ``budget`` is of the time in which the baseline ends where ``arm`` ends after it.
+
+    It is told from one budget of the arm and several of the baseline, as :func:`share` is from the other way round.
+    """
+    found = _compared(baseline, arm.finals.get(budget, {}), budget, arm.error)
+    if found is None:
+        return None
+    estimate, low, high = (None if end is None else 1 / end for end in (found.estimate, found.high, found.low))
+    ends = {"below": found.above, "above": found.below, "least": 1 / found.most, "most": 1 / found.least}
+    return Share(estimate, low, high, found.seeds, **ends)
+
+
+def _compared(runs: Arm, targets: Mapping[int, float], budget: float, error: float) -> Share | None:
+    """In what part of ``budget``, over the seeds, ``runs`` end at ``targets``."""
+    own = {
+        seed: {seconds: losses[seed] for seconds, losses in runs.finals.items() if seed in losses}
+        for seed in targets
+        if any(seed in losses for losses in runs.finals.values())
+    }
+    if not own:
+        return None
+    found = {seed: seconds_to(finals, targets[seed]) for seed, finals in own.items()}
+    every = set.intersection(*({*finals} for finals in own.values()))
+    if not every:
+        return None
+    ends = {"least": min(every) / budget, "most": max(every) / budget}
+    off = {word: sum(bound == word for _, bound in found.values()) for word in ("below", "above")}
+    if any(off.values()):
+        means = {seconds: fmean(finals[seconds] for finals in own.values()) for seconds in every}
+        middle, _ = seconds_to(means, fmean(targets[seed] for seed in own))
+        return Share(None if middle is None else middle / budget, None, None, len(own), **off, **ends)
+    ratios = [(budget, seconds) for seconds, _ in found.values() if seconds is not None]
+    interval = paired_ratio(ratios)
+    if interval is None:
+        return Share(ratios[0][1] / budget, None, None, 1, **ends)
+    half, estimate = math.hypot(math.log(interval.high / interval.estimate), error), interval.estimate
+    return Share(estimate, estimate * math.exp(-half), estimate * math.exp(half), len(ratios), **ends)
+
+
+def files(task: str, folder: Path, parts: Sequence[str] = PARTS) -> list[Path]:
+    """The files in ``folder`` with benches of a task, at its own budget and at others."""
+    named = [[folder / f"{part}_{task}.json", *sorted(folder.glob(f"{part}_{task}_*.json"))] for part in parts]
+    return [file for every in named for file in every if file.is_file()]
+
+
+def read(task: str, folder: Path) -> list[dict[str, Any]]:
+    """The benches of a task that are kept in ``folder``."""
+    return [json.loads(file.read_text()) for file in files(task, folder)]
+
+
+def lines(task: str, arms: Mapping[str, Arm], told: Mapping[str, str], least: float) -> list[str]:
+    """A task's tables: the share of its time in which each arm ends where the baseline does, and where all of them end.
+
+    Args:
+        task: its title.
+        arms: of :func:`gathered`.
+        told: of the arms that are shown, what they are.
+        least: the budgets of the baseline that are looked at, in seconds: this one and longer ones.
+    """
+    baseline = arms["baseline"]
+    budgets = [seconds for seconds in sorted(baseline.finals) if seconds >= least and baseline.finals[seconds]]
+    shown = [name for name in told if name in arms and any(share(arms[name], baseline, b) for b in budgets)]
+    head = [f"to the loss of {seconds:g} s" for seconds in budgets]
+    found = [f"**{task[0].upper()}{task[1:]}**", ""]
+    found += ["| arm | what it is | " + " | ".join(head) + " |", "|---|---|" + "---|" * len(head)]
+    for name in shown:
+        cells = [_cell(share(arms[name], baseline, seconds)) for seconds in budgets]
+        found.append(f"| {name} | {told[name]} | " + " | ".join(cells) + " |")
+    at = sorted({seconds for name in shown for seconds in arms[name].finals})
+    found += ["", "The other way round, each run by the baseline's budget that ends as well:", ""]
+    found += ["| arm | " + " | ".join(f"a run of {seconds:g} s" for seconds in at) + " |", "|---|" + "---|" * len(at)]
+    for name in shown:
+        cells = [_cell(as_good(arms[name], baseline, seconds)) for seconds in at]
+        found.append(f"| {name} | " + " | ".join(cells) + " |")
+    every = sorted({seconds for name in ("baseline", *shown) for seconds in arms[name].finals})
+    found += ["", "Final losses, rates wholly decayed (seeds):", ""]
+    found += ["| arm | " + " | ".join(f"{seconds:g} s" for seconds in every) + " |", "|---|" + "---|" * len(every)]
+    for name in ("baseline", *shown):
+        found.append(f"| {name} | " + " | ".join(_ends(arms[name].finals.get(seconds, {})) for seconds in every) + " |")
+    return found
+
+
+def _cell(found: Share | None) -> str:
+    if found is None:
+        return "–"
+    told = [f"{found.seeds} seed{'s' if found.seeds > 1 else ''}"]
+    off = [(found.below, f"below {found.least:.2f}"), (found.above, f"above {found.most:.2f}")]
+    if found.estimate is None and (word := next((word for count, word in off if count == found.seeds), None)):
+        return f"{word} ({told[0]})"
+    told += [f"{count} {word}" for count, word in off if count]
+    interval = "" if found.low is None else f" [{found.low:.2f}, {found.high:.2f}]"
+    middle = "between" if found.estimate is None else f"{found.estimate:.2f}"
+    return f"{middle}{interval} ({', '.join(told)})"
+
+
+def _ends(finals: Mapping[int, float]) -> str:
+    return f"{fmean(finals.values()):.4f} ({len(finals)})" if finals else "–"
