@@ -281,6 +281,19 @@ def test_examples_never_import_the_package() -> None:
         assert "lightning_eff" not in path.read_text(), path
 
 
+def test_draws_that_are_compared_say_their_type() -> None:
+    """Under ``16-true`` and ``bf16-true`` the default type is another one in a forward pass than in a backward pass, and a
+    number of eight bits lies below a probability more often, or less often, than the probability says."""
+    silent = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.rand"
+        if not {"dtype", "out"} & {word.arg for word in node.keywords}
+    ]
+    assert silent == []
+
+
 def test_files_stay_small() -> None:
     for path in [*files(PACKAGE), *files(ROOT / "kernels"), *files(ROOT / "examples")]:
         assert len(path.read_text().splitlines()) <= 420, path

@@ -49,7 +49,7 @@ def quantize(x: Tensor, generator: torch.Generator | None = None) -> Quantized:
     if generator is None:
         return Quantized(t.round_().to(torch.int8), scale)
     down = t.floor()
-    up = torch.rand(t.shape, generator=generator, device=t.device) < t.sub_(down)
+    up = torch.rand(t.shape, generator=generator, device=t.device, dtype=torch.float32) < t.sub_(down)
     return Quantized(down.add_(up).to(torch.int8), scale)
 
 

@@ -9,6 +9,6 @@ def draw(full: int, count: int, generator: Generator, *, always: int = 0, rows: 
 
     The first ``always`` places are among them.
     """
-    numbers = torch.rand(rows, full - always, generator=generator)
+    numbers = torch.rand(rows, full - always, generator=generator, dtype=torch.float32)
     drawn = numbers.topk(count - always, dim=1).indices.sort(dim=1).values + always
     return torch.cat([torch.arange(always).expand(rows, -1), drawn], dim=1)

@@ -84,7 +84,7 @@ def remask(
         ids, labels = (t.clone(memory_format=torch.contiguous_format) for t in (ids, labels))
         own = ids.view(-1)[chosen]
         labels.view(-1)[chosen] = own.to(labels.dtype)
-        fate = torch.rand(len(chosen), generator=generator).to(ids.device)
+        fate = torch.rand(len(chosen), generator=generator, dtype=torch.float32).to(ids.device)
         size = len(tokens) if rule.vocab_size is None else rule.vocab_size
         other = torch.randint(size, (len(chosen),), generator=generator).to(ids.device)
         other = tokens[other] if rule.vocab_size is None else other

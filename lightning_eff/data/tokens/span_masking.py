@@ -51,7 +51,7 @@ def hide(
     """
     if hidden == 1.0:
         return ids.masked_fill(chosen, mask_token)
-    fate = torch.rand(ids.shape, generator=generator).to(ids.device)
+    fate = torch.rand(ids.shape, generator=generator, dtype=torch.float32).to(ids.device)
     others = ids.flatten()[torch.randint(ids.numel(), ids.shape, generator=generator).to(ids.device)]
     changed = torch.where(fate < hidden + random, others, ids).masked_fill(fate < hidden, mask_token)
     return torch.where(chosen, changed, ids)

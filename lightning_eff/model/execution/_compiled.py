@@ -20,7 +20,22 @@ from lightning_eff._core.blocks import signature
 
 Shapes = tuple[tuple[int, ...], ...]
 _KEPT = 256  # compiled calls
-_KINDS: dict[tuple[Any, ...], Callable[..., Any]] = {}  # compiled calls of this process, by what they were made for
+
+
+@dataclass
+class Kept:
+    """A compiled call that outlives the run that made it.
+
+    Attributes:
+        call: the function.
+        versions: how many calls of it have made the compiler work: no part of its code has more versions.
+    """
+
+    call: Callable[..., Any]
+    versions: int = 0
+
+
+_KINDS: dict[tuple[Any, ...], Kept] = {}  # compiled calls of this process, by what they were made for
 
 
 def _run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -223,7 +238,7 @@ class Calls:
         kinds: dict[Any, int] = {}
         self._kind = [kinds.setdefault(_make(block), len(kinds)) for block in blocks]
         self._makes = list(kinds)
-        self._calls: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        self._calls: dict[tuple[Any, ...], tuple[Kept, int]] = {}  # and how many versions earlier runs left
         self._breaks: set[str] = set()
         self._limits = 0
 
@@ -239,10 +254,11 @@ class Calls:
         """What block ``index`` returns, computed by compiled code; hooks on the block itself stay outside of it."""
         block = self.blocks[index]
         forward = block.forward
-        compiled = self._compiled(index, args, kwargs)
-        before = self.watch.events
+        kept, earlier = self._compiled(index, args, kwargs)
+        compiled, before = kept.call, self.watch.events
+        unheard = without_listeners() if torch._C._len_torch_function_stack() else nullcontext()
         try:
-            with self.watch.mine(), without_listeners() if torch._C._len_torch_function_stack() else nullcontext():
+            with self.watch.mine(), _versions_beside(earlier), unheard:
                 if has_hooks(block):
                     with forward_as(block, functools.partial(compiled, forward)):
                         output = block._call_impl(*args, **kwargs)
@@ -254,6 +270,7 @@ class Calls:
             raise
         self.used.add(index)
         if self.watch.events != before:
+            kept.versions += 1
             self.on_event(self._event(index, self.watch.events - before))
         return output
 
@@ -283,7 +300,7 @@ class Calls:
         names = [m.co_name for m in metrics if m.co_name and str(m.compile_id).partition("/")[0] == frame]
         return GivenUp(names[0] if names else "the blocks", _words(str(last.recompile_reason)))
 
-    def _compiled(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+    def _compiled(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Kept, int]:
         kind, shapes, learning = self._kind[index], None, torch.is_grad_enabled()
         if self.dynamic is not True:
             shapes = shapes_of(args, kwargs)
@@ -293,14 +310,29 @@ class Calls:
         found = self._calls.get(key)
         if found is None:
             made_for = (self._makes[kind], *key[1:], *sorted((name, repr(v)) for name, v in self.settings.items()))
-            found = _KINDS.get(made_for)
-            if found is None:
+            kept = _KINDS.get(made_for)
+            if kept is None or kept.versions >= torch._dynamo.config.recompile_limit:
                 settings = {**self.settings, "dynamic": shapes is None}
-                found = _KINDS[made_for] = compiled_call(type(self.blocks[index]).__name__, **settings)
+                kept = _KINDS[made_for] = Kept(compiled_call(type(self.blocks[index]).__name__, **settings))
                 if len(_KINDS) > _KEPT:
                     del _KINDS[next(iter(_KINDS))]
-            self._calls[key] = found
+            found = self._calls[key] = (kept, kept.versions)
         return found
+
+
+@contextmanager
+def _versions_beside(earlier: int) -> Iterator[None]:
+    """A run may have as many versions of its own as torch allows, whatever earlier runs left."""
+    if not earlier:
+        yield
+        return
+    config: Any = torch._dynamo.config
+    limit = config.recompile_limit
+    config.recompile_limit = limit + earlier
+    try:
+        yield
+    finally:
+        config.recompile_limit = limit
 
 
 def _make(block: nn.Module) -> tuple[Any, ...]:

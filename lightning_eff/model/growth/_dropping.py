@@ -23,7 +23,7 @@ def keep_probabilities(theta: float, *, num_blocks: int) -> list[float]:
 def draw(keep: list[float], generator: Generator) -> frozenset[int]:
     """The blocks to drop, from 0: each independently, with probability ``1 - p_i``."""
     # one number for each block, whatever its p
-    numbers = torch.rand(len(keep), generator=generator).tolist()
+    numbers = torch.rand(len(keep), generator=generator, dtype=torch.float32).tolist()
     return frozenset(index for index, (number, p) in enumerate(zip(numbers, keep, strict=True)) if number >= p)
 
 

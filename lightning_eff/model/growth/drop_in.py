@@ -37,7 +37,7 @@ def drop_in(entered: Tensor, left: Tensor, p: float, generator: torch.Generator 
     h, f = entered.to(dtype), left.to(dtype)
     if generator is None:
         return torch.lerp(h, f, p)
-    return torch.where(torch.rand(h.shape, generator=generator, device=h.device) < p, f, h)
+    return torch.where(torch.rand(h.shape, generator=generator, device=h.device, dtype=torch.float32) < p, f, h)
 
 
 def _first(count: int, num_blocks: int) -> int:

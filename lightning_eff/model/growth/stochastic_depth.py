@@ -31,7 +31,7 @@ def drop_samples(entered: Tensor, left: Tensor, p: float, generator: Generator, 
         generator: on the CPU.
         dim: of the samples.
     """
-    numbers = torch.rand(entered.shape[dim], generator=generator)
+    numbers = torch.rand(entered.shape[dim], generator=generator, dtype=torch.float32)
     dtype = torch.promote_types(entered.dtype, left.dtype)
     weights = (numbers < p).to(entered.device, dtype) / p
     weights = weights.view([-1 if d == dim % entered.ndim else 1 for d in range(entered.ndim)])

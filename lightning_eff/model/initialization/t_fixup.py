@@ -133,7 +133,10 @@ class TFixup(Initialization):
 
     def _table(self, session: Session, module: nn.Module, name: str, table: Tensor, scale: float) -> int:
         if self.draw:
-            drawn = torch.randn(table.shape, generator=session.generator(WHO, name)) * table.shape[1] ** -0.5
+            drawn = (
+                torch.randn(table.shape, generator=session.generator(WHO, name), dtype=torch.float32)
+                * table.shape[1] ** -0.5
+            )
             table.copy_(drawn)
             padding = getattr(module.get_submodule(name.rpartition(".")[0]), "padding_idx", None)
             if isinstance(padding, int):

@@ -120,7 +120,7 @@ class EfficientSAM(Uphill):
         if self.beta == 1.0:
             return named
         generator = self.session.generator("EfficientSAM", step.global_step, step.batch_idx)
-        drawn = torch.rand(len(named), generator=generator)
+        drawn = torch.rand(len(named), generator=generator, dtype=torch.float32)
         limit = max(self.beta, float(drawn.min()) * (1 + 1e-6)) if len(named) else self.beta
         return [one for one, number in zip(named, drawn.tolist(), strict=True) if number < limit]
 

@@ -104,7 +104,7 @@ def round_to(
         t = x * ((254 << 23) - q).view(torch.float32)  # exact: a power of two, and no overflow
         if stochastic:
             down = t.floor()
-            up = torch.rand(t.shape, generator=generator, device=t.device) < t.sub_(down)
+            up = torch.rand(t.shape, generator=generator, device=t.device, dtype=torch.float32) < t.sub_(down)
             y = torch.copysign(down.add_(up).mul_(q.view(torch.float32)), x)
         else:
             y = t.round_().mul_(q.view(torch.float32))  # half to even

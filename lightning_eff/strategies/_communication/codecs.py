@@ -123,7 +123,7 @@ class QuantizedCodec(Codec):
         flat = F.pad(x.flatten(1), (0, size * buckets - rows * cols)).view(n, buckets, size)
         scale = flat.abs().amax(dim=2)
         generator = torch.Generator(x.device).manual_seed(seed)
-        uniform = torch.rand(flat.shape, generator=generator, device=x.device)
+        uniform = torch.rand(flat.shape, generator=generator, device=x.device, dtype=torch.float32)
         # k = floor(s |x| / scale) + 1[u < fraction]
         y = flat.abs() * self.levels / torch.where(scale > 0, scale, 1.0).unsqueeze(2)
         k = y.floor()

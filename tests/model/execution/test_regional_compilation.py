@@ -360,6 +360,19 @@ def test_the_limit_of_versions_is_told_with_what_changed(afresh: None) -> None:
     assert again.report()["compilations"] == limit, "the next run begins anew"
 
 
+def test_what_earlier_runs_compiled_counts_against_no_later_one(afresh: None) -> None:
+    """Several runs in one process, as in a notebook, each with fewer versions of its own than torch allows."""
+    for run in range(3):
+        net = Counting(2)
+        net.blocks = nn.ModuleList(Reading(0) for _ in range(2))
+        for block in net.blocks:
+            block.calls = 100 * run  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+        technique = compiled()
+        trainer(technique, max_steps=6).fit(net, loader("classifier", 60))
+        assert technique.report()["compilations"] == 6
+    assert torch._dynamo.config.recompile_limit == 8
+
+
 def test_what_was_compiled_anew_is_told_with_what_changed(afresh: None, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         trainer(compiled(), max_steps=1).fit(Mixed(4), loader("classifier"))

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_eff import DropIn
+from lightning_eff import DropIn, Rematerialization
 from lightning_eff._core.rng import keyed_generator
 from lightning_eff.model.growth.drop_in import drop_in, passed_share
 from tests.cases import Case, no_blocks
 from tests.model.growth.residual import PlainResNet, PostNorm
-from tests.models import TinyGPT, hugging_face, loader, make_batch, trainer
+from tests.models import TinyGPT, flat, hugging_face, loader, make_batch, trainer
 from tests.runs import fit_yaml
 
 CASES = {
@@ -121,6 +121,20 @@ def test_each_unit_is_the_blocks_or_what_it_was_given(name: str) -> None:
         assert abs(share - p) < 4 * math.sqrt(p * (1 - p) / n)
         masks.append(new & sure)
     assert not torch.equal(masks[3][0], masks[3][1]), "each sample has its own draw"
+
+
+def test_a_block_that_runs_again_passes_on_the_same_units() -> None:
+    """Also in a precision whose default type is another one in the backward pass."""
+    found = []
+    for recomputed in (False, True):
+        pl.seed_everything(1, verbose=False)
+        net = TinyGPT()
+        beside = [Rematerialization("full")] if recomputed else []
+        trainer(DropIn(first=1, start=0.0, end=1.0), *beside, max_steps=6, precision="bf16-true").fit(
+            net, loader("tiny_gpt")
+        )
+        found.append(flat(net))
+    assert torch.equal(*found)
 
 
 def test_new_blocks_cost_nothing_before_they_come_in() -> None:

@@ -274,7 +274,7 @@ def variants(batch: Any, size: int, seen: dict[float, None]) -> Iterator[tuple[s
         with rng.fork():
             reseed("variants", path)
             order = torch.randperm(t.numel())
-            share = torch.rand(t.shape)
+            share = torch.rand(t.shape, dtype=torch.float32)
         yield path, f"batch{path} in another order", put(t.reshape(-1)[order.to(t.device)].view(t.shape))
         if t.dtype != torch.bool:
             less = t * share.to(t) if t.is_floating_point() else t // 2
