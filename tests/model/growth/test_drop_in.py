@@ -129,7 +129,7 @@ def test_a_block_that_runs_again_passes_on_the_same_units() -> None:
     for recomputed in (False, True):
         pl.seed_everything(1, verbose=False)
         net = TinyGPT()
-        beside = [Rematerialization("full")] if recomputed else []
+        beside = [Rematerialization()] if recomputed else []
         trainer(DropIn(first=1, start=0.0, end=1.0), *beside, max_steps=6, precision="bf16-true").fit(
             net, loader("tiny_gpt")
         )
