@@ -184,7 +184,10 @@ _NO_SEQUENCE = {
     "NgramEmbedding": _NO_LOOK_UP,
 }
 _NO_SEQUENCE |= {"TokenBudgetBatches": "found no sequence of integers in a sample"}
-_OTHER_BLOCKS = {"ProgressiveStacking": "block 1 of .* has other parameters or buffers than block 0"}
+_OTHER_BLOCKS = dict.fromkeys(
+    ("ProgressiveStacking", "ShallowToDeep", "CompoundGrowth"),
+    r"block \d of .* is to be a copy of block 0, and has other parameters",
+)
 _NO_STACK = "found no stack of repeated blocks"
 _ALBERT = dict.fromkeys(_ON_BLOCKS, _NO_STACK)
 _NO_LINEAR = dict.fromkeys(
@@ -208,7 +211,7 @@ FAMILIES: dict[str, Family] = {
         "rwkv", "causal", {"pp2": "writes to a parameter that another pipeline rank holds", **_OTHER_BLOCKS}
     ),
     **{name: _family(name, "masked") for name in _MASKED.split()},
-    "modernbert": _family("modernbert", "masked", _OTHER_BLOCKS),
+    "modernbert": _family("modernbert", "masked"),
     "albert": _family("albert", "masked", _ALBERT, embedding_size=32),
     "squeezebert": _family("squeezebert", "masked", _SQUEEZEBERT, embedding_size=32),
     **{name: _family(name, "seq2seq") for name in ["bart", "mbart", "marian", "pegasus"]},

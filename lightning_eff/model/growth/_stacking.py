@@ -1,20 +1,18 @@
 """Blocks at the front of a stack that run alone, and copies of them that follow: what techniques that stack share."""
 
 from abc import abstractmethod
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_eff._core._architecture import unfinished
-from lightning_eff._core.blocks import BlockStack, copy_block, hidden_of, refuse_compiled_around, signature
+from lightning_eff._core.blocks import BlockStack, copy_block, hidden_of
 from lightning_eff._core.optimizers import copy_state, keeps_state
 from lightning_eff._core.passes import call_of, loss_of, unseen
 from lightning_eff._core.session import Session
-from lightning_eff._core.technique import Technique
 from lightning_eff.model.growth._identity import (
     Call,
     is_identity,
@@ -22,11 +20,12 @@ from lightning_eff.model.growth._identity import (
     needed_elsewhere,
     zeros_for_identity,
 )
+from lightning_eff.model.growth._sizes.depth import blocks_of, check_copies, check_length, show_trained
 from lightning_eff.model.growth._stages import target_count
-from lightning_eff.model.growth._untrained import note, warn_at_the_end, warn_in_a_checkpoint
+from lightning_eff.model.growth._untrained import Growing, note
 
 
-class Stacking(Technique):
+class Stacking(Growing):
     """Runs the first blocks of a stack, by ``stages``, and lets new ones begin as copies, by :meth:`source`.
 
     A subclass sets ``stages``, ``layers`` and ``copy_optimizer_state``, and, where it has them, ``init`` and ``finish``, as
@@ -36,7 +35,6 @@ class Stacking(Technique):
     needs_automatic_optimization: ClassVar[bool] = False
     needs_budget: ClassVar[bool] = True
     sparse_gradients: ClassVar[bool] = True
-    finishes: ClassVar[bool] = False  # whether there is an argument ``finish``
     stages: list[tuple[float, int]]
     layers: str | None
     copy_optimizer_state: bool
@@ -54,17 +52,6 @@ class Stacking(Technique):
 
     def check_stack(self, stack: BlockStack) -> None:
         """Raise ``ValueError`` if this stack cannot grow as asked; ``stages`` are set here if they follow from it."""
-
-    def check_blocks(self, stack: BlockStack, last: int) -> None:
-        """Raise ``ValueError`` if new blocks, up to ``last``, cannot be copies of their sources."""
-        for index, block in enumerate(stack.blocks[:last]):
-            if signature(block) != signature(stack.blocks[0]):
-                differ = sorted({name for name, _ in set(signature(block)) ^ set(signature(stack.blocks[0]))})
-                raise ValueError(
-                    f"{type(self).__name__}: block {index} of {stack} has other parameters or buffers than block 0 at"
-                    f" {differ}; expected the same names and shapes in each, because new blocks are copies. Name"
-                    " another stack by layers=, or take the technique out."
-                )
 
     def _reset(self) -> None:
         self._stack: BlockStack | None = None
@@ -97,9 +84,9 @@ class Stacking(Technique):
     @override
     def on_model(self, session: Session) -> None:
         if not session.fitting:
-            self._show_active(session)
+            show_trained(session, self.layers, self._learnt, self._active, who=type(self).__name__)
             return
-        stack = self._stack = session.stack(self.layers, who=type(self).__name__)
+        stack = self._stack = blocks_of(session, self.layers, who=type(self).__name__)
         self.check_stack(stack)
         for stage, (_, count) in enumerate(self.stages):
             if count > len(stack):
@@ -108,9 +95,12 @@ class Stacking(Technique):
                     f" {len(stack)}; expected at most that many, because the module is built at its final depth and"
                     f" trained a prefix at a time. Build it with {self.stages[-1][1]} blocks or lower the counts."
                 )
-        refuse_compiled_around(session.module, stack.path, who=type(self).__name__)
         last = self.stages[-1][1]
-        self.check_blocks(stack, last)
+        check_copies(
+            stack,
+            ((self.source(j, active), j) for (_, active), (_, n) in pairwise(self.stages) for j in range(active, n)),
+            who=type(self).__name__,
+        )
         if last < len(stack):
             rank_zero_info(
                 f"{type(self).__name__}: the last stage runs {last} of {len(stack)} blocks of {stack.path!r}; the rest"
@@ -130,19 +120,6 @@ class Stacking(Technique):
                 f"{type(self).__name__}: {stack.active} of {len(stack)} blocks run at first. The others take no gradients"
                 " until they do; summaries of the model count them as trainable, which is what they are to be."
             )
-
-    def _show_active(self, session: Session) -> None:
-        """Evaluate what training has reached, here or in the checkpoint; a callback that saw neither shows it all."""
-        if self._active is None or self._learnt is None or self._active == self._learnt["length"]:
-            return
-        stack = session.stack(self.layers, who=type(self).__name__)
-        if len(stack) != self._learnt["length"]:  # another module than the trained one
-            return
-        refuse_compiled_around(session.module, stack.path, who=type(self).__name__)
-        stack.load_state_dict(self._learnt)
-        stack.active = self._active
-        stack.watch(scales=False)
-        rank_zero_info(f"{type(self).__name__}: runs the first {stack.active} of {stack}, as many as were trained.")
 
     @override
     def on_optimizers(self, session: Session) -> None:
@@ -171,13 +148,7 @@ class Stacking(Technique):
                 " weights only); expected one that says how many blocks were trained. Go on without the technique, or"
                 " load the weights into the module and start a new fit."
             )
-        stack = session.stack(self.layers, who=type(self).__name__)
-        length = state["stack"]["length"]
-        if length != len(stack):
-            raise ValueError(
-                f"{type(self).__name__}: the checkpoint is of a module with {length} blocks, and {stack} has"
-                f" {len(stack)}; expected the same depth. Build the module with {length} blocks, or start a new fit."
-            )
+        check_length(session, self.layers, state["stack"], who=type(self).__name__)
 
     # -- growth
 
@@ -283,7 +254,8 @@ class Stacking(Technique):
 
     # -- state and report
 
-    def _short(self) -> str | None:
+    @override
+    def short(self) -> str | None:
         """What is to be said of a module that holds blocks which were never trained; None of any other."""
         stack = self._learnt if self._stack is None else self._stack.state_dict()
         if stack is None or self._active is None or self._active >= stack["length"] or self._identities:
@@ -291,20 +263,8 @@ class Stacking(Technique):
         return note(type(self).__name__, self._active, stack["length"], self._where)
 
     @override
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(trainer, pl_module, checkpoint)
-        if not self._told and (short := self._short()):
-            self._told = True
-            warn_in_a_checkpoint(short, self.state_key, finish=self.finishes)
-
-    @override
-    def detach(self, session: Session) -> None:
-        short = self._short()
-        if session.fitting and self._ran and short:
-            warn_at_the_end(short, finish=self.finishes)
+    def keep(self, session: Session) -> None:
         if self._stack is not None:
-            if self._ran:
-                unfinished.note(self._stack.container, short)
             self._learnt, self._stack = self._stack.state_dict(), None
 
     @override
@@ -312,7 +272,7 @@ class Stacking(Technique):
         stack = self._learnt if self._stack is None else self._stack.state_dict()
         if stack is None:
             return {}
-        state, short = {"active": self._active, "zeros": self._zeros, "identities": self._identities}, self._short()
+        state, short = {"active": self._active, "zeros": self._zeros, "identities": self._identities}, self.short()
         state |= {"switches": [list(switch) for switch in self._switches], "stack": stack}
         return state if short is None else {**state, "note": short}
 

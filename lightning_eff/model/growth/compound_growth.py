@@ -4,25 +4,24 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_eff._core._architecture import unfinished
 from lightning_eff._core._run.ranks import on_all_ranks
 from lightning_eff._core.blocks import BlockStack
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform, needs_blocks
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
-from lightning_eff._core.technique import Control, Technique
+from lightning_eff._core.technique import Control
 from lightning_eff.model.growth._ffn.finding import FFN, Part, check_names
 from lightning_eff.model.growth._ffn.looking import narrowed
 from lightning_eff.model.growth._ffn.width import Width
 from lightning_eff.model.growth._sizes.depth import blocks_of, check_length, copied, copy_with_state, show_trained
 from lightning_eff.model.growth._sizes.length import Length
 from lightning_eff.model.growth._sizes.shares import Shares, check_multiples, checked_shares, share_at, whole
-from lightning_eff.model.growth._untrained import note, warn_at_the_end, warn_in_a_checkpoint
+from lightning_eff.model.growth._untrained import Growing, note
 
 WHO, _HALF = "CompoundGrowth", ((0.0, 0.5), (0.3, 1.0))
 _WHOLE = ("OrthogonalInit", "TFixup", "ZerO", "LSUV", "KFAC", "Lookahead", "OptimizerOffload")
@@ -64,7 +63,7 @@ def _from_shares(cls: Any, values: Mapping[str, Any], profile: RunProfile) -> An
     )
 
 
-class CompoundGrowth(Technique):
+class CompoundGrowth(Growing):
     """Train a network that is less deep, less wide and sees shorter sequences at first, and let all three grow.
 
     Each of ``depth``, ``width`` and ``length`` is a list of pairs (fraction of the budget, share of the full size), or None
@@ -342,7 +341,8 @@ class CompoundGrowth(Technique):
 
     # -- state and report
 
-    def _short(self) -> str | None:
+    @override
+    def short(self) -> str | None:
         """What is to be said of a module that holds blocks which were never trained; None of any other."""
         stack = self._stack_state()
         if stack is None or self._active is None or self._active >= stack["length"]:
@@ -355,21 +355,9 @@ class CompoundGrowth(Technique):
         return self._learnt["stack"] if self._learnt else None
 
     @override
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(trainer, pl_module, checkpoint)
-        if not self._told and (short := self._short()):
-            self._told = True
-            warn_in_a_checkpoint(short, self.state_key, finish=False)
-
-    @override
-    def detach(self, session: Session) -> None:
-        short = self._short()
-        if session.fitting and self._ran and short:
-            warn_at_the_end(short, finish=False)
+    def keep(self, session: Session) -> None:
         if self._width is not None:
             self._width.release()
-        if self._stack is not None and self._ran:
-            unfinished.note(self._stack.container, short)
         if session.fitting:
             self._learnt = {"stack": self._stack_state(), "ffns": self._ffns()}
             self._stack, self._width = None, None
@@ -381,7 +369,7 @@ class CompoundGrowth(Technique):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        short = self._short()
+        short = self.short()
         state = {
             "active": self._active,
             "share": self._share,

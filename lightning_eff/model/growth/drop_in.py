@@ -5,18 +5,18 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_eff._core._architecture import unfinished
-from lightning_eff._core.blocks import BlockStack, refuse_compiled_around
+from lightning_eff._core.blocks import BlockStack
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform, needs_blocks
 from lightning_eff._core.session import Session
-from lightning_eff._core.technique import Control, Technique
+from lightning_eff._core.technique import Control
 from lightning_eff.model.growth._shallower import Shallower
-from lightning_eff.model.growth._untrained import note, warn_at_the_end, warn_in_a_checkpoint
+from lightning_eff.model.growth._sizes.depth import blocks_of, check_length
+from lightning_eff.model.growth._untrained import Growing, note
 
 
 def passed_share(u: float, *, start: float, end: float) -> float:
@@ -59,7 +59,7 @@ def _shares(cls: Any, values: Mapping[str, Any], profile: RunProfile) -> Any:
     return cls(first=first, start=start, end=start + values["ramp"] * (1.0 - start))
 
 
-class DropIn(Technique):
+class DropIn(Growing):
     """Train a shallow network, and let its other blocks come in unit by unit, until the network is deep.
 
     Before ``start`` the first ``first`` blocks run alone. From then on all run, and of each new block's output every unit
@@ -148,8 +148,7 @@ class DropIn(Technique):
     def on_model(self, session: Session) -> None:
         if not session.fitting and (self._learnt is None or self._p == 1.0):
             return
-        stack = session.stack(self.layers, who="DropIn")
-        refuse_compiled_around(session.module, stack.path, who="DropIn")
+        stack = blocks_of(session, self.layers, who="DropIn")
         if self.first > len(stack):
             raise ValueError(
                 f"DropIn(first={self.first}): {stack} has {len(stack)} blocks; expected at most that many in the shallow"
@@ -179,12 +178,7 @@ class DropIn(Technique):
                 " expected one that says how far the new blocks are. Go on without the technique, or load the weights into"
                 " the module and start a new fit."
             )
-        stack = session.stack(self.layers, who="DropIn")
-        if state["stack"]["length"] != len(stack):
-            raise ValueError(
-                f"DropIn: the checkpoint is of a module with {state['stack']['length']} blocks, and {stack} has"
-                f" {len(stack)}; expected the same depth. Build the module so, or start a new fit."
-            )
+        check_length(session, self.layers, state["stack"], who="DropIn")
 
     # -- the course of the run
 
@@ -214,7 +208,8 @@ class DropIn(Technique):
 
     # -- state and report
 
-    def _short(self) -> str | None:
+    @override
+    def short(self) -> str | None:
         """What is to be said of a module whose new blocks are not wholly there; None of any other."""
         stack = self._learnt if self._stack is None else self._stack.state_dict()
         if stack is None or self._p == 1.0:
@@ -228,20 +223,8 @@ class DropIn(Technique):
         )
 
     @override
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(trainer, pl_module, checkpoint)
-        if not self._told and (short := self._short()):
-            self._told = True
-            warn_in_a_checkpoint(short, self.state_key, finish=False)
-
-    @override
-    def detach(self, session: Session) -> None:
-        short = self._short()
-        if session.fitting and self._ran and short:
-            warn_at_the_end(short, finish=False)
+    def keep(self, session: Session) -> None:
         if self._stack is not None:
-            if self._ran:
-                unfinished.note(self._stack.container, short)
             self._learnt, self._stack = self._stack.state_dict(), None
 
     @override
@@ -249,7 +232,7 @@ class DropIn(Technique):
         stack = self._learnt if self._stack is None else self._stack.state_dict()
         if stack is None:
             return {}
-        state, short = {"p": self._p, "stack": stack}, self._short()
+        state, short = {"p": self._p, "stack": stack}, self.short()
         return state if short is None else {**state, "note": short}
 
     @override

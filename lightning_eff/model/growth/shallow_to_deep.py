@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core._optim.rates import Rates
-from lightning_eff._core.blocks import BlockStack, signature
+from lightning_eff._core.blocks import BlockStack
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform, needs_blocks
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
@@ -179,18 +179,6 @@ class ShallowToDeep(Stacking):
         if self.until == 0.0:
             self.stages = [(0.0, len(stack))]
             self._active = len(stack)
-
-    @override
-    def check_blocks(self, stack: BlockStack, last: int) -> None:
-        for index in range(self.group, last):
-            source, target = (dict(signature(stack.blocks[i])) for i in (index - self.group, index))
-            differ = sorted(name for name, shape in source.items() if target.get(name) != shape)
-            if differ:
-                raise ValueError(
-                    f"ShallowToDeep: block {index} of {stack} is to be a copy of block {index - self.group}, and differs"
-                    f" from it at {differ}; expected the same names and shapes. Use another group, or name another stack by"
-                    " layers=."
-                )
 
     @override
     def source(self, block: int, count: int) -> int:

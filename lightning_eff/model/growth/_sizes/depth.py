@@ -1,6 +1,6 @@
 """Blocks at the front of a stack that run alone, until copies of them follow."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -27,23 +27,28 @@ def blocks_of(session: Session, layers: str | None, *, who: str) -> BlockStack:
 def copied(stack: BlockStack, counts: list[int], *, who: str) -> list[int]:
     """How many blocks run in each stage, ``counts``, if new ones can be copies: block ``j`` of ``j`` modulo those before.
 
-    A block may have parameters beside its source's (ModernBERT's first one has no norm before its attention): they begin as
-    they were made.
-
     Raises:
-        ValueError: if a block lacks some that its source has, or has them in other shapes.
+        ValueError: as of :func:`check_copies`.
     """
-    for active, count in pairwise(counts):
-        for index in range(active, count):
-            source, target = (dict(signature(stack.blocks[i])) for i in (index % active, index))
-            differ = sorted(name for name, shape in source.items() if target.get(name) != shape)
-            if differ:
-                raise ValueError(
-                    f"{who}: block {index} of {stack} is to be a copy of block {index % active}, and has other parameters or"
-                    f" buffers at {differ}; expected the same names and shapes. Name another stack by layers=, or leave the"
-                    " depth alone."
-                )
+    check_copies(stack, ((j % active, j) for active, n in pairwise(counts) for j in range(active, n)), who=who)
     return counts
+
+
+def check_copies(stack: BlockStack, pairs: Iterable[tuple[int, int]], *, who: str) -> None:
+    """Raise ``ValueError`` unless the second block of each pair can be a copy of the first.
+
+    A block may have parameters beside its source's (ModernBERT's first one has no norm before its attention): they begin as
+    they were made. It may not lack some that its source has, or have them in other shapes.
+    """
+    for first, second in pairs:
+        source, target = (dict(signature(stack.blocks[i])) for i in (first, second))
+        differ = sorted(name for name, shape in source.items() if target.get(name) != shape)
+        if differ:
+            raise ValueError(
+                f"{who}: block {second} of {stack} is to be a copy of block {first}, and has other parameters or buffers at"
+                f" {differ}; expected the same names and shapes. Copy other blocks (by other stages or groups), name another"
+                " stack by layers=, or leave the depth alone."
+            )
 
 
 def show_trained(
@@ -76,7 +81,7 @@ def check_length(session: Session, layers: str | None, state: Mapping[str, Any],
     if state["length"] != len(stack):
         raise ValueError(
             f"{who}: the checkpoint is of a module with {state['length']} blocks, and {stack} has {len(stack)}; expected the"
-            " same depth. Build the module so, or start a new fit."
+            f" same depth. Build the module with {state['length']} blocks, or start a new fit."
         )
 
 
