@@ -127,7 +127,8 @@ def test_bad_input_is_refused() -> None:
     assert net.blocks is not None
     net.blocks[2].norm1 = nn.Identity()
     with pytest.raises(
-        ValueError, match=r"block 2 of .* copy of block 0, and has other parameters or buffers at \['norm1.bias', 'norm1.w"
+        ValueError,
+        match=r"block 2 of .* copy of block 0, and has other parameters or buffers at \['norm1.bias', 'norm1.w",
     ):
         trainer(ShallowToDeep(group=2), max_steps=2).fit(net, loader("tiny_gpt"))
 
