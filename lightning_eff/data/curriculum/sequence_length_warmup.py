@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from lightning.pytorch import Callback
@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core._run.ranks import on_all_ranks
-from lightning_eff._core._tokens.sequences import Sequences, find_sequences, shorten
+from lightning_eff._core._tokens.sequences import Sequences, check_shortening, find_sequences, shorten
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
@@ -144,18 +144,7 @@ class SequenceLengthWarmup(Technique):
             raise ValueError(
                 f"{WHO}({until=}): expected a fraction of the budget in [0, 1], at which the full length is reached."
             )
-        if mode not in ("reshape", "truncate"):
-            raise ValueError(f"{WHO}({mode=}): expected 'reshape', which keeps every token, or 'truncate'.")
-        if keys is not None and (
-            isinstance(keys, str)
-            or not isinstance(keys, Sequence)
-            or not keys
-            or any(isinstance(key, bool) or not isinstance(key, str | int) for key in keys)
-        ):
-            raise ValueError(
-                f"{WHO}({keys=}): expected a list of names or positions, such as ['input_ids', 'labels'] or [0, 1], or"
-                " None to look for the sequences."
-            )
+        check_shortening(mode, keys, who=WHO)
         self.start = start
         self.until = until
         self.multiple_of = multiple_of

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from lightning_eff._core._run.ranks import on_all_ranks
-from lightning_eff._core._tokens.sequences import find_sequences, shorten
+from lightning_eff._core._tokens.sequences import check_shortening, find_sequences, shorten
 from lightning_eff._core.session import Session
 
 
@@ -18,18 +18,7 @@ class Length:
     """
 
     def __init__(self, *, mode: Literal["reshape", "truncate"], keys: Sequence[str | int] | None, who: str) -> None:
-        if mode not in ("reshape", "truncate"):
-            raise ValueError(f"{who}({mode=}): expected 'reshape', which keeps every token, or 'truncate'.")
-        if keys is not None and (
-            isinstance(keys, str)
-            or not isinstance(keys, Sequence)
-            or not keys
-            or any(isinstance(key, bool) or not isinstance(key, str | int) for key in keys)
-        ):
-            raise ValueError(
-                f"{who}({keys=}): expected a list of names or positions, such as ['input_ids', 'labels'] or [0, 1], or"
-                " None to look for the sequences."
-            )
+        check_shortening(mode, keys, who=who)
         self.mode: Literal["reshape", "truncate"] = mode
         self.keys = None if keys is None else list(keys)
         self._who = who
