@@ -48,6 +48,7 @@ from lightning_eff.memory.optimizer_offload import OptimizerOffload as Optimizer
 from lightning_eff.memory.rematerialization import Rematerialization as Rematerialization
 from lightning_eff.model.execution.channels_last import ChannelsLast as ChannelsLast
 from lightning_eff.model.execution.regional_compilation import RegionalCompilation as RegionalCompilation
+from lightning_eff.model.growth.auto_prog import AutoProg as AutoProg
 from lightning_eff.model.growth.compound_growth import CompoundGrowth as CompoundGrowth
 from lightning_eff.model.growth.drop_in import DropIn as DropIn
 from lightning_eff.model.growth.greedy_layerwise import GreedyLayerwise as GreedyLayerwise

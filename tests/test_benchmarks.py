@@ -24,9 +24,9 @@ from benchmarks.rings.data import DIRECTIONS, Rings, render
 from examples.gpt.data import SPLIT_PERIOD, VAL_FILE, read_bytes, stdlib_files
 from examples.gpt.module import GPT
 from examples.vit.data import Digits, shift
+from lightning_eff._core._images.images import resize
 from lightning_eff._core.technique import Technique
 from lightning_eff.bench.reports.statistics import summarize
-from lightning_eff.data.curriculum._images import resize
 from tests.bench import synthetic
 
 ROOT = Path(__file__).parent.parent
@@ -65,6 +65,7 @@ RECIPES = {
     "fix_res": "FixRes",
     "zero_projections": "ZeroProjections",
     "compound_growth": "CompoundGrowth",
+    "auto_prog": "AutoProg",
     "data_driven_init": "DataDrivenInit",
 }
 COMPUTE = {"ngram", "ngram_dense", "compile"}
@@ -73,6 +74,7 @@ RESOLUTIONS = {"progressive_resizing", "efficient_train", "fix_res"}
 WEIGHTS = {"muon", "soap", "schedule_free", "moving_average", "batch_warmup", "rate_schedule"}
 MEMORY = {"rematerialization", "activation_compression", "activation_offload", "optimizer_offload"}
 TOKENS = {
+    "auto_prog",
     "compound_growth",
     "random_ltd",
     "patch_dropout",
@@ -82,6 +84,7 @@ TOKENS = {
 ONLY = {
     "mask_rate": ("bert",),
     "compound_growth": ("gpt", "bert"),
+    "auto_prog": ("gpt", "vit"),
     "length_warmup": SEQUENCES,
     "fused_head": SEQUENCES,
     "data_driven_init": ("gpt", "vit", "bert"),

@@ -1,6 +1,5 @@
-"""The engine of techniques that train on smaller images: what a batch becomes, and the trial of all sizes at the start."""
+"""The engine of techniques that train on smaller images, a share of their sides at each point of the budget."""
 
-import math
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -9,52 +8,20 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._images.images import Side, resize
+from lightning_eff._core._images.positions import Seen
+from lightning_eff._core._images.resizing import Resizing, check_keys, check_multiple
 from lightning_eff._core._run.ranks import on_all_ranks
-from lightning_eff._core._run.words import first_line
-from lightning_eff._core.batches import select
 from lightning_eff._core.search_space import RunProfile
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Technique
-from lightning_eff.data.curriculum._images import (
-    Images,
-    Side,
-    check_coordinates,
-    find_images,
-    resize,
-    side_of,
-    smaller,
-)
-from lightning_eff.data.curriculum._positions import Positions, Seen, find_table, watched
-
-_SAMPLES = 2  # of a batch that the trial takes: one would leave BatchNorm a single value at 1 x 1 pixel
-_FAILS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, AttributeError, NotImplementedError)
-
-
-def check_multiple(multiple_of: int, *, who: str) -> None:
-    """Raise ``ValueError`` unless it is a number of pixels."""
-    if isinstance(multiple_of, bool) or not isinstance(multiple_of, int) or multiple_of < 1:
-        raise ValueError(f"{who}({multiple_of=}): expected an integer >= 1, a number of pixels.")
 
 
 def check_share(value: float, *, who: str, name: str, of: str) -> None:
     """Raise ``ValueError`` unless it is a number in [0, 1]."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
         raise ValueError(f"{who}({name}={value!r}): expected a number in [0, 1], {of}.")
-
-
-def check_keys(keys: Sequence[str | int] | None, *, who: str) -> None:
-    """Raise ``ValueError`` unless they are names or positions."""
-    if keys is not None and (
-        isinstance(keys, str)
-        or not isinstance(keys, Sequence)
-        or not keys
-        or any(isinstance(key, bool) or not isinstance(key, str | int) for key in keys)
-    ):
-        raise ValueError(
-            f"{who}({keys=}): expected a list of names or positions, such as ['pixel_values'] or [0], or None to look for"
-            " the images."
-        )
 
 
 def no_images(profile: RunProfile) -> str | None:
@@ -83,8 +50,7 @@ class SmallerImages(Technique):
         self._reset()
 
     def _reset(self) -> None:
-        self._positions: Positions | None = None
-        self._units: Side = (self.multiple_of, self.multiple_of)
+        self._resizing: Resizing | None = None
         self._full: Side = (0, 0)  # of the first batch; 0 before it
         self._side: Side = (0, 0)
         self._last_step = -1
@@ -111,126 +77,54 @@ class SmallerImages(Technique):
 
     @override
     def detach(self, session: Session) -> None:
-        if self._positions is not None:
-            self._positions.leave()
-            self._positions = None
+        if self._resizing is not None:
+            self._resizing.leave()
+            self._resizing = None
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
         share = self.share_of(self.session.progress.u)
         if share >= 1.0 and self._full != (0, 0):
             self._count(step, self._full)
             return proceed(batch)
-        if self._positions is None:
+        if self._resizing is None:
             on_all_ranks(self.session, lambda: self._look(step, batch))
-        positions = self._positions
-        assert positions is not None, "it was made as the first batch was looked at"
-        found = find_images(batch, self.keys, who=type(self).__name__)
-        side = side_of(found.side, share, self._units)
+        resizing = self._resizing
+        assert resizing is not None, "it was made as the first batch was looked at"
+        small, side = resizing.at(batch, share)
         self._count(step, side)
-        if side == found.side:
+        if small is batch:
             return proceed(batch)
-        small = smaller(batch, found, side, self.rescaled)
-        positions.enter(side)
+        resizing.enter(side)
         if torch.is_grad_enabled():  # blocks may be run again in the backward pass
-            self.session.when_step_ends(positions.leave)
+            self.session.when_step_ends(resizing.leave)
             return proceed(small)
         try:
             return proceed(small)
         finally:
-            positions.leave()
+            resizing.leave()
 
     def _renew(self, step: Step, batch: Any, proceed: Proceed) -> Any:
         """Each pass has a table of positions made of the weights that it runs at."""
-        if self._positions is not None:
-            self._positions.renew()
+        if self._resizing is not None:
+            self._resizing.renew()
         return proceed(batch)
 
     # -- the trial
 
     def _look(self, step: Step, batch: Any) -> None:
-        """Try all sizes of the run with some samples of its first batch, by forward passes that leave no trace.
-
-        Raises:
-            ValueError: if the batch holds no images, none would be smaller, or ``training_step`` cannot do with some size.
-        """
-        who = type(self).__name__
-        found = find_images(batch, self.keys, who=who)
-        check_coordinates(batch, who=who)
-        some, size, seen = self._full_pass(step, batch, found)
-        self._on_full_pass(step, seen)
-        table = find_table(step.module, found.side, seen, who=who)
-        patch = (
-            seen.patch
-            if table is None
-            else (math.lcm(seen.patch[0], table.patch), math.lcm(seen.patch[1], table.patch))
+        """Try all sizes of the run with some samples of its first batch."""
+        resizing = Resizing(
+            multiple_of=self.multiple_of,
+            keys=self.keys,
+            who=type(self).__name__,
+            rescaled=self.rescaled,
+            on_full_pass=self._on_full_pass,
         )
-        self._units = (math.lcm(self.multiple_of, patch[0]), math.lcm(self.multiple_of, patch[1]))
-        positions = Positions(step.module, table)
-        sides = sorted({side_of(found.side, share, self._units) for share in self.shares()} - {found.side})
-        if not sides:
-            raise ValueError(
-                f"{who}: images of {found.side[0]} x {found.side[1]} pixels would never be smaller, in multiples of"
-                f" {self._units[0]} x {self._units[1]} (multiple_of={self.multiple_of}, patches of {patch[0]} x {patch[1]});"
-                " expected room for a smaller size. Lower multiple_of or the share, or take the technique out."
-            )
-        of_some = find_images(some, self.keys, who=who)
-        for side in sides:
-            small = smaller(some, of_some, side, self.rescaled)
-            if table is not None and table.path.endswith(".weight") and side == sides[0]:
-                self._check_ids(step, small, size, side, positions)
-            positions.enter(side)
-            try:
-                step.forward_only(small, size, transform=False)
-            except _FAILS as error:
-                raise ValueError(self._told(error, found.side, side, positions)) from error
-            finally:
-                positions.leave()
-        self._positions, self._full, self._how = positions, found.side, positions.source
+        resizing.look(step, batch, self.shares())
+        self._resizing, self._full, self._how = resizing, resizing.full, resizing.source
 
     def _on_full_pass(self, step: Step, seen: Seen) -> None:
         """The first batch was run as it is: a subclass may look at what the modules did."""
-
-    def _full_pass(self, step: Step, batch: Any, found: Images) -> tuple[Any, int, Seen]:
-        """Run some samples as they are: which and how many they are, and what was seen. All where it cannot be some."""
-        if found.size > _SAMPLES:
-            some = select(batch, torch.arange(_SAMPLES), found.size)
-            try:
-                with watched(found.side, _SAMPLES) as seen:
-                    step.forward_only(some, _SAMPLES, transform=False)
-            except _FAILS:
-                pass  # what is wrong with all of them is raised below
-            else:
-                return some, _SAMPLES, seen
-        with watched(found.side, found.size) as seen:
-            step.forward_only(batch, found.size, transform=False)
-        return batch, found.size, seen
-
-    def _check_ids(self, step: Step, small: Any, size: int, side: Side, positions: Positions) -> None:
-        """Raise ``ValueError`` if an ``nn.Embedding`` of positions is asked for those of the full image in a smaller one."""
-        table = positions.table
-        assert table is not None
-        try:
-            with watched(side, size) as seen:
-                step.forward_only(small, size, transform=False)
-        except _FAILS as error:
-            raise ValueError(self._told(error, self._full_of(table.grid, table.patch), side, positions)) from error
-        rows = table.special + (side[0] // table.patch) * (side[1] // table.patch)
-        if seen.ids.get(id(table.owner), (0, 0))[1] >= rows:
-            error = IndexError(f"{table.path} is asked for place {seen.ids[id(table.owner)][1]} of {rows}")
-            raise ValueError(self._told(error, self._full_of(table.grid, table.patch), side, positions))
-
-    @staticmethod
-    def _full_of(grid: Side, patch: int) -> Side:
-        return grid[0] * patch, grid[1] * patch
-
-    def _told(self, error: Exception, full: Side, side: Side, positions: Positions) -> str:
-        return (
-            f"{type(self).__name__}: training_step cannot do with images of {side[0]} x {side[1]} pixels, of {full[0]} x"
-            f" {full[1]}, with {positions.source or 'no table of positions found'}: {first_line(error)}. Expected a module for"
-            f" images of any size (a multiple of {self._units[0]} x {self._units[1]} pixels): a CNN with global pooling, or a"
-            " ViT whose positions follow the size, by interpolation or rotary ones. Raise multiple_of where sizes must be"
-            " multiples of more pixels, or take the technique out."
-        )
 
     # -- what it tells
 

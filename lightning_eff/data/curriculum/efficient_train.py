@@ -8,9 +8,9 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._images.images import Side
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
 from lightning_eff._core.technique import Control
-from lightning_eff.data.curriculum._images import Side
 from lightning_eff.data.curriculum._resolution import SmallerImages, check_share, no_images
 
 WHO = "EfficientTrain"

@@ -10,11 +10,11 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core._images.positions import Seen
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step, in_evaluation
 from lightning_eff._core.technique import Control
-from lightning_eff.data.curriculum._positions import Seen
 from lightning_eff.data.curriculum._resolution import SmallerImages, check_share, no_images
 
 WHO = "FixRes"

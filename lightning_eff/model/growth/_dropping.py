@@ -27,6 +27,36 @@ def draw(keep: list[float], generator: Generator) -> frozenset[int]:
     return frozenset(index for index, (number, p) in enumerate(zip(numbers, keep, strict=True)) if number >= p)
 
 
+def refuse_static_graph(session: Session, *, who: str) -> None:
+    """Raise ``ValueError`` where DDP takes it that each step runs the same blocks."""
+    strategy = session.trainer.strategy
+    if isinstance(strategy, DDPStrategy) and strategy._ddp_kwargs.get("static_graph"):
+        raise ValueError(
+            f"{who}: got DDPStrategy(static_graph=True); expected static_graph=False, because"
+            " other blocks are dropped at each step. Leave static_graph out, or take the technique out."
+        )
+
+
+def look_for_unused(session: Session) -> bool:
+    """Let DDP look for the parameters that a step does not use, to the end of the run; whether it did not do so."""
+    strategy = session.trainer.strategy
+    if not isinstance(strategy, DDPStrategy) or strategy._ddp_kwargs.get("find_unused_parameters"):
+        return False
+    session.patches.set(strategy, "_ddp_kwargs", {**strategy._ddp_kwargs, "find_unused_parameters": True})
+    return True
+
+
+def refuse_reentrant(session: Session, stacks: list[BlockStack], *, who: str) -> None:
+    """Raise ``ValueError`` where DDP's search for unused parameters would count those of a reentrant checkpoint twice."""
+    for stack in stacks if isinstance(session.trainer.strategy, DDPStrategy) else ():
+        if is_checkpointed_reentrantly(m for block in stack.blocks for m in block.modules()):
+            raise ValueError(
+                f"{who}: {stack} is checkpointed with use_reentrant=True, under DDP; expected"
+                " use_reentrant=False, because DDP must look for the parameters of dropped blocks. Enable"
+                " checkpointing with gradient_checkpointing_kwargs={'use_reentrant': False}."
+            )
+
+
 class Dropping(Technique):
     """Blocks are kept with a probability each, drawn for an optimizer step; a kept branch counts ``1/p``.
 
@@ -66,20 +96,14 @@ class Dropping(Technique):
 
     @override
     def check(self, session: Session) -> None:
-        strategy = session.trainer.strategy
-        if self.skips and isinstance(strategy, DDPStrategy) and strategy._ddp_kwargs.get("static_graph"):
-            raise ValueError(
-                f"{type(self).__name__}: got DDPStrategy(static_graph=True); expected static_graph=False, because"
-                " other blocks are dropped at each step. Leave static_graph out, or take the technique out."
-            )
+        if self.skips:
+            refuse_static_graph(session, who=type(self).__name__)
 
     @override
     def attach(self, session: Session) -> None:
         self._reset()
-        strategy = session.trainer.strategy
-        if self.skips and isinstance(strategy, DDPStrategy) and not strategy._ddp_kwargs.get("find_unused_parameters"):
+        if self.skips and look_for_unused(session):
             rank_zero_info(f"{type(self).__name__}: DDP runs with find_unused_parameters=True, for the dropped blocks.")
-            session.patches.set(strategy, "_ddp_kwargs", {**strategy._ddp_kwargs, "find_unused_parameters": True})
 
     @override
     def on_model(self, session: Session) -> None:
@@ -97,8 +121,8 @@ class Dropping(Technique):
                 " because each is kept with a probability of its own. Name another stack by layers=, or take the"
                 " technique out."
             )
-        if self.skips and isinstance(session.trainer.strategy, DDPStrategy):
-            self._refuse_reentrant(stacks)
+        if self.skips:
+            refuse_reentrant(session, stacks, who=who)
         inside = {id(p) for block in blocks for p in block.parameters()}
         self._only_blocks_train = not any(p.requires_grad and id(p) not in inside for p in session.module.parameters())
         if len(self._learnt) == len(stacks):
@@ -107,16 +131,6 @@ class Dropping(Technique):
         self._where = f"{len(blocks)} blocks of {', '.join(repr(stack.path) for stack in stacks)}"
         for stack in stacks:
             stack.watch(scales=True, reshaping=self.reshaping)
-
-    def _refuse_reentrant(self, stacks: list[BlockStack]) -> None:
-        """DDP's search for unused parameters counts those of a reentrant checkpoint twice."""
-        for stack in stacks:
-            if is_checkpointed_reentrantly(m for block in stack.blocks for m in block.modules()):
-                raise ValueError(
-                    f"{type(self).__name__}: {stack} is checkpointed with use_reentrant=True, under DDP; expected"
-                    " use_reentrant=False, because DDP must look for the parameters of dropped blocks. Enable"
-                    " checkpointing with gradient_checkpointing_kwargs={'use_reentrant': False}."
-                )
 
     @override
     def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:

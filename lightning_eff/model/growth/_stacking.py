@@ -21,7 +21,7 @@ from lightning_eff.model.growth._identity import (
     zeros_for_identity,
 )
 from lightning_eff.model.growth._sizes.depth import blocks_of, check_copies, check_length, show_trained
-from lightning_eff.model.growth._stages import target_count
+from lightning_eff.model.growth._sizes.stages import target_count
 from lightning_eff.model.growth._untrained import Growing, note
 
 

@@ -8,8 +8,8 @@ from typing_extensions import override
 
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform, needs_blocks
 from lightning_eff._core.technique import Control
+from lightning_eff.model.growth._sizes.stages import checked_stages, doubling
 from lightning_eff.model.growth._stacking import Stacking
-from lightning_eff.model.growth._stages import checked_stages, doubling
 
 
 def source_of(block: int, *, count: int) -> int:

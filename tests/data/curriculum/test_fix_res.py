@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_eff as eff
-from lightning_eff.data.curriculum._images import resize
+from lightning_eff._core._images.images import resize
 from lightning_eff.data.curriculum.fix_res import FixRes
 from tests.cases import ALL, MISSING, Case, classifier
 from tests.data.curriculum.test_progressive_resizing import Net, batches, train

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import transformers as hf
 from torch import Tensor, nn
 
-from lightning_eff.data.curriculum._images import (
+from lightning_eff._core._images.images import (
     check_coordinates,
     find_images,
     nearest,
@@ -16,7 +16,7 @@ from lightning_eff.data.curriculum._images import (
     side_of,
     smaller,
 )
-from lightning_eff.data.curriculum._positions import Positions, Seen, find_table, interpolate_table, watched
+from lightning_eff._core._images.positions import Positions, Seen, find_table, interpolate_table, watched
 from tests.models import make_batch
 
 WHO = "who"

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import lightning_eff as eff
 from examples.vit.module import ViT
-from lightning_eff.data.curriculum._images import resize
+from lightning_eff._core._images.images import resize
 from lightning_eff.data.curriculum.progressive_resizing import ProgressiveResizing, share_at
 from tests.cases import Case, classifier
 from tests.models import HuggingFace, trainer

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_eff import ProgressiveStacking
 from lightning_eff.model.growth._identity import is_identity, zeros_for_identity
-from lightning_eff.model.growth._stages import target_count
+from lightning_eff.model.growth._sizes.stages import target_count
 from lightning_eff.model.growth.progressive_stacking import source_of
 from tests.cases import Case, no_blocks
 from tests.models import Block, TinyGPT, flat, hugging_face, loader, make_batch, module, trainer

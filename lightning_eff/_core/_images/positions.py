@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
 
+from lightning_eff._core._images.images import Side
 from lightning_eff._core.patches import Patches
-from lightning_eff.data.curriculum._images import Side
 
 FLAG = "interpolate_pos_encoding"  #: what transformers call the argument of a model's forward, and a method of its own
 _MOST_SPECIAL = 2  # a class token, and one for distillation

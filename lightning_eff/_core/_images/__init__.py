@@ -1,0 +1,1 @@
+"""Images in batches of any make, smaller ones, and modules that take them."""

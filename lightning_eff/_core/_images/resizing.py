@@ -1,0 +1,205 @@
+"""Smaller images for a module: what a batch becomes, and the trial of all sizes before any weight has changed."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_eff._core._images.images import (
+    Filter,
+    Images,
+    Side,
+    check_coordinates,
+    find_images,
+    resize,
+    side_of,
+    smaller,
+)
+from lightning_eff._core._images.positions import Positions, Seen, find_table, watched
+from lightning_eff._core._run.words import first_line
+from lightning_eff._core.batches import select
+from lightning_eff._core.steps import Step
+
+_SAMPLES = 2  # of a batch that the trial takes: one would leave BatchNorm a single value at 1 x 1 pixel
+_FAILS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, AttributeError, NotImplementedError)
+
+
+def check_multiple(multiple_of: int, *, who: str) -> None:
+    """Raise ``ValueError`` unless it is a number of pixels."""
+    if isinstance(multiple_of, bool) or not isinstance(multiple_of, int) or multiple_of < 1:
+        raise ValueError(f"{who}({multiple_of=}): expected an integer >= 1, a number of pixels.")
+
+
+def check_keys(keys: Sequence[str | int] | None, *, who: str) -> None:
+    """Raise ``ValueError`` unless they are names or positions."""
+    if keys is not None and (
+        isinstance(keys, str)
+        or not isinstance(keys, Sequence)
+        or not keys
+        or any(isinstance(key, bool) or not isinstance(key, str | int) for key in keys)
+    ):
+        raise ValueError(
+            f"{who}({keys=}): expected a list of names or positions, such as ['pixel_values'] or [0], or None to look for"
+            " the images."
+        )
+
+
+class Resizing:
+    """Makes the images of a run smaller, and lets its module take them.
+
+    Args:
+        multiple_of: pixels, >= 1; sides below the full ones are multiples of it, and of the patches into which a convolution
+            cuts images.
+        keys: names or positions of the tensors (N, C, H, W) that are images; None looks for them.
+        who: the technique's name, for messages.
+        rescaled: makes images (N, C, H, W) of floating point smaller.
+        on_full_pass: is told what the modules did with the first batch as it is.
+
+    Attributes:
+        full: the height and width of the first batch's images; 0 before it was looked at.
+        source: where positions of smaller images come from, in words.
+    """
+
+    def __init__(
+        self,
+        *,
+        multiple_of: int,
+        keys: Sequence[str | int] | None,
+        who: str,
+        rescaled: Filter = resize,
+        on_full_pass: Callable[[Step, Seen], None] | None = None,
+    ) -> None:
+        self.multiple_of = multiple_of
+        self.keys = keys
+        self.full: Side = (0, 0)
+        self.source = ""
+        self._who = who
+        self._rescaled = rescaled
+        self._on_full_pass = on_full_pass
+        self._units: Side = (multiple_of, multiple_of)
+        self._positions: Positions | None = None
+
+    @property
+    def looked(self) -> bool:
+        """Whether the first batch was looked at."""
+        return self._positions is not None
+
+    def side(self, share: float) -> Side:
+        """Height and width at ``share`` of those of the first batch."""
+        return side_of(self.full, share, self._units)
+
+    def at(self, batch: Any, share: float) -> tuple[Any, Side]:
+        """The batch with images of ``share`` of their height and width, and what these are; the batch itself at the full."""
+        found = find_images(batch, self.keys, who=self._who)
+        side = side_of(found.side, share, self._units)
+        return (batch if side == found.side else smaller(batch, found, side, self._rescaled)), side
+
+    def enter(self, side: Side) -> None:
+        """The module is given images of ``side`` from now on."""
+        assert self._positions is not None, "it was made as the first batch was looked at"
+        self._positions.enter(side)
+
+    def renew(self) -> None:
+        """Make positions anew of weights that may be others by now."""
+        if self._positions is not None:
+            self._positions.renew()
+
+    def leave(self) -> None:
+        """Images are of their full size again. Calling it again does nothing."""
+        if self._positions is not None:
+            self._positions.leave()
+
+    def look(self, step: Step, batch: Any, shares: Iterable[float]) -> None:
+        """Try all sizes of the run with some samples of its first batch, by forward passes that leave no trace.
+
+        Args:
+            step: a step of the run.
+            batch: its batch.
+            shares: those that a run takes, or so many of them that none of its sizes is missed.
+
+        Raises:
+            ValueError: if the batch holds no images, none would be smaller, or ``training_step`` cannot do with some size.
+        """
+        who = self._who
+        found = find_images(batch, self.keys, who=who)
+        check_coordinates(batch, who=who)
+        some, size, seen = self._full_pass(step, batch, found)
+        if self._on_full_pass is not None:
+            self._on_full_pass(step, seen)
+        table = find_table(step.module, found.side, seen, who=who)
+        patch = (
+            seen.patch
+            if table is None
+            else (math.lcm(seen.patch[0], table.patch), math.lcm(seen.patch[1], table.patch))
+        )
+        self._units = (math.lcm(self.multiple_of, patch[0]), math.lcm(self.multiple_of, patch[1]))
+        positions = Positions(step.module, table)
+        sides = sorted({side_of(found.side, share, self._units) for share in shares} - {found.side})
+        if not sides:
+            raise ValueError(
+                f"{who}: images of {found.side[0]} x {found.side[1]} pixels would never be smaller, in multiples of"
+                f" {self._units[0]} x {self._units[1]} (multiple_of={self.multiple_of}, patches of {patch[0]} x {patch[1]});"
+                " expected room for a smaller size. Lower multiple_of or the share, or take the technique out."
+            )
+        of_some = find_images(some, self.keys, who=who)
+        for side in sides:
+            small = smaller(some, of_some, side, self._rescaled)
+            if table is not None and table.path.endswith(".weight") and side == sides[0]:
+                self._check_ids(step, small, size, side, positions)
+            positions.enter(side)
+            try:
+                step.forward_only(small, size, transform=False)
+            except _FAILS as error:
+                raise ValueError(self._told(error, found.side, side, positions)) from error
+            finally:
+                positions.leave()
+        self._positions, self.full, self.source = positions, found.side, positions.source
+
+    def _full_pass(self, step: Step, batch: Any, found: Images) -> tuple[Any, int, Seen]:
+        """Run some samples as they are: which and how many they are, and what was seen. All where it cannot be some."""
+        if found.size > _SAMPLES:
+            some = select(batch, torch.arange(_SAMPLES), found.size)
+            try:
+                with watched(found.side, _SAMPLES) as seen:
+                    step.forward_only(some, _SAMPLES, transform=False)
+            except _FAILS:
+                pass  # what is wrong with all of them is raised below
+            else:
+                return some, _SAMPLES, seen
+        with watched(found.side, found.size) as seen:
+            step.forward_only(batch, found.size, transform=False)
+        return batch, found.size, seen
+
+    def _check_ids(self, step: Step, small: Any, size: int, side: Side, positions: Positions) -> None:
+        """Raise ``ValueError`` if an ``nn.Embedding`` of positions is asked for those of the full image in a smaller one."""
+        table = positions.table
+        assert table is not None
+        try:
+            with watched(side, size) as seen:
+                step.forward_only(small, size, transform=False)
+        except _FAILS as error:
+            raise ValueError(self._told(error, _full_of(table.grid, table.patch), side, positions)) from error
+        rows = table.special + (side[0] // table.patch) * (side[1] // table.patch)
+        if seen.ids.get(id(table.owner), (0, 0))[1] >= rows:
+            error = IndexError(f"{table.path} is asked for place {seen.ids[id(table.owner)][1]} of {rows}")
+            raise ValueError(self._told(error, _full_of(table.grid, table.patch), side, positions))
+
+    def _told(self, error: Exception, full: Side, side: Side, positions: Positions) -> str:
+        return (
+            f"{self._who}: training_step cannot do with images of {side[0]} x {side[1]} pixels, of {full[0]} x"
+            f" {full[1]}, with {positions.source or 'no table of positions found'}: {first_line(error)}. Expected a module for"
+            f" images of any size (a multiple of {self._units[0]} x {self._units[1]} pixels): a CNN with global pooling, or a"
+            " ViT whose positions follow the size, by interpolation or rotary ones. Raise multiple_of where sizes must be"
+            " multiples of more pixels, or take the technique out."
+        )
+
+
+def _full_of(grid: Side, patch: int) -> Side:
+    return grid[0] * patch, grid[1] * patch
+
+
+def has_images(named: Iterable[tuple[str, Tensor]]) -> bool:
+    """Whether there is a tensor that may be images (N, C, H, W), as :func:`find_images` looks for them."""
+    return any(t.ndim == 4 and min(t.shape) > 0 and (t.is_floating_point() or t.dtype == torch.uint8) for _, t in named)

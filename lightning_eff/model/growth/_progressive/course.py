@@ -1,0 +1,390 @@
+"""The course of a run that grows in stages, each begun with a search for how deep, and of which inputs, it shall be."""
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_eff._core._architecture import unfinished
+from lightning_eff._core.blocks import BlockStack
+from lightning_eff._core.passes import loss_of, unseen
+from lightning_eff._core.session import Session
+from lightning_eff._core.steps import Proceed, Stage, Step
+from lightning_eff._core.technique import Technique
+from lightning_eff.model.growth._dropping import look_for_unused, refuse_reentrant, refuse_static_graph
+from lightning_eff.model.growth._progressive.growing import (
+    Growth,
+    Momentum,
+    check_blocks,
+    decayed,
+    interpolated,
+    skipped,
+)
+from lightning_eff.model.growth._progressive.inputs import Inputs, Kind
+from lightning_eff.model.growth._progressive.search import (
+    Candidate,
+    balance,
+    best_of,
+    candidates_of,
+    ladder,
+    rung,
+    rungs,
+)
+from lightning_eff.model.growth._sizes.depth import blocks_of, check_length, show_trained
+from lightning_eff.model.growth._untrained import warn_at_the_end, warn_in_a_checkpoint
+
+WHO = "AutoProg"
+_LOOKS = 5  # evaluations of a search: half way through, at its end, and between
+_STATE = ("active", "stage", "now", "base", "looks", "alpha", "followed", "share", "steps", "passes")
+
+
+def due(v: float) -> int:
+    """How many of a search's evaluations are due at its share ``v``: the first at 0.5, the last at 1."""
+    return min(max(math.floor((v - 0.5) / 0.5 * (_LOOKS - 1) + 1e-6) + 1, 0), _LOOKS)
+
+
+class Progressive(Technique):
+    """The course of a run of :class:`AutoProg`, which holds its arguments and documents them."""
+
+    num_stages: int
+    depth: float
+    resolution: float
+    until: float
+    search: float
+    alpha: float | None
+    half_life: float
+    inputs: Kind
+    layers: str | None
+    copy_optimizer_state: bool
+    multiple_of: int
+    keys: list[str | int] | None
+    needs_budget: ClassVar[bool] = True
+    sparse_gradients: ClassVar[bool] = True
+
+    def _reset(self) -> None:
+        self._stack: BlockStack | None = None
+        self._momentum: Momentum | None = None
+        self._learnt: dict[str, Any] | None = None
+        self._saved: dict[str, Tensor] = {}  # averages of a checkpoint
+        self._inputs = Inputs(kind=self.inputs, multiple_of=self.multiple_of, keys=self.keys, who=WHO)
+        self._depths: list[int] = []
+        self._active: int | None = None
+        self._stage = 0
+        self._now: Candidate | None = None  # what the last search chose
+        self._base = 0  # in a search, the depth from which the network grew; 0 outside
+        self._losses: list[list[float]] = []  # of each evaluation, in the candidates' order
+        self._looks = 0  # evaluations of this search that were due
+        self._alpha: float | None = None
+        self._followed: tuple[int, float] | None = None  # the step and the share of the budget of the averages
+        self._share = 1.0
+        self._steps = self._passes = 0
+        self._switches: list[tuple[int, str]] = []
+        self._unused = False  # whether DDP looks for unused parameters because of this technique
+        self._ran = self._told = False
+        self._where = ""
+
+    # -- set-up
+
+    @override
+    def check(self, session: Session) -> None:
+        refuse_static_graph(session, who=WHO)
+
+    @override
+    def attach(self, session: Session) -> None:
+        self._reset()
+        if self.resolution < 1.0:
+            session.chain.add(Stage.TRANSFORM, self._make_smaller)
+            session.chain.add(Stage.SAVE, self._renew)
+
+    @override
+    def on_model(self, session: Session) -> None:
+        if not session.fitting:
+            show_trained(session, self.layers, self._learnt, self._active, who=WHO)
+            return
+        stack = self._stack = blocks_of(session, self.layers, who=WHO)
+        check_blocks(stack, who=WHO)
+        refuse_reentrant(session, [stack], who=WHO)
+        self._depths = rungs(len(stack), self.depth, self.num_stages)
+        if len(self._depths) < 2:
+            raise ValueError(
+                f"{WHO}(depth={self.depth}): {stack} has {len(stack)} blocks, and {self.depth:g} of them are all; expected"
+                " less, to grow from. Lower depth, or take the technique out."
+            )
+        self._momentum, self._where = Momentum(session.module), f"{len(stack)} blocks of {stack.path!r}"
+        if self._learnt is not None:
+            stack.load_state_dict(self._learnt)
+            self._momentum.held = self._saved
+        elif self.search:
+            self._base, self._active = self._depths[0], len(stack)
+        else:
+            self._now = (self._depths[0], self._shares()[0])
+            self._active = self._depths[0]
+        assert self._active is not None
+        stack.active = self._active
+        stack.watch(scales=False)
+        stack.freeze_inactive()
+        self._unused = bool(self._base) and look_for_unused(session)
+
+    @override
+    def on_optimizers(self, session: Session) -> None:
+        assert self._momentum is not None
+        self._momentum.to({name: p.device for name, p in session.module.named_parameters()})
+
+    @override
+    def check_checkpoint(self, session: Session, state: dict[str, Any] | None) -> None:
+        if state:
+            check_length(session, self.layers, state["stack"], who=WHO)
+        elif session.fitting:  # otherwise a plain checkpoint, or one of weights alone
+            raise ValueError(
+                f"{WHO}: the checkpoint was saved without it, so it was trained at full size (or holds weights only); expected"
+                " one that says how much of the module was trained. Go on without the technique, or load the weights into the"
+                " module and start a new fit."
+            )
+
+    def _shares(self) -> list[float]:
+        return ladder(self.resolution, self.num_stages) if self.resolution < 1.0 else [1.0]
+
+    def _candidates(self) -> tuple[list[int], list[float]]:
+        shares = self._shares() if self._inputs.smaller else [1.0]
+        return candidates_of(self._depths, shares, self._now)
+
+    # -- what a step sees
+
+    def _make_smaller(self, step: Step, batch: Any, proceed: Proceed) -> Any:
+        small = self._inputs.enter(self.session, batch, self._share)
+        if torch.is_grad_enabled():  # blocks may be run again in the backward pass
+            self.session.when_step_ends(self._inputs.leave)
+            return proceed(small)
+        try:
+            return proceed(small)
+        finally:
+            self._inputs.leave()
+
+    def _renew(self, step: Step, batch: Any, proceed: Proceed) -> Any:
+        self._inputs.renew()
+        return proceed(batch)
+
+    # -- the course of the run
+
+    @override
+    def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
+        assert self._stack is not None, "on_model has found the blocks"
+        if not self._inputs.looked:
+            self._inputs.look(session, batch, batch_idx, self._shares())
+        if batch_idx % session.trainer.accumulate_grad_batches == 0:
+            self._ran = True
+            self._follow(session)
+            self._advance(session, batch, batch_idx)
+            self._steps += bool(self._base)
+        self._stack.absent = frozenset()
+        if self._base:  # the same of an optimizer step's micro-batches, and on all ranks
+            numbers = session.generator(self.name(), session.trainer.global_step)
+            depths, shares = self._candidates()
+            count, self._share = (c[int(torch.randint(len(c), (), generator=numbers))] for c in (depths, shares))
+            self._stack.absent = skipped(interpolated(self._base, self._stack.active), int(count))
+        elif self._now is not None:
+            self._share = self._now[1] if self._inputs.smaller else 1.0
+
+    @override
+    def on_batch_end(self, session: Session, batch_idx: int) -> None:
+        assert self._stack is not None
+        self._stack.absent = frozenset()  # validation is of all of a search's network
+
+    def _follow(self, session: Session) -> None:
+        """Take up the weights of the step before in the averages, which the last stage has no use for."""
+        assert self._momentum is not None
+        step, u = session.trainer.global_step, session.progress.u
+        if self._stage == self.num_stages - 1:
+            self._momentum.held = {}
+        elif self._followed is None or step > self._followed[0]:
+            elapsed = u - self._followed[1] if self._followed else 0.0
+            self._momentum.follow(decayed(max(elapsed, 0.0), self.half_life))
+            self._followed = (step, u)
+
+    def _advance(self, session: Session, batch: Any, batch_idx: int) -> None:
+        """End a search that is through, and begin the stage whose time it is."""
+        u, apart = session.progress.u, self.until / (self.num_stages - 1)
+        if self._base:
+            v = (u - self._stage * apart) / (self.search / (self.num_stages - 1))
+            if due(v) > self._looks:
+                self._looks = due(v)
+                self._evaluate(session, batch, batch_idx)
+            if self._looks == _LOOKS:
+                self._decide(session)
+        stage = min(int(u / apart + 1e-9), self.num_stages - 1)
+        if not self._base and stage > self._stage:
+            self._begin(session, stage)
+
+    def _begin(self, session: Session, stage: int) -> None:
+        stack, shares = self._stack, self._shares()
+        assert stack is not None
+        self._stage = stage
+        if stage == self.num_stages - 1:
+            chosen = (len(stack), 1.0)
+        elif not self.search:
+            chosen = (
+                rung(len(stack), ladder(self.depth, self.num_stages)[stage]),
+                shares[min(stage, len(shares) - 1)],
+            )
+        else:
+            depths, resolutions = self._candidates()
+            if len(depths) * len(resolutions) > 1:
+                self._base, self._losses, self._looks = stack.active, [], 0
+                self._grow(session, depths[-1])
+                return
+            chosen = (depths[0], resolutions[0])
+        self._now = chosen
+        self._grow(session, chosen[0])
+        self._note(session)
+
+    def _grow(self, session: Session, depth: int) -> None:
+        """Let ``depth`` blocks run, and begin or end what a search needs of the strategy."""
+        assert self._stack is not None
+        self._growth(session).grow(interpolated(self._stack.active, depth))
+        self._changed(session)
+
+    def _growth(self, session: Session) -> Growth:
+        assert self._stack is not None and self._momentum is not None
+        return Growth(self._stack, session.optimizers, self._momentum, copies_state=self.copy_optimizer_state)
+
+    def _changed(self, session: Session) -> None:
+        assert self._stack is not None
+        self._active = self._stack.active
+        self._stack.freeze_inactive()
+        if self._base:
+            self._unused = look_for_unused(session)
+        elif self._unused:
+            strategy: Any = session.trainer.strategy
+            session.patches.set(strategy, "_ddp_kwargs", {**strategy._ddp_kwargs, "find_unused_parameters": False})
+            self._unused = False
+        session.rewrap()
+        session.blocks_changed(self)
+
+    def _note(self, session: Session) -> None:
+        assert self._now is not None
+        count, r = self._now
+        size = f" at {r:g} of the resolution" if self._inputs.smaller else ""
+        self._switches.append((session.trainer.global_step, f"{count} block{'s' * (count > 1)}{size}"))
+
+    # -- the search
+
+    def _evaluate(self, session: Session, batch: Any, batch_idx: int) -> None:
+        """The loss of each candidate on this batch, with averaged weights: the mean of the ranks'."""
+        stack, momentum = self._stack, self._momentum
+        assert stack is not None and momentum is not None
+        depths, shares = self._candidates()
+        sources = interpolated(self._base, stack.active)
+        own: list[float | None] = []
+        with momentum.shown():
+            for r in shares:
+                with self._inputs.at(session, batch, r) as small:
+                    for count in depths:
+                        stack.absent = skipped(sources, count)
+                        with unseen(session):
+                            own.append(loss_of(session, small, batch_idx, whole=False))
+        self._passes += len(own)
+        told = [row for row in session.gather(own) if None not in row]  # a step that returns no loss tells nothing
+        if told:
+            self._losses.append([sum(column) / len(told) for column in zip(*told, strict=True)])
+
+    def _decide(self, session: Session) -> None:
+        """Go on with the best candidate."""
+        stack = self._stack
+        assert stack is not None
+        depths, shares = self._candidates()
+        every = [(count, r) for r in shares for count in depths]
+        times = {c: c[0] / len(stack) * self._inputs.cost(c[1]) for c in every}
+        told = zip(every, zip(*self._losses, strict=True), strict=True) if self._losses else ()
+        means = {c: sum(row) / len(row) for c, row in told}
+        losses = {c: loss for c, loss in means.items() if math.isfinite(loss)}
+        if losses:
+            self._alpha = balance(losses, times, self._alpha) if self.alpha is None else self.alpha
+            self._now = best_of(losses, times, self._alpha)
+        else:  # nothing was told, or all has diverged
+            self._now = min(every, key=lambda c: (times[c], c))
+        self._growth(session).leave_out(skipped(interpolated(self._base, stack.active), self._now[0]))
+        self._base = 0
+        self._changed(session)
+        self._note(session)
+        text = ", ".join(f"{count} at {r:g}: {loss:.4g}" for (count, r), loss in losses.items()) or "none told"
+        rank_zero_info(f"{WHO}: {self._switches[-1][1]}, after a search (blocks at resolution: loss; {text}).")
+
+    # -- state and report
+
+    def _short(self) -> str | None:
+        """What is to be said of a module of which a part runs; None of any other."""
+        stack = self._stack_state()
+        if stack is None or self._active is None or self._active >= stack["length"]:
+            return None
+        return (
+            f"{WHO}: the first {self._active} of the {self._where or 'blocks'} are the network that training has reached."
+            f" Loaded without {WHO} in the Trainer, the module runs all {stack['length']}, and is another one than was trained"
+            " and validated"
+        )
+
+    def _stack_state(self) -> dict[str, Any] | None:
+        return self._learnt if self._stack is None else self._stack.state_dict()
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        if not self._told and (short := self._short()):
+            self._told = True
+            warn_in_a_checkpoint(short, self.state_key, finish=False)
+
+    @override
+    def detach(self, session: Session) -> None:
+        short = self._short()
+        if session.fitting and self._ran and short:
+            warn_at_the_end(short, finish=False)
+        self._inputs.leave()
+        if self._stack is not None:
+            if self._ran:
+                unfinished.note(self._stack.container, short)
+            self._learnt, self._stack = self._stack.state_dict(), None
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        stack = self._stack_state()
+        if stack is None:
+            return {}
+        momentum = self._momentum.held if self._momentum is not None else self._saved
+        state: dict[str, Any] = {name: getattr(self, f"_{name}") for name in _STATE}
+        state |= {"stack": stack, "momentum": momentum, "losses": [list(row) for row in self._losses]}
+        state["switches"] = [list(switch) for switch in self._switches]
+        short = self._short()
+        return state if short is None else {**state, "note": short}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for name in _STATE:
+            value = state_dict[name]
+            setattr(self, f"_{name}", tuple(value) if isinstance(value, list) else value)
+        self._learnt, self._saved = state_dict["stack"], dict(state_dict["momentum"])
+        self._losses = [list(row) for row in state_dict["losses"]]
+        self._switches = [(step, text) for step, text in state_dict["switches"]]
+
+    @override
+    def report(self) -> dict[str, float | int | Tensor]:
+        stack = self._stack_state()
+        if stack is None or self._active is None:
+            return {}
+        absent = len(self._stack.absent) if self._stack is not None else 0
+        return {
+            "depth": (self._active - absent) / stack["length"],
+            "resolution": self._share,
+            "searching": int(bool(self._base)),
+            "alpha": (self.alpha or 0.0) if self._alpha is None else self._alpha,
+            "search_steps": self._steps,
+            "search_passes": self._passes,
+        }
+
+    @override
+    def summary(self) -> str:
+        grown = " -> ".join(f"{text} (step {step:,})" for step, text in self._switches)
+        cost = f"{self._steps:,} steps of search with {self._passes:,} forward passes" if self.search else "no search"
+        return f"{grown or 'nothing has grown'}, of {self._where or 'no block'}; {cost}"
