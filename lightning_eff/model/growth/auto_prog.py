@@ -64,8 +64,8 @@ class AutoProg(Progressive):
     A run that ends before all blocks run leaves a module that is another one without this callback. It is warned of, and
     checkpoints say it. Until the last stage one more copy of the weights is held, and checkpoints hold it, too.
 
-    Logged: ``depth`` and ``resolution``, the shares of the last step; ``searching``, 1 in a search; ``alpha``, as found
-    last, 0 before; ``search_steps``, how many optimizer steps were part of one; ``search_passes``, forward passes of evaluations.
+    Logged: ``depth`` and ``resolution``, the shares of the last step; ``searching``, 1 in a search; ``alpha``, as found last,
+    0 before; ``search_steps``, how many optimizer steps were part of one; ``search_passes``, forward passes of evaluations.
 
     Args:
         num_stages: >= 2.
