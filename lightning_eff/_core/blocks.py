@@ -80,8 +80,8 @@ class BlockStack:
         keep: the probability with which each active block was kept, if blocks may be dropped; a kept block's residual
             branch is scaled by its inverse.
         dropped: indices of the blocks that the next training step passes over.
-        absent: indices of active blocks that are as if they were not there, in training and in evaluation; not the first,
-            whose output the others may need.
+        absent: indices of active blocks that are as if they were not there in the next training step; not the first, whose
+            output the others may need.
         carries: the blocks return tensors beside the hidden state, which later blocks may need (T5's position bias);
             None until a block has been seen to run. The first block of such a stack cannot be dropped.
         reshapes: indices of the blocks that were seen to return a hidden state of another shape, where they may.
@@ -99,6 +99,7 @@ class BlockStack:
         self.keep: list[float] = []
         self.dropped: frozenset[int] = frozenset()
         self.absent: frozenset[int] = frozenset()
+        self._without: frozenset[int] = frozenset()
         self.carries: bool | None = None
         self.reshapes: set[int] = set()
         self.mixes: dict[str, Mix] = {}
@@ -145,19 +146,20 @@ class BlockStack:
     def view(self, *, training: bool) -> Iterator[None]:
         """Show the active blocks, and in training pass over the dropped ones, until the context ends."""
         partly = self._active < len(self.blocks)
+        absent = self.absent if training else self._without
         if self._shown or not (
-            partly or self.absent or self.mixes or (training and (self.dropped or self.keep or self.still))
+            partly or absent or self.mixes or (training and (self.dropped or self.keep or self.still))
         ):
             yield
             return
-        away = [*self._waiting(), *(self.blocks[index] for index in sorted(self.absent))]
-        passing = [*away, *(self.blocks[index] for index in sorted(self.dropped - self.absent) if training)]
+        away = [*self._waiting(), *(self.blocks[index] for index in sorted(absent))]
+        passing = [*away, *(self.blocks[index] for index in sorted(self.dropped - absent) if training)]
         self._away = frozenset(map(id, away))
         self._shown, self._training, hooks = True, training, hooks_so_far()
         if partly and self._root is not None:
             self._made = self._made or Made(self._root, self.blocks, self._active)
             self._made.begin()
-        passed = self.dropped | self.absent
+        passed = self.dropped | absent
         still = [block for i, block in enumerate(self.blocks[: self.still]) if training and i not in passed]
         for block in passing:
             put_on(block, Passing, self)
@@ -177,6 +179,15 @@ class BlockStack:
             if partly and hooks_so_far() != hooks:
                 self._trouble = self._hooks_of_some(hooks)
 
+    @contextmanager
+    def without(self, blocks: frozenset[int]) -> Iterator[None]:
+        """Let evaluation go without these active blocks until the context ends."""
+        self._without = blocks
+        try:
+            yield
+        finally:
+            self._without = frozenset()
+
     def _waiting(self) -> list[nn.Module]:
         """The blocks that do not run, each once; one that also stands among those that run does run."""
         run = {id(block) for block in self.blocks[: self._active]}
@@ -184,7 +195,7 @@ class BlockStack:
 
     def running(self) -> list[nn.Module]:
         """The blocks that the network has now; within a step, those that this very step runs."""
-        passed = self.dropped | self.absent if self._shown and self._training else self.absent
+        passed = self.dropped | self.absent if self._shown and self._training else ()
         return [block for index, block in enumerate(self.blocks[: self._active]) if index not in passed]
 
     def walk(self) -> Iterator[nn.Module]:

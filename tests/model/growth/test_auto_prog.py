@@ -28,7 +28,7 @@ SHORT: dict[str, Any] = {"depth": 0.25, "resolution": 1.0, "search": 0.5, "alpha
 
 CASES = {
     "AutoProg": Case(
-        active=lambda: AutoProg(**SHORT),
+        active=lambda: AutoProg(**{**SHORT, "num_stages": 3, "until": 0.5, "search": 0.3}),
         neutral=lambda: AutoProg(depth=1.0, resolution=1.0),
         lost=(no_blocks, "classifier", "no stack of repeated blocks"),
     )

@@ -4,17 +4,14 @@ import math
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_eff._core._architecture import unfinished
 from lightning_eff._core.blocks import BlockStack
 from lightning_eff._core.passes import loss_of, unseen
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
-from lightning_eff._core.technique import Technique
 from lightning_eff.model.growth._dropping import look_for_unused, refuse_reentrant, refuse_static_graph
 from lightning_eff.model.growth._progressive.growing import (
     Growth,
@@ -35,11 +32,11 @@ from lightning_eff.model.growth._progressive.search import (
     rungs,
 )
 from lightning_eff.model.growth._sizes.depth import blocks_of, check_length, show_trained
-from lightning_eff.model.growth._untrained import warn_at_the_end, warn_in_a_checkpoint
+from lightning_eff.model.growth._untrained import Growing
 
 WHO = "AutoProg"
 _LOOKS = 5  # evaluations of a search: half way through, at its end, and between
-_STATE = ("active", "stage", "now", "base", "looks", "alpha", "followed", "share", "steps", "passes")
+_STATE = ("active", "stage", "now", "base", "looks", "alpha", "followed", "share", "ran_blocks", "steps", "passes")
 
 
 def due(v: float) -> int:
@@ -47,7 +44,7 @@ def due(v: float) -> int:
     return min(max(math.floor((v - 0.5) / 0.5 * (_LOOKS - 1) + 1e-6) + 1, 0), _LOOKS)
 
 
-class Progressive(Technique):
+class Progressive(Growing):
     """The course of a run of :class:`AutoProg`, which holds its arguments and documents them."""
 
     num_stages: int
@@ -80,7 +77,7 @@ class Progressive(Technique):
         self._looks = 0  # evaluations of this search that were due
         self._alpha: float | None = None
         self._followed: tuple[int, float] | None = None  # the step and the share of the budget of the averages
-        self._share = 1.0
+        self._share, self._ran_blocks = 1.0, 0  # of the last step
         self._steps = self._passes = 0
         self._switches: list[tuple[int, str]] = []
         self._unused = False  # whether DDP looks for unused parameters because of this technique
@@ -188,6 +185,7 @@ class Progressive(Technique):
             self._stack.absent = skipped(interpolated(self._base, self._stack.active), int(count))
         elif self._now is not None:
             self._share = self._now[1] if self._inputs.smaller else 1.0
+        self._ran_blocks = self._stack.active - len(self._stack.absent)
 
     @override
     def on_batch_end(self, session: Session, batch_idx: int) -> None:
@@ -283,8 +281,7 @@ class Progressive(Technique):
             for r in shares:
                 with self._inputs.at(session, batch, r) as small:
                     for count in depths:
-                        stack.absent = skipped(sources, count)
-                        with unseen(session):
+                        with stack.without(skipped(sources, count)), unseen(session):
                             own.append(loss_of(session, small, batch_idx, whole=False))
         self._passes += len(own)
         told = [row for row in session.gather(own) if None not in row]  # a step that returns no loss tells nothing
@@ -315,7 +312,8 @@ class Progressive(Technique):
 
     # -- state and report
 
-    def _short(self) -> str | None:
+    @override
+    def short(self) -> str | None:
         """What is to be said of a module of which a part runs; None of any other."""
         stack = self._stack_state()
         if stack is None or self._active is None or self._active >= stack["length"]:
@@ -330,21 +328,9 @@ class Progressive(Technique):
         return self._learnt if self._stack is None else self._stack.state_dict()
 
     @override
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(trainer, pl_module, checkpoint)
-        if not self._told and (short := self._short()):
-            self._told = True
-            warn_in_a_checkpoint(short, self.state_key, finish=False)
-
-    @override
-    def detach(self, session: Session) -> None:
-        short = self._short()
-        if session.fitting and self._ran and short:
-            warn_at_the_end(short, finish=False)
+    def keep(self, session: Session) -> None:
         self._inputs.leave()
         if self._stack is not None:
-            if self._ran:
-                unfinished.note(self._stack.container, short)
             self._learnt, self._stack = self._stack.state_dict(), None
 
     @override
@@ -356,7 +342,7 @@ class Progressive(Technique):
         state: dict[str, Any] = {name: getattr(self, f"_{name}") for name in _STATE}
         state |= {"stack": stack, "momentum": momentum, "losses": [list(row) for row in self._losses]}
         state["switches"] = [list(switch) for switch in self._switches]
-        short = self._short()
+        short = self.short()
         return state if short is None else {**state, "note": short}
 
     @override
@@ -373,9 +359,8 @@ class Progressive(Technique):
         stack = self._stack_state()
         if stack is None or self._active is None:
             return {}
-        absent = len(self._stack.absent) if self._stack is not None else 0
         return {
-            "depth": (self._active - absent) / stack["length"],
+            "depth": (self._ran_blocks or self._active) / stack["length"],
             "resolution": self._share,
             "searching": int(bool(self._base)),
             "alpha": (self.alpha or 0.0) if self._alpha is None else self._alpha,
