@@ -1,4 +1,4 @@
-"""What fewer tokens and smaller images save: a step's measured time over what its counted FLOPs predict.
+"""What fewer tokens, smaller images and a network that is not whole yet save: a step's measured time over what its counted FLOPs predict.
 
     python benchmarks/token_cost.py [--only RandomLTD ...] [--rounds 7] [--steps 6] [--threads N] [--out token_cost.json]
 
@@ -87,6 +87,8 @@ def images(args: argparse.Namespace, steps: int) -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.randn(count, 1, side, side), torch.randint(0, 10, (count,))), args.batch_size)
 
 
+HALF = [(0.0, 0.5), (0.5, 1.0)]
+
 ARMS: dict[str, Arm] = {
     "RandomLTD, half the tokens": Arm(lambda: eff.RandomLTD(start=0.5, until=1.0), gpt, text),
     "SequencePacking, half of it padding": Arm(eff.SequencePacking, gpt, padded_text),
@@ -95,6 +97,14 @@ ARMS: dict[str, Arm] = {
     # of a run so long that its first steps are all at one stage
     "LayerFreezing, half the blocks": Arm(lambda: eff.LayerFreezing(start=0.0, end=1e-9, depth=0.5), gpt, text),
     "GreedyLayerwise, the first block": Arm(lambda: eff.GreedyLayerwise(until=1.0), gpt, text),
+    "ShallowToDeep, half the blocks": Arm(lambda: eff.ShallowToDeep(group=4), gpt, text),
+    "DropIn, half the blocks": Arm(lambda: eff.DropIn(first=4), gpt, text),
+    "ProgressiveStacking, half the blocks": Arm(lambda: eff.ProgressiveStacking(stages=[(0.0, 4)]), gpt, text),
+    "StochasticDepth, half the blocks": Arm(lambda: eff.StochasticDepth(drop=8 / 9), gpt, text),
+    "CompoundGrowth, half the depth": Arm(lambda: eff.CompoundGrowth(width=None), gpt, text),
+    "CompoundGrowth, half the width": Arm(lambda: eff.CompoundGrowth(depth=None), gpt, text),
+    "CompoundGrowth, half the length": Arm(lambda: eff.CompoundGrowth(depth=None, width=None, length=HALF), gpt, text),
+    "CompoundGrowth, half of all three": Arm(lambda: eff.CompoundGrowth(length=HALF), gpt, text),
 }
 
 

@@ -189,11 +189,16 @@ _OTHER_BLOCKS = dict.fromkeys(
     r"block \d of .* is to be a copy of block 0, and has other parameters",
 )
 _NO_STACK = "found no stack of repeated blocks"
-_ALBERT = dict.fromkeys(_ON_BLOCKS, _NO_STACK)
+_NO_FFN = {"CompoundGrowth": "found no feed-forward network"}
+_GROWN = ("ShallowToDeep", "CompoundGrowth", "DropIn", "AutoProg")  # techniques of one stack
+_ALBERT = dict.fromkeys(
+    (*_ON_BLOCKS, *_GROWN, "StochasticDepth", "LayerFreezing", "GreedyLayerwise", "RegionalCompilation"), _NO_STACK
+)
 _NO_LINEAR = dict.fromkeys(
     ("FP8Precision", "INT8Precision", "S2FP8Precision", "Wang2018FP8Precision"), "no linear map is left to run"
 )
 _SQUEEZEBERT = {"pp2": "A block returned dict", "Rematerialization": r"in the order \[\]; expected each", **_NO_LINEAR}
+_SQUEEZEBERT |= {"RegionalCompilation": "called none of the blocks", **_NO_FFN}
 _NO_TOKENS = dict.fromkeys(("RandomLTD", "PatchDropout", "TokenDropping", "TokenMerging"), _NOT_FEWER)
 _NO_TOKENS |= {"SequencePacking": _NO_MASK, "PartialTokenTraining": _NO_TUBES}
 _FLOAT_BUFFERS = {"StochasticRoundingBF16": "an operation was given different dtypes .* Buffers are not cast"}
@@ -203,10 +208,10 @@ FAMILIES: dict[str, Family] = {
     "opt": _family("opt", enable_bias=False, ffn_dim=64, word_embed_proj_dim=32),
     "openai-gpt": _family("openai-gpt", "causal", _FLOAT_BUFFERS),
     "olmo": _family("olmo", "causal", {"ReplaceOptimizer": r"group_lr='vector'\): no parameter .* is of this kind"}),
-    "mixtral": _family("mixtral"),
-    "olmoe": _family("olmoe"),
-    "qwen3_moe": _family("qwen3_moe"),
-    "mamba": _family("mamba"),
+    "mixtral": _family("mixtral", "causal", _NO_FFN),
+    "olmoe": _family("olmoe", "causal", _NO_FFN),
+    "qwen3_moe": _family("qwen3_moe", "causal", _NO_FFN),
+    "mamba": _family("mamba", "causal", {**_NO_FFN, "Fixup": "conv1d itself|conv1d.bias itself"}),
     "rwkv": _family(
         "rwkv", "causal", {"pp2": "writes to a parameter that another pipeline rank holds", **_OTHER_BLOCKS}
     ),
@@ -216,12 +221,17 @@ FAMILIES: dict[str, Family] = {
     "squeezebert": _family("squeezebert", "masked", _SQUEEZEBERT, embedding_size=32),
     **{name: _family(name, "seq2seq") for name in ["bart", "mbart", "marian", "pegasus"]},
     "m2m_100": _family("m2m_100", "seq2seq", _FLOAT_BUFFERS),
-    "t5": _family("t5", "seq2seq", {"pp2": "relative_attention_bias.* depends on what earlier blocks returned"}),
+    "t5": _family(
+        "t5", "seq2seq", {"pp2": "relative_attention_bias.* depends on what earlier blocks returned", **_OTHER_BLOCKS}
+    ),
     **{name: _family(name, "image", _NO_SEQUENCE) for name in ["vit", "beit", "dinov2", "vit_msn"]},
     "swin": Family(
         "image",
         _SWIN,
-        _NO_SEQUENCE | _SAY_LAYERS | {"AttentionWindowWarmup": "is on 4 tokens", "SpanMasking": _NO_DECODER},
+        _NO_SEQUENCE
+        | _SAY_LAYERS
+        | dict.fromkeys(_GROWN, "layers=")
+        | {"AttentionWindowWarmup": "is on 4 tokens", "SpanMasking": _NO_DECODER},
     ),
     **{name: _family(name, "speech", _NO_SEQUENCE) for name in ["wav2vec2", "hubert", "unispeech"]},
     "resnet": Family(
@@ -229,6 +239,7 @@ FAMILIES: dict[str, Family] = {
         {},
         _NO_SEQUENCE
         | _NO_LINEAR
+        | _NO_FFN
         | _NO_TOKENS
         | {"TFixup": "expected a transformer", "AttentionWindowWarmup": _NO_ATTENTION, "SpanMasking": _NO_DECODER},
         by_batch=True,

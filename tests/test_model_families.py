@@ -71,7 +71,9 @@ def test_techniques_train_or_are_refused(family: str) -> None:
     for name, case in CASES.items():
         if case.exact and not found[name]:
             net, _, _ = train(family, case.active())
-            assert torch.equal(flat(net), flat(plain)), f"{name} changed weights"
+            got, expected = flat(net), flat(plain)
+            apart = float((got - expected).norm() / expected.norm())
+            assert apart <= (1e-4 if case.rounds else 0.0), f"{name} changed weights"
 
 
 @every

@@ -150,7 +150,11 @@ def _refuted(trial: Trial, dtype: torch.dtype, generator: Generator) -> str | No
         )
     if attention.causal:
         return "its attention is causal, and a merged token would tell of later ones"
-    expected = split_output(trial.run(mapped(trial.call, lambda _, v: many if v is hidden else v)))[0]
+    try:
+        copies = trial.run(mapped(trial.call, lambda _, v: many if v is hidden else v))
+    except Exception as error:  # whatever a block raises that has a table or a mask of so many tokens
+        return f"it does not run on {many.shape[1]} tokens in the place of {tokens} ({error})"
+    expected = split_output(copies)[0]
     expected = expected.index_select(1, sizes.cumsum(0) - sizes)
     scale = (expected - hidden).abs().max()
     if bool((got - expected).abs().max() <= TOLERANCE[dtype] * scale + 1e-12):
