@@ -61,6 +61,7 @@ from lightning_eff.model.initialization.data_driven_init import DataDrivenInit a
 from lightning_eff.model.initialization.fixup import Fixup as Fixup
 from lightning_eff.model.initialization.layer_scale import LayerScale as LayerScale
 from lightning_eff.model.initialization.lsuv import LSUV as LSUV
+from lightning_eff.model.initialization.meta_init import MetaInit as MetaInit
 from lightning_eff.model.initialization.orthogonal_init import OrthogonalInit as OrthogonalInit
 from lightning_eff.model.initialization.re_zero import ReZero as ReZero
 from lightning_eff.model.initialization.skip_init import SkipInit as SkipInit

@@ -25,7 +25,7 @@ def traced(session: Session, batch: Any, batch_idx: int, *, who: str) -> Graph |
         ValueError: if the step returns no loss with a graph, or one of too many operations.
     """
     module, chain = session.module, session.chain
-    with _looked_at(session):
+    with looked_at(session):
         output = chain.original(batch, *((batch_idx,) if takes_index(chain.original) else ()))
         loss = output.get("loss") if isinstance(output, Mapping) else output
         try:
@@ -48,8 +48,13 @@ def traced(session: Session, batch: Any, batch_idx: int, *, who: str) -> Graph |
 
 
 @contextmanager
-def _looked_at(session: Session) -> Iterator[None]:
-    """All parameters take gradients, and nothing is compiled, kept or drawn."""
+def looked_at(session: Session, *, precision: bool = True) -> Iterator[None]:
+    """All parameters take gradients, and nothing is compiled, kept or drawn.
+
+    Args:
+        session: the run.
+        precision: compute in the run's precision; otherwise in that of weights and batch.
+    """
     module = session.module
     frozen = [p for p in module.parameters() if not p.requires_grad and p.is_floating_point() and p.is_leaf]
     with ExitStack() as scope:
@@ -57,7 +62,8 @@ def _looked_at(session: Session) -> Iterator[None]:
         scope.enter_context(rng.fork())
         scope.enter_context(silent(module))
         scope.enter_context(in_evaluation(module.modules()))
-        scope.enter_context(session.trainer.precision_plugin.train_step_context())
+        if precision:
+            scope.enter_context(session.trainer.precision_plugin.train_step_context())
         scope.enter_context(uncompiled())
         for p in frozen:
             scope.callback(p.requires_grad_, False)

@@ -16,9 +16,9 @@ from lightning_eff._core.passes import loss_of, training_batches, unseen
 from lightning_eff._core.search_space import Choice, SearchSpace
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
-from lightning_eff.model.initialization._counting import Counts, LossesSeen, text_in
+from lightning_eff.model.initialization._data.counting import Counts, LossesSeen, text_in
+from lightning_eff.model.initialization._data.patches import FirstMap, first_map
 from lightning_eff.model.initialization._once import Initialization, traced
-from lightning_eff.model.initialization._patches import FirstMap, first_map
 
 WHO = "DataDrivenInit"
 _DENSE = 2048  # classes up to which a table of all pairs is decomposed in full

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_eff import DataDrivenInit
-from lightning_eff.model.initialization._counting import ClassLoss, Counts, text_in
+from lightning_eff.model.initialization._data.counting import ClassLoss, Counts, text_in
 from lightning_eff.model.initialization.data_driven_init import associations, factors, log_frequencies, whitening
 from tests.cases import Case, classifier
 from tests.models import VOCAB, TinyGPT, flat, hugging_face, loader, trainer
