@@ -40,7 +40,7 @@ def vectors() -> pl.LightningModule:
 
 CASES = {
     "MetaInit": Case(
-        active=lambda: MetaInit(steps=3),
+        active=lambda: MetaInit(steps=3, lr=0.02),
         neutral=lambda: MetaInit(steps=0),
         lost=(vectors, "classifier", "has no weight of two dimensions or more"),
     )
@@ -170,12 +170,9 @@ def test_norms_stay_above_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(met) >= 90 and min(met) > 0
 
 
-def test_the_best_norms_are_kept_and_a_quotient_that_does_not_fall_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
-    plain = Tall(gain=0.3)
+def test_a_quotient_that_does_not_fall_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        m = begun(lambda: Tall(gain=0.3), features(), MetaInit(steps=2, lr=20.0, batches=1))
-    assert all(torch.equal(p, q) for p, q in zip(m.parameters(), plain.parameters(), strict=True))
+        begun(lambda: Tall(gain=0.3), features(), MetaInit(steps=2, lr=20.0, batches=1))
     assert "did not fall" in caplog.text and "smaller lr than 20, since norms began between" in caplog.text
 
 
@@ -319,7 +316,7 @@ def test_weights_of_few_bits_are_searched_in_float32() -> None:
     plain = {name: p.detach().bfloat16() for name, p in m.named_parameters()}
     m.configure_optimizers = lambda: torch.optim.SGD(m.parameters(), 0.0)  # pyright: ignore[reportAttributeAccessIssue]
     data: DataLoader[Any] = DataLoader([features()], batch_size=None)  # pyright: ignore[reportArgumentType]
-    ours = MetaInit(steps=80, lr=0.02, batches=1)
+    ours = MetaInit(steps=50, lr=0.02, batches=1)
     trainer(ours, max_steps=1, precision="bf16-true").fit(m, data)
     assert ours.report()["quotient"] < 0.8 * ours.report()["quotient_before"]
     for name, p in m.named_parameters():
