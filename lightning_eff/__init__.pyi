@@ -59,6 +59,9 @@ from lightning_eff.model.growth.shallow_to_deep import ShallowToDeep as ShallowT
 from lightning_eff.model.growth.stochastic_depth import StochasticDepth as StochasticDepth
 from lightning_eff.model.initialization.data_driven_init import DataDrivenInit as DataDrivenInit
 from lightning_eff.model.initialization.fixup import Fixup as Fixup
+from lightning_eff.model.initialization.gated_positional_attention import (
+    GatedPositionalAttention as GatedPositionalAttention,
+)
 from lightning_eff.model.initialization.layer_scale import LayerScale as LayerScale
 from lightning_eff.model.initialization.lsuv import LSUV as LSUV
 from lightning_eff.model.initialization.meta_init import MetaInit as MetaInit

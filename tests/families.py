@@ -123,6 +123,7 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
             "PatchDropout": _NO_IMAGES,
             "TokenMerging": _NOT_MERGED,
             "PartialTokenTraining": _NO_TUBES,
+            "GatedPositionalAttention": _NO_PATCHES,
             "ChannelsLast": "has no convolution that could profit",
             **_NOT_SMALLER,
         }
@@ -165,6 +166,7 @@ _NOT_FEWER = "cannot be given fewer of its tokens"
 _ON_IMAGES = ("ProgressiveResizing", "EfficientTrain", "FixRes")
 _NOT_SMALLER = dict.fromkeys(_ON_IMAGES, "found no images in the batch")
 _NO_IMAGES = f"found no images in the batch|called none of the blocks|{_NOT_FEWER}"
+_NO_PATCHES = "does not attend to the patches of an image"
 _NO_LOOK_UP = "has no token embedding"
 _NO_TUBES = r"holds no nn\.Conv3d or nn\.Conv2d whose stride is its kernel"
 _NOT_MERGED = f"{_NO_IMAGES}|cannot merge tokens"
@@ -231,7 +233,8 @@ FAMILIES: dict[str, Family] = {
         _NO_SEQUENCE
         | _SAY_LAYERS
         | dict.fromkeys(_GROWN, "layers=")
-        | {"AttentionWindowWarmup": "is on 4 tokens", "SpanMasking": _NO_DECODER},
+        | {"AttentionWindowWarmup": "is on 4 tokens", "SpanMasking": _NO_DECODER}
+        | {"GatedPositionalAttention": _NO_PATCHES},
     ),
     **{name: _family(name, "speech", _NO_SEQUENCE) for name in ["wav2vec2", "hubert", "unispeech"]},
     "resnet": Family(
@@ -241,7 +244,8 @@ FAMILIES: dict[str, Family] = {
         | _NO_LINEAR
         | _NO_FFN
         | _NO_TOKENS
-        | {"TFixup": "expected a transformer", "AttentionWindowWarmup": _NO_ATTENTION, "SpanMasking": _NO_DECODER},
+        | {"TFixup": "expected a transformer", "AttentionWindowWarmup": _NO_ATTENTION, "SpanMasking": _NO_DECODER}
+        | {"GatedPositionalAttention": _NO_PATCHES},
         by_batch=True,
     ),
 }

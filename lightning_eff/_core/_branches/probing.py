@@ -63,9 +63,9 @@ def probed(module: nn.Module, *, who: str, batch: Any = None) -> Probe:
     tried: list[str] = []
     best: Probe | None = None
     most, blocks = -1, _blocks(module)
-    for of, call in _attempts(module, batch):
+    for of, call in attempts(module, batch):
         try:
-            with _aside(module):
+            with aside(module):
                 graph, made = _graph(call(), module)
         except TooLarge as e:
             raise ValueError(f"{who}: {of} has {e}. {WAYS_OUT}, so that it is not looked through.") from e
@@ -117,7 +117,8 @@ def _maps(module: nn.Module) -> str:
     return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "") if names else "none"
 
 
-def _attempts(module: nn.Module, batch: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+def attempts(module: nn.Module, batch: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Passes that ``module`` may run, the likeliest first, each with what it is in words; for use within :func:`aside`."""
     if batch is not None:
         yield "the batch that was given", lambda: _on_batch(module, batch)
         return
@@ -207,7 +208,7 @@ def _heads(graph: Graph, made: list[Node]) -> list[str]:
 
 
 @contextmanager
-def _aside(module: nn.Module) -> Iterator[None]:
+def aside(module: nn.Module) -> Iterator[None]:
     """All parameters take gradients, nothing is compiled, and what a pass draws, counts or logs is as it was afterwards."""
     frozen = [p for p in module.parameters() if not p.requires_grad and p.is_floating_point() and p.is_leaf]
     with ExitStack() as scope:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from lightning_eff._core._architecture.record import swap_of
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -36,8 +38,13 @@ def _of_one_width(blocks: list[nn.Module]) -> bool:
 
 
 def _class_of(block: nn.Module) -> type[nn.Module]:
-    """The class that a block was written as: FSDP2 mixes its own into those that it divides, torch.compile wraps them."""
-    cls = type(getattr(block, "_orig_mod", block))
+    """The class that a block was written as: FSDP2 mixes its own into those that it divides, torch.compile wraps them.
+
+    Of a block that was swapped for one of a class derived from its own, it is its own: not all blocks need be swapped.
+    """
+    block = getattr(block, "_orig_mod", block)
+    swap = swap_of(block)
+    cls = type(swap.was) if swap is not None and isinstance(block, type(swap.was)) else type(block)
     index = getattr(cls, "_orig_cls_mro_index", None)  # FSDP2's word for where the block's own is
     return cls if index is None else cls.__mro__[index]
 

@@ -1,0 +1,87 @@
+"""Modules whose own forward pass runs with attention that is gated."""
+
+import copy
+import functools
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_eff.model.initialization._gated.mixing import Grid, Mixing
+from lightning_eff.model.initialization._gated.rule import local_weights
+
+GATE, WEIGHTS = "locality_gate", "locality_weight"
+
+
+class Gated(nn.Module):
+    """What a class of modules is made to have: gates between contents and positions, wherever its forward pass attends.
+
+    Attributes:
+        locality_gate: lambda, (H,).
+        locality_weight: v, (H, 3).
+        grid: the patches among the tokens.
+        locality: alpha, that v begins with.
+    """
+
+    undecayed: ClassVar[list[str]] = [GATE]
+    grid: tuple[int, int, int, int]
+    locality: float
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        gate, weights = (cast(Tensor, self._parameters[name]) for name in (GATE, WEIGHTS))
+        with Mixing(gate, weights, Grid(*self.grid)):
+            return super().forward(*args, **kwargs)
+
+    def reset_parameters(self) -> None:
+        """The class's own, and gates and places as they begin."""
+        reset = getattr(super(), "reset_parameters", None)
+        if reset is not None:
+            reset()
+        self._begin()
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        gate, weights = (cast(Tensor, self._parameters[name]) for name in (GATE, WEIGHTS))
+        gate.fill_(1.0)
+        weights.copy_(local_weights(len(gate), self.locality))
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return blank, (type(self).__bases__[1],), self.__dict__
+
+
+@functools.cache
+def _gated_class(cls: type[nn.Module]) -> type[Gated]:
+    return cast("type[Gated]", type(f"Gated{cls.__name__}", (Gated, cls), {"__module__": __name__}))
+
+
+def blank(cls: type[nn.Module]) -> Gated:
+    """An instance without any state."""
+    made = _gated_class(cls)
+    return made.__new__(made)
+
+
+def gated(plain: nn.Module, *, heads: int, grid: Grid, locality: float) -> Gated:
+    """A module with ``plain``'s own class, parameters and settings, whose attention is gated.
+
+    Args:
+        plain: the module, whose forward pass attends.
+        heads: of its attention.
+        grid: the patches among its tokens.
+        locality: alpha.
+    """
+    made = blank(type(plain))
+    made.__dict__.update({k: copy.copy(v) if isinstance(v, dict | set) else v for k, v in plain.__dict__.items()})
+    made.__dict__.update(grid=tuple(grid), locality=locality)
+    made.register_parameter(GATE, nn.Parameter(torch.empty(heads)))
+    made.register_parameter(WEIGHTS, nn.Parameter(torch.empty(heads, 3)))
+    made._begin()
+    if isinstance(plain, nn.MultiheadAttention):  # torch's encoder layer reads its weights, unless there are hooks
+        made.register_forward_pre_hook(_called)
+    return made
+
+
+def _called(module: nn.Module, args: Any) -> None:
+    """Lets the module be called."""
