@@ -18,8 +18,8 @@ from lightning_eff import GatedPositionalAttention
 from lightning_eff.model.initialization._gated.mixing import Grid, Mixing
 from lightning_eff.model.initialization._gated.rule import centres, local_weights, mixed, position_scores, relative
 from lightning_eff.model.initialization.gated_positional_attention import gated_layers
-from tests.cases import Case
-from tests.models import HuggingFace, TinyClassifier, hugging_face, loader, make_batch, module, trainer
+from tests.cases import Case, classifier
+from tests.models import HuggingFace, hugging_face, loader, make_batch, module, trainer
 from tests.runs import fit_yaml
 
 NO_IMAGES = "does not attend to the patches of an image"
@@ -33,7 +33,7 @@ CASES = {
         refuses=dict.fromkeys(
             ("tiny_gpt", "gpt2", "llama", "bert", "classifier", "translator", "padded", "t5"), NO_IMAGES
         ),
-        lost=(TinyClassifier, "classifier", "no attention was seen"),
+        lost=(classifier, "classifier", "no attention was seen"),
     )
 }
 
