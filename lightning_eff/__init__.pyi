@@ -71,6 +71,7 @@ from lightning_eff.model.layers.logit_softcap import LogitSoftcap as LogitSoftca
 from lightning_eff.model.layers.low_rank_conv import LowRankConv as LowRankConv
 from lightning_eff.model.layers.low_rank_linear import LowRankLinear as LowRankLinear
 from lightning_eff.model.layers.ngram_embedding import NgramEmbedding as NgramEmbedding
+from lightning_eff.model.layers.qk_norm import QKNorm as QKNorm
 from lightning_eff.model.layers.remove_qkv_bias import RemoveQKVBias as RemoveQKVBias
 from lightning_eff.model.layers.rms_normalization import RMSNormalization as RMSNormalization
 from lightning_eff.model.layers.swap_activation import SwapActivation as SwapActivation
