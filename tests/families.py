@@ -140,6 +140,10 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
         begun["TFixup"] = "expected a transformer"
     if kind != "image":
         begun["LowRankConv"] = "has no convolution to factor"
+    if name in _OWN_ATTENTION.split():
+        begun["QKNorm"] = _NOT_NORMED
+    if (kind == "causal" and name not in _BIASED) or name in ("roformer", "modernbert", "squeezebert", "t5"):
+        begun["RemoveQKVBias"] = _NO_BIAS
     if name in _RMS.split():
         begun["RMSNormalization"] = "no LayerNorm"
     if name in _RELU2:
@@ -167,6 +171,15 @@ _NOT_FINITE["mpnet"] = frozenset({"ZeroProjections", "ZerO"})
 
 # Blocks of these go by where tokens stand, or hand on attention weights of them.
 _BY_PLACES = ("bloom", "mpt", "mamba", "rwkv", "roformer", "rembert", "squeezebert")
+# Normed queries and keys, attention that is written by hand, or none.
+_OWN_ATTENTION = (
+    "qwen3 gemma2 bloom mpt olmo2 persimmon exaone4 openai-gpt olmoe qwen3_moe mamba rwkv deberta-v2 mpnet roformer"
+)
+_OWN_ATTENTION += " rembert squeezebert"
+_NOT_NORMED = "a norm stands behind|are handed queries and keys of one length|found no attention|cannot be told"
+# Biases of keys and values, and no rotary embeddings.
+_BIASED = ("gpt2", "bloom", "biogpt", "openai-gpt")
+_NO_BIAS = "have no bias to take out|cannot go to|would put out|are 16, and|found no attention|no nn.Linear"
 # Norms of their own.
 _RMS = "llama mistral qwen2 qwen3 gemma gemma2 phi3 olmo olmo2 cohere granite glm4 helium nemotron smollm3 mamba t5"
 _RMS += " ernie4_5 exaone4 arcee seed_oss mixtral olmoe qwen3_moe"
@@ -256,7 +269,8 @@ FAMILIES: dict[str, Family] = {
         | _NO_FFN
         | _NO_TOKENS
         | {"TFixup": "expected a transformer", "AttentionWindowWarmup": _NO_ATTENTION, "SpanMasking": _NO_DECODER}
-        | {"LowRankLinear": "has no linear map to factor", "RMSNormalization": "has no LayerNorm"},
+        | {"LowRankLinear": "has no linear map to factor", "RMSNormalization": "has no LayerNorm"}
+        | {"QKNorm": _NOT_NORMED, "RemoveQKVBias": _NO_BIAS},
         by_batch=True,
     ),
 }

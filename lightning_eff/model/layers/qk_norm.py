@@ -18,7 +18,7 @@ from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._branches.attention import Attention, Part
 from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
 from lightning_eff._core.technique import Control
-from lightning_eff.model.layers._attention.normed import NormedHeads, runs
+from lightning_eff.model.layers._attention.normed import EPS, NormedHeads, runs
 from lightning_eff.model.layers._attention.parts import attended, handed, is_named
 
 WHO = "QKNorm"
@@ -128,8 +128,15 @@ class QKNorm(Architecture):
 
     def _check_lengths(self, root: nn.Module, batch: Any, expected: int) -> None:
         """That attention is now handed heads of one length: features of a head may lie otherwise than was thought."""
-        with handed() as seen:
-            attended(root, who=WHO, batch=batch)
+        made = [m for m in root.modules() if isinstance(m, NormedHeads)]
+        try:
+            for m in made:
+                m.eps = 1e-30  # lengths may be small at first
+            with handed() as seen:
+                attended(root, who=WHO, batch=batch)
+        finally:
+            for m in made:
+                m.eps = EPS
         alike = sum(all(_of_one_length(x) for x in pair) for pair in seen.calls)
         if alike < expected or (self.names is None and alike < len(seen.calls)):
             raise ValueError(

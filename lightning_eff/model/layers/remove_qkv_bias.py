@@ -121,7 +121,9 @@ class RemoveQKVBias(Architecture):
                     continue
                 gone[p.weight] = gone.get(p.weight, torch.zeros_like(p.outputs)) | p.outputs
                 if role == "value":
-                    moves.setdefault(self._taker(one, p, maps), []).append(p)
+                    taken = moves.setdefault(self._taker(one, p, maps), [])
+                    if all(p.weight != other.weight for other in taken):  # a layer may run several times
+                        taken.append(p)
         if not gone:
             raise ValueError(
                 f"{WHO}: the maps of {type(root).__name__} that make {' and '.join(self.of)}s have no bias to take out:"

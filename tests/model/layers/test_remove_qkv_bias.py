@@ -58,13 +58,15 @@ def removed(plain: nn.Module, net: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("of", [["key"], ["value"], ["key", "value"]])
-@pytest.mark.parametrize("name", ["tiny_gpt", "gpt2", "vit", "bert", "opt_like"])
+@pytest.mark.parametrize("name", ["tiny_gpt", "gpt2", "vit", "bert", "opt_like", "albert"])
 def test_outputs_stay_what_they_are(name: str, of: list[str]) -> None:
     name = "bart" if name == "opt_like" else name  # an encoder-decoder, with attention across
     plain = build(name)
     net = eff.apply(copy.deepcopy(plain), RemoveQKVBias(of))
     torch.testing.assert_close(logits(net, name), logits(plain, name), rtol=1e-4, atol=1e-4)
-    heads = {"tiny_gpt": 2 * 16, "gpt2": 4 * 32, "vit": 4 * 32, "bert": 4 * 32, "bart": (2 + 2 * 4) * 32}[name]
+    heads = {"tiny_gpt": 2 * 16, "gpt2": 4 * 32, "vit": 4 * 32, "bert": 4 * 32, "bart": (2 + 2 * 4) * 32, "albert": 32}[
+        name
+    ]
     assert removed(plain, net) == heads * len(of)
     exported = eff.export(net)
     assert exported.state_dict().keys() == plain.state_dict().keys()

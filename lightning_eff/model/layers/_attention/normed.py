@@ -12,15 +12,16 @@ from typing_extensions import override
 EPS = 1e-6
 
 
-def normed_heads(x: Tensor, gain: Tensor) -> Tensor:
+def normed_heads(x: Tensor, gain: Tensor, eps: float = EPS) -> Tensor:
     """``q / sqrt(mean(q^2) + eps) g`` for each head q of ``x``.
 
     Args:
         x: shape (..., heads * D), a head's features side by side.
         gain: g, shape (D,).
+        eps: > 0.
     """
     heads = x.unflatten(-1, (-1, gain.numel()))
-    return F.rms_norm(heads, (gain.numel(),), gain.to(x.dtype), EPS).flatten(-2)
+    return F.rms_norm(heads, (gain.numel(),), gain.to(x.dtype), eps).flatten(-2)
 
 
 class NormedHeads(nn.Module):
@@ -36,7 +37,7 @@ class NormedHeads(nn.Module):
         super().__init__()
         self.map, self.roles = plain, list(parts)
         self.runs = {role: runs(mask) for role, mask in parts.items()}
-        self.width = width
+        self.width, self.eps = width, EPS
         for role in parts:
             self.register_parameter(f"{role}_gain", nn.Parameter(torch.ones(width)))
 
@@ -63,7 +64,7 @@ class NormedHeads(nn.Module):
         for role in self.roles:
             gain = cast(Tensor, self._parameters[f"{role}_gain"])
             for start, stop in self.runs[role]:
-                pieces.append((start, normed_heads(y[..., start:stop], gain)))
+                pieces.append((start, normed_heads(y[..., start:stop], gain, self.eps)))
                 covered.append((start, stop))
         end = 0
         for start, stop in sorted(covered):
