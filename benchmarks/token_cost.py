@@ -1,4 +1,4 @@
-"""What fewer tokens, smaller images and a network that is not whole yet save: a step's measured time over what its counted FLOPs predict.
+"""What fewer tokens, smaller images and growing networks save: a step's measured time over what its FLOPs predict.
 
     python benchmarks/token_cost.py [--only RandomLTD ...] [--rounds 7] [--steps 6] [--threads N] [--out token_cost.json]
 

@@ -71,7 +71,14 @@ from lightning_eff.model.initialization.skip_init import SkipInit as SkipInit
 from lightning_eff.model.initialization.t_fixup import TFixup as TFixup
 from lightning_eff.model.initialization.zer_o import ZerO as ZerO
 from lightning_eff.model.initialization.zero_projections import ZeroProjections as ZeroProjections
+from lightning_eff.model.layers.logit_softcap import LogitSoftcap as LogitSoftcap
+from lightning_eff.model.layers.low_rank_conv import LowRankConv as LowRankConv
+from lightning_eff.model.layers.low_rank_linear import LowRankLinear as LowRankLinear
 from lightning_eff.model.layers.ngram_embedding import NgramEmbedding as NgramEmbedding
+from lightning_eff.model.layers.qk_norm import QKNorm as QKNorm
+from lightning_eff.model.layers.remove_qkv_bias import RemoveQKVBias as RemoveQKVBias
+from lightning_eff.model.layers.rms_normalization import RMSNormalization as RMSNormalization
+from lightning_eff.model.layers.swap_activation import SwapActivation as SwapActivation
 from lightning_eff.monitor.efficiency_monitor import EfficiencyMonitor as EfficiencyMonitor
 from lightning_eff.optim.averaging.exponential_moving_average import (
     ExponentialMovingAverage as ExponentialMovingAverage,

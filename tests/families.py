@@ -128,6 +128,8 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
             **_NOT_SMALLER,
         }
     fewer = dict.fromkeys(("RandomLTD", "TokenDropping"), _NOT_FEWER) if name in _BY_PLACES else {}
+    if name == "gemma2":
+        refused = {**(refused or {}), "LogitSoftcap": "caps its logits at 30.0 already"}
     at_ends = ("ZeroProjections", "ReZero", "SkipInit", "LayerScale", "Fixup") if name == "gemma2" else ()
     norms = dict.fromkeys(at_ends, "ends in a norm behind .*, or one to which 1 is added")
     if kind in ("image", "speech"):
@@ -137,6 +139,16 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
         begun["DataDrivenInit"] = "is neither a language model"
     if name in ("mamba", "rwkv"):
         begun["TFixup"] = "expected a transformer"
+    if kind != "image":
+        begun["LowRankConv"] = "has no convolution to factor"
+    if name in _OWN_ATTENTION.split():
+        begun["QKNorm"] = _NOT_NORMED
+    if (kind == "causal" and name not in _BIASED) or name in ("roformer", "modernbert", "squeezebert", "t5"):
+        begun["RemoveQKVBias"] = _NO_BIAS
+    if name in _RMS.split():
+        begun["RMSNormalization"] = "no LayerNorm"
+    if name in _RELU2:
+        begun["SwapActivation"] = "has no activation to act on"
     masks = {"SequencePacking": _NO_MASK, "MaskRateSchedule": _NO_IDS if kind in ("image", "speech") else _NOT_MASKED}
     if kind != "seq2seq":
         masks["SpanMasking"] = _NO_DECODER
@@ -160,6 +172,20 @@ _NOT_FINITE["mpnet"] = frozenset({"ZeroProjections", "ZerO"})
 
 # Blocks of these go by where tokens stand, or hand on attention weights of them.
 _BY_PLACES = ("bloom", "mpt", "mamba", "rwkv", "roformer", "rembert", "squeezebert")
+# Normed queries and keys, attention that is written by hand, or none.
+_OWN_ATTENTION = (
+    "qwen3 gemma2 bloom mpt olmo2 persimmon exaone4 openai-gpt olmoe qwen3_moe mamba rwkv deberta-v2 mpnet roformer"
+)
+_OWN_ATTENTION += " rembert squeezebert"
+_NOT_NORMED = "a norm stands behind|are handed queries and keys of one length|found no attention|cannot be told"
+# Biases of keys and values, and no rotary embeddings.
+_BIASED = ("gpt2", "bloom", "biogpt", "openai-gpt")
+_NO_BIAS = "have no bias to take out|cannot go to|would put out|are 16, and|found no attention|no nn.Linear"
+# Norms of their own.
+_RMS = "llama mistral qwen2 qwen3 gemma gemma2 phi3 olmo olmo2 cohere granite glm4 helium nemotron smollm3 mamba t5"
+_RMS += " ernie4_5 exaone4 arcee seed_oss mixtral olmoe qwen3_moe"
+# Squared ReLU by themselves, or activations that are functions.
+_RELU2 = ("nemotron", "persimmon", "arcee", "bloom", "rwkv", "esm")
 _NO_DECODER = "holds no encoder-decoder"
 _NO_ATTENTION = "saw no self-attention in training_step"
 _NOT_FEWER = "cannot be given fewer of its tokens"
@@ -201,6 +227,7 @@ _NO_LINEAR = dict.fromkeys(
 )
 _SQUEEZEBERT = {"pp2": "A block returned dict", "Rematerialization": r"in the order \[\]; expected each", **_NO_LINEAR}
 _SQUEEZEBERT |= {"RegionalCompilation": "called none of the blocks", **_NO_FFN}
+_SQUEEZEBERT["LowRankLinear"] = "has no linear map to factor"
 _NO_TOKENS = dict.fromkeys(("RandomLTD", "PatchDropout", "TokenDropping", "TokenMerging"), _NOT_FEWER)
 _NO_TOKENS |= {"SequencePacking": _NO_MASK, "PartialTokenTraining": _NO_TUBES}
 _FLOAT_BUFFERS = {"StochasticRoundingBF16": "an operation was given different dtypes .* Buffers are not cast"}
@@ -245,7 +272,9 @@ FAMILIES: dict[str, Family] = {
         | _NO_FFN
         | _NO_TOKENS
         | {"TFixup": "expected a transformer", "AttentionWindowWarmup": _NO_ATTENTION, "SpanMasking": _NO_DECODER}
-        | {"GatedPositionalAttention": _NO_PATCHES},
+        | {"GatedPositionalAttention": _NO_PATCHES}
+        | {"LowRankLinear": "has no linear map to factor", "RMSNormalization": "has no LayerNorm"}
+        | {"QKNorm": _NOT_NORMED, "RemoveQKVBias": _NO_BIAS},
         by_batch=True,
     ),
 }

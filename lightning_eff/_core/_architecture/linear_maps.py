@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from lightning_eff._core._architecture.naming import meets, nearest
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def choose(module: nn.Module, names: Sequence[str] | None, *, who: str) -> tuple
     chosen: list[LinearMap] = []
     left: dict[str, str] = {}
     for m in maps:
-        met = names is not None and any(_meets(m.path, name) for name in names)
+        met = names is not None and any(meets(m.path, name) for name in names)
         reason = unfit(m)
         if reason is None and not met and id(m.module.weight) in shared:
             reason = f"its weight is that of {' and '.join(p for p in shared[id(m.module.weight)] if p != m.path)} too"
@@ -91,10 +92,12 @@ def choose(module: nn.Module, names: Sequence[str] | None, *, who: str) -> tuple
         elif reason is not None and names is None:
             left[str(m)] = reason
     for name in names or ():
-        if not any(_meets(m.path, name) for m in maps):
+        if not any(meets(m.path, name) for m in maps):
+            near = ", ".join(nearest(name, [m.path for m in maps]))
+            similar = f" Nearest: {near}." if near else ""
             raise ValueError(
                 f"{who}: no linear map of {type(module).__name__} is named {name!r}; expected a dotted path, its last part"
-                f" or a pattern of one. There are {every}.{alone}"
+                f" or a pattern of one. There are {every}.{similar}{alone}"
             )
     if not chosen:
         reasons = "".join(f" {name}: {reason}." for name, reason in left.items())
@@ -116,10 +119,6 @@ def stacked(module: nn.Module) -> dict[str, str]:
                     f"{p.shape[0]} maps in one parameter of {type(m).__name__}, no modules that could be swapped"
                 )
     return found
-
-
-def _meets(path: str, name: str) -> bool:
-    return path == name or fnmatchcase(path, name) or fnmatchcase(path, f"*.{name}")
 
 
 def _shared(module: nn.Module) -> dict[int, list[str]]:

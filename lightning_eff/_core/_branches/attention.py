@@ -57,6 +57,8 @@ class Attention:
         value: likewise.
         output: names of weights.
         cross: whether keys are made of other data than queries, as in a decoder's attention to its encoder.
+        width: features of a head's queries, which lie side by side; None where it is not told.
+        normed: whether a norm stands between a map and the queries or keys that it makes.
     """
 
     query: tuple[Part, ...]
@@ -64,6 +66,8 @@ class Attention:
     value: tuple[Part, ...]
     output: tuple[str, ...]
     cross: bool
+    width: int | None = None
+    normed: bool = False
 
 
 class _Seen(NamedTuple):
@@ -95,12 +99,25 @@ def attentions(graph: Graph) -> list[Attention]:
     for i, one in enumerate(seen):
         query, key = (_input(*one.at[role]) for role in ROLES[:2])
         cross = any(graph.comes_of(query, source) != graph.comes_of(key, source) for source in sources)
-        found.append(Attention(parts(i, "query"), parts(i, "key"), parts(i, "value"), tuple(outputs[one.node]), cross))
+        normed = any(end.norms for role in ROLES[:2] for end in ends[i, role])
+        made, width = tuple(outputs[one.node]), _width(*one.at["query"])
+        found.append(Attention(parts(i, "query"), parts(i, "key"), parts(i, "value"), made, cross, width, normed))
     return found
 
 
 def _input(node: Node, place: int) -> Node:
     return node.next_functions[place][0]
+
+
+def _width(node: Node, place: int) -> int | None:
+    """The last dimension of the queries that a node was handed at a place, by what it keeps for its backward pass."""
+    if kind(node).startswith(ATTENTION):
+        kept = getattr(node, "_saved_query", None)
+        return kept.shape[-1] if isinstance(kept, Tensor) else None
+    # of a product, the second factor has as many rows
+    kept = getattr(node, "_saved_mat2", getattr(node, "_saved_batch2", None))
+    first = place == len(node.next_functions) - 2
+    return kept.shape[-2] if first and isinstance(kept, Tensor) else None
 
 
 def _seen(graph: Graph) -> Iterator[_Seen]:

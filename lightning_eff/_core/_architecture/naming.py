@@ -1,0 +1,61 @@
+"""What patterns of dotted paths mean among a module's parts, and what was nearly meant."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+
+def meets(path: str, pattern: str) -> bool:
+    """Whether ``pattern`` is the path, a pattern of it, or one of its last parts."""
+    return path == pattern or fnmatchcase(path, pattern) or fnmatchcase(path, f"*.{pattern}")
+
+
+def nearest(pattern: str, paths: Iterable[str]) -> list[str]:
+    """At most four paths, or beginnings or ends of paths, that look like what was asked for."""
+    found: dict[str, None] = {}
+    for path in paths:
+        components = path.split(".")
+        found |= dict.fromkeys(".".join(components[:i]) for i in range(1, len(components) + 1))
+        found |= dict.fromkeys(".".join(components[-i:]) for i in range(1, len(components)))
+    names = [name for name in found if not name.isdecimal()]
+    plain = pattern.replace("*", "").strip(".")
+    near = difflib.get_close_matches(plain, names, n=4, cutoff=0.4)
+    near += [name for name in names if plain and plain in name and name not in near]
+    return near[:4]
+
+
+def check_names(names: Sequence[str] | None, *, who: str, what: str, example: str) -> list[str] | None:
+    """The argument ``names`` as a list.
+
+    Raises:
+        ValueError: where it is neither None nor a list of names.
+    """
+    if names is None:
+        return None
+    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(n, str) and n for n in names):
+        raise ValueError(
+            f"{who}({names=}): expected dotted paths of {what}, their last parts or patterns, such as [{example!r}], or None to"
+            " look for them; [] is plain training."
+        )
+    return list(names)
+
+
+def check_met(names: Sequence[str], paths: Iterable[str], *, who: str, what: str, root: str) -> None:
+    """Raise ``ValueError`` for a name that means none of ``paths``, with the nearest ones.
+
+    Args:
+        names: patterns, see :func:`meets`.
+        paths: of what could be meant.
+        who: the technique.
+        what: that is, in the plural.
+        root: the class of the module.
+    """
+    known = list(paths)
+    for name in names:
+        if any(meets(path, name) for path in known):
+            continue
+        near = nearest(name, known) or known[:4]
+        raise ValueError(
+            f"{who}(names=[{name!r}, ...]): it means none of the {len(known)} {what} of {root}; expected a dotted path, its"
+            f" last part, or a pattern of one. Nearest: {', '.join(near) or 'none'}."
+        )

@@ -1,0 +1,138 @@
+"""Where a module has activations, and between which linear maps they stand."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_eff._core._architecture.linear_maps import LinearMap, linear_maps, unfit
+from lightning_eff._core._branches.probing import probed
+
+#: Classes of rectifiers: those that are meant where none is named.
+_RECTIFIERS = (
+    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish),
+    *(nn.RReLU, nn.Softplus),
+)
+_OTHERS = (nn.Tanh, nn.Sigmoid, nn.Hardsigmoid, nn.Hardtanh, nn.LogSigmoid, nn.Softsign, nn.Tanhshrink, nn.PReLU)
+_PASSED = (nn.Dropout, nn.Identity)
+
+
+def is_rectifier(m: nn.Module) -> bool:
+    """Whether ``m`` is an activation of torch, or of transformers, that is rather zero on one side."""
+    return isinstance(m, _RECTIFIERS) or (_of_transformers(m) and not _is_linear(m))
+
+
+def is_activation(m: nn.Module) -> bool:
+    """Whether ``m`` is one of any kind."""
+    return is_rectifier(m) or isinstance(m, _OTHERS) or _of_transformers(m)
+
+
+def _of_transformers(m: nn.Module) -> bool:
+    return type(m).__module__ == "transformers.activations" and not any(True for _ in m.children())
+
+
+def _is_linear(m: nn.Module) -> bool:
+    return type(m).__name__ == "LinearActivation"
+
+
+def computes(m: nn.Module, function: Any) -> bool:
+    """Whether an activation has this function's values from -4 to 4, to rounding."""
+    x = torch.linspace(-4.0, 4.0, 65, device="cpu")
+    with torch.no_grad():
+        try:
+            return bool(torch.allclose(m(x.clone()), function(x), atol=1e-6))
+        except (RuntimeError, ValueError, TypeError):  # one of images, or whose parameters lie elsewhere
+            return False
+
+
+@dataclass
+class Between:
+    """What a pass showed of one activation.
+
+    Attributes:
+        calls: how often it was called.
+        first: paths of the maps whose outputs it was given.
+        last: paths of the maps that took its outputs, dropout in between allowed.
+        odd: why it does not stand between two maps, if so.
+    """
+
+    calls: int = 0
+    taken: int = 0
+    first: dict[str, None] = field(default_factory=dict)
+    last: dict[str, None] = field(default_factory=dict)
+    odd: str = ""
+
+
+def between(root: nn.Module, activations: Mapping[str, nn.Module], *, who: str, batch: Any) -> dict[str, Between]:
+    """For each activation, by path, the linear maps before and after it in one pass over an input that is made up.
+
+    Raises:
+        ValueError: if nothing of the module could be run.
+    """
+    found = {path: Between() for path in activations}
+    maps = {m.path: m for m in linear_maps(root)}
+    kept: list[Tensor] = []  # so that no id is given twice
+    made: dict[int, str] = {}
+    acted: dict[int, str] = {}
+
+    def after_map(path: str) -> Any:
+        def hook(m: nn.Module, args: Any, output: Any) -> None:
+            if args and id(args[0]) in acted:
+                one = found[acted[id(args[0])]]
+                one.last[path] = None
+                one.taken += 1
+            if isinstance(output, Tensor):
+                kept.append(output)
+                made[id(output)] = path
+
+        return hook
+
+    def after_activation(path: str) -> Any:
+        def hook(m: nn.Module, args: Any, output: Any) -> None:
+            one = found[path]
+            one.calls += 1
+            if args and id(args[0]) in made:
+                one.first[made[id(args[0])]] = None
+            else:
+                one.odd = "what it is given is not just what a linear map put out"
+            kept.append(output)
+            acted[id(output)] = path
+
+        return hook
+
+    def after_passed(m: nn.Module, args: Any, output: Any) -> None:
+        if args and id(args[0]) in acted and output is not args[0]:
+            kept.append(output)
+            acted[id(output)] = acted[id(args[0])]
+
+    with ExitStack() as scope:
+        for path, one in maps.items():
+            scope.callback(one.module.register_forward_hook(after_map(path)).remove)
+        for path, m in activations.items():
+            scope.callback(m.register_forward_hook(after_activation(path)).remove)
+        for m in root.modules():
+            if isinstance(m, _PASSED):
+                scope.callback(m.register_forward_hook(after_passed).remove)
+        try:
+            probed(root, who=who, batch=batch)
+        except ValueError:
+            if not any(one.calls for one in found.values()):
+                raise
+    for one in found.values():
+        one.odd = one.odd or _odd(one, maps)
+    return found
+
+
+def _odd(one: Between, maps: Mapping[str, LinearMap]) -> str:
+    if not one.calls:
+        return "the pass that was looked at does not call it"
+    if one.taken < one.calls:
+        return "what it puts out does not go straight into a linear map; it may be gated already"
+    for path in (*one.first, *one.last):
+        reason = unfit(maps[path])
+        if reason is not None:
+            return f"{path} cannot be replaced: {reason}"
+    return ""

@@ -1,0 +1,92 @@
+"""A linear map of which some outputs are queries or keys, each head's divided by their root mean square."""
+
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import override
+
+#: Added to the mean square.
+EPS = 1e-6
+
+
+def normed_heads(x: Tensor, gain: Tensor, eps: float = EPS) -> Tensor:
+    """``q / sqrt(mean(q^2) + eps) g`` for each head q of ``x``.
+
+    Args:
+        x: shape (..., heads * D), a head's features side by side.
+        gain: g, shape (D,).
+        eps: > 0.
+    """
+    heads = x.unflatten(-1, (-1, gain.numel()))
+    return F.rms_norm(heads, (gain.numel(),), gain.to(x.dtype), eps).flatten(-2)
+
+
+class NormedHeads(nn.Module):
+    """``W x + b`` with heads of queries and keys normed, and a gain for each of the two roles.
+
+    Args:
+        plain: the map, which it holds.
+        parts: by role, the outputs that are of it, as a mask of shape (out,).
+        width: features of a head.
+    """
+
+    def __init__(self, plain: nn.Module, parts: Mapping[str, Tensor], width: int) -> None:
+        super().__init__()
+        self.map, self.roles = plain, list(parts)
+        self.runs = {role: runs(mask) for role, mask in parts.items()}
+        self.width, self.eps = width, EPS
+        for role in parts:
+            self.register_parameter(f"{role}_gain", nn.Parameter(torch.ones(width)))
+
+    @property
+    def undecayed(self) -> Sequence[str]:
+        """Gains, which weight decay passes over."""
+        return [f"{role}_gain" for role in self.roles]
+
+    @property
+    def weight(self) -> Tensor:
+        """The map's own."""
+        return cast(Tensor, self.map.weight)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The map's own."""
+        return cast("Tensor | None", self.map.bias)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.map(x)
+        pieces: list[tuple[int, Tensor]] = []
+        covered: list[tuple[int, int]] = []
+        for role in self.roles:
+            gain = cast(Tensor, self._parameters[f"{role}_gain"])
+            for start, stop in self.runs[role]:
+                pieces.append((start, normed_heads(y[..., start:stop], gain, self.eps)))
+                covered.append((start, stop))
+        end = 0
+        for start, stop in sorted(covered):
+            if start > end:
+                pieces.append((end, y[..., end:start]))
+            end = stop
+        if end < y.shape[-1]:
+            pieces.append((end, y[..., end:]))
+        made = [piece for _, piece in sorted(pieces, key=lambda one: one[0])]
+        return made[0] if len(made) == 1 else torch.cat(made, dim=-1)
+
+    @override
+    def extra_repr(self) -> str:
+        return f"{', '.join(self.roles)} of {self.width} normed"
+
+
+def runs(mask: Tensor) -> list[tuple[int, int]]:
+    """The stretches of a mask of shape (n,) that are set: start and stop of each."""
+    found: list[tuple[int, int]] = []
+    for i in mask.nonzero().flatten().tolist():
+        if found and found[-1][1] == i:
+            found[-1] = (found[-1][0], i + 1)
+        else:
+            found.append((i, i + 1))
+    return found

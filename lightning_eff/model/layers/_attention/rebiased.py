@@ -1,0 +1,88 @@
+"""Linear maps of which a part of the bias is gone, or moved here from elsewhere."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_eff._core._architecture.linear_maps import LinearMap
+
+
+class RebiasedLinear(nn.Linear):
+    """An ``nn.Linear`` with the plain one's weight and another bias, or none.
+
+    Args:
+        plain: the map.
+        bias: shape (out,), a tensor whose values it begins with, or None.
+    """
+
+    def __init__(self, plain: nn.Linear, bias: Tensor | None) -> None:
+        super().__init__(plain.in_features, plain.out_features, bias is not None, device="meta")
+        self.weight = plain.weight
+        self.bias = None if bias is None else nn.Parameter(bias.clone())  # pyright: ignore[reportAttributeAccessIssue]
+
+    def fold(self) -> Mapping[str, Tensor]:
+        """The weight itself, and a bias of zeros where there is none."""
+        bias = self.weight.new_zeros(self.out_features) if self.bias is None else self.bias
+        return {"weight": self.weight, "bias": bias}
+
+
+class PartlyBiased(nn.Module):
+    """``W x + b`` with b zero for some outputs, of which there are no parameters.
+
+    Args:
+        m: the plain map.
+        bias: shape (out,), whose values it begins with.
+        kept: shape (out,), for which outputs there is a bias.
+    """
+
+    index: Tensor
+
+    def __init__(self, m: LinearMap, bias: Tensor, kept: Tensor) -> None:
+        super().__init__()
+        weight = m.module.weight
+        assert isinstance(weight, nn.Parameter)
+        self.weight, self.transposed, self.out_features = weight, m.transposed, m.out_features
+        self.register_buffer("index", kept.nonzero().flatten().to(bias.device), persistent=False)
+        self.bias_left = nn.Parameter(bias.index_select(0, self.index))
+
+    @property
+    def bias(self) -> Tensor:
+        """The whole of it, (out,), zero where there is no parameter."""
+        whole = self.bias_left.new_zeros(self.out_features)
+        return whole.index_copy(0, self.index, self.bias_left)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.t() if self.transposed else self.weight, self.bias)
+
+    def fold(self) -> Mapping[str, Tensor]:
+        """The weight itself, and the whole bias."""
+        return {"weight": self.weight, "bias": self.bias}
+
+    @override
+    def extra_repr(self) -> str:
+        return f"out_features={self.out_features}, biases={self.bias_left.numel()}"
+
+
+def rebiased(m: LinearMap, bias: Tensor, kept: Tensor) -> nn.Module:
+    """The map with this bias where ``kept`` holds, and without one elsewhere; both of shape (out,)."""
+    if type(m.module) is nn.Linear and (bool(kept.all()) or not bool(kept.any())):
+        return RebiasedLinear(m.module, bias if bool(kept.all()) else None)
+    return PartlyBiased(m, bias, kept)
+
+
+def moved(m: LinearMap, values: Tensor) -> Tensor:
+    """``b + W c``: the bias of an output map once attention's results are less by c.
+
+    Args:
+        m: the output map.
+        values: c, the biases of the values, of shape (in,).
+    """
+    weight, bias = m.module.weight, m.module.bias
+    assert isinstance(weight, Tensor) and isinstance(bias, Tensor)
+    w = weight.t() if m.transposed else weight
+    double = torch.float64
+    return (bias.to(double) + w.to(double) @ values.to(double)).to(bias.dtype)

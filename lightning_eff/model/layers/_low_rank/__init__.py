@@ -1,0 +1,1 @@
+"""Maps and convolutions as products of two smaller ones."""
