@@ -125,7 +125,10 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
             "PartialTokenTraining": _NO_TUBES,
             "ChannelsLast": "has no convolution that could profit",
             **_NOT_SMALLER,
+            **dict.fromkeys(("CutMix", "Cutout", "RandomErasing"), "found no images in the batch"),
         }
+    if kind not in ("image", "speech"):  # a wave is of floating point
+        images["Mixup"] = "found no images in the batch, and no other tensor"
     fewer = dict.fromkeys(("RandomLTD", "TokenDropping"), _NOT_FEWER) if name in _BY_PLACES else {}
     at_ends = ("ZeroProjections", "ReZero", "SkipInit", "LayerScale", "Fixup") if name == "gemma2" else ()
     norms = dict.fromkeys(at_ends, "ends in a norm behind .*, or one to which 1 is added")
