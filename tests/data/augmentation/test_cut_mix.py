@@ -1,6 +1,7 @@
 """CutMix: shares are areas exactly, boxes as the paper draws them."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,5 +79,5 @@ def test_arguments() -> None:
 
 
 def test_yaml(tmp_path: Path) -> None:
-    names = {"model": "tests.data.augmentation.modules.ResNet", "data": "tests.data.augmentation.modules.Pictures"}
+    names: Any = {"model": "tests.data.augmentation.modules.ResNet", "data": "tests.data.augmentation.modules.Pictures"}
     fit_yaml(tmp_path, "CutMix", {"prob": 0.5}, max_steps=4, **names)

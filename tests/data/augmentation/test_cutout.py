@@ -95,5 +95,5 @@ def test_bytes_are_refused() -> None:
 
 
 def test_yaml(tmp_path: Path) -> None:
-    names = {"model": "tests.data.augmentation.modules.ResNet", "data": "tests.data.augmentation.modules.Pictures"}
+    names: Any = {"model": "tests.data.augmentation.modules.ResNet", "data": "tests.data.augmentation.modules.Pictures"}
     fit_yaml(tmp_path, "Cutout", {"length": 0.25}, max_steps=4, **names)

@@ -6,8 +6,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-import torchmetrics
 from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
 
 import lightning_eff as eff
 from lightning_eff._core.losses import LossNotVisible
@@ -106,7 +106,7 @@ def test_draws_follow_from_seed_step_micro_batch_and_rank(cls: Any) -> None:
     assert not torch.equal(windows[0], windows[1]), "micro-batches of one step draw apart"
 
     class Rank(pl.Callback):
-        def on_train_start(self, trainer: Any, module: Any) -> None:
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             trainer.callbacks[0].session.rank = 1
 
     pl.seed_everything(0, verbose=False)
@@ -140,14 +140,17 @@ def test_of_several_that_mix_each_batch_goes_to_one() -> None:
         whose: list[tuple[int, int]] = []
 
         class Count(pl.Callback):
-            def on_train_batch_end(self, *args: Any, whose: Any = whose) -> None:
-                whose.append((len(spied[0].shares), len(spied[1].shares)))
+            def __init__(self, whose: list[tuple[int, int]]) -> None:
+                self.whose = whose
 
-        before = whose_before = (len(spied[0].shares), len(spied[1].shares))
+            def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+                self.whose.append((len(spied[0].shares), len(spied[1].shares)))
+
+        before = (len(spied[0].shares), len(spied[1].shares))
         pl.seed_everything(0, verbose=False)
-        train(ResNet(), *order, Count(), data=batches(count))
+        train(ResNet(), *order, Count(whose), data=batches(count))
         assert all(sum(after) - sum(before) == k for k, after in enumerate(whose, 1)), "each batch once"
-        firsts = [whose[k][0] - ([whose_before, *whose][k][0]) for k in range(count)]
+        firsts = [whose[k][0] - ([before, *whose][k][0]) for k in range(count)]
         assert all(firsts[k] + firsts[k + 1] == 1 for k in range(0, count, 2)), "of two batches, one each"
         assert 0 < sum(firsts[::2]) < count // 2
     half = len(spied[0].shares) // 2
@@ -215,7 +218,7 @@ class Metrics(ResNet):
 
     def __init__(self, metric: bool = True) -> None:
         super().__init__()
-        self.accuracy = torchmetrics.classification.MulticlassAccuracy(CLASSES) if metric else None
+        self.accuracy = MulticlassAccuracy(CLASSES) if metric else None
 
     def loss(self, z: Tensor, y: Tensor) -> Tensor:
         if self.accuracy is None:

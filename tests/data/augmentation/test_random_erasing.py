@@ -106,5 +106,5 @@ def test_rectangles_that_do_not_fit_are_refused() -> None:
 
 
 def test_yaml(tmp_path: Path) -> None:
-    names = {"model": "tests.data.augmentation.modules.ResNet", "data": "tests.data.augmentation.modules.Pictures"}
+    names: Any = {"model": "tests.data.augmentation.modules.ResNet", "data": "tests.data.augmentation.modules.Pictures"}
     fit_yaml(tmp_path, "RandomErasing", {"area": [0.1, 0.2], "prob": 1.0}, max_steps=4, **names)
