@@ -59,7 +59,7 @@ class Momentum:
             elif w.requires_grad and w.is_floating_point():
                 self.held[name] = w.detach().to(torch.promote_types(w.dtype, torch.float32), copy=True)
         if old:
-            torch._foreach_lerp_(old, present, 1.0 - m)
+            torch._foreach_lerp_(old, present, 1.0 - m)  # pyright: ignore[reportPrivateImportUsage]
 
     @contextmanager
     def shown(self) -> Iterator[None]:
