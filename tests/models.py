@@ -1,11 +1,13 @@
 """Plain LightningModules for the tests: hand-written ones, and Hugging Face models with random weights."""
 
 import os
+from functools import cache
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
+from lightning.fabric.utilities import registry
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import (
@@ -23,6 +25,9 @@ from transformers import (
     ViTConfig,
     ViTForImageClassification,
 )
+
+# each Trainer asks all that is installed for callbacks, file by file; what is installed stays the same while tests run
+registry.entry_points = cache(registry.entry_points)
 
 VOCAB, LENGTH = 61, 32
 

@@ -196,7 +196,13 @@ def differences(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[
 
 
 def resume_from_every_step(
-    model: str, build: Build, directory: Path, *, each: bool = False, **kwargs: Any
+    model: str,
+    build: Build,
+    directory: Path,
+    *,
+    each: bool = False,
+    whole: dict[str, torch.Tensor] | None = None,
+    **kwargs: Any,
 ) -> dict[str, list[str]]:
     """Train, then resume from each step; what differs at the end from the undisturbed run, by checkpoint.
 
@@ -208,9 +214,11 @@ def resume_from_every_step(
         build: makes the techniques.
         directory: for checkpoints.
         each: resume from each of the undisturbed run's checkpoints and train to the end, whatever comes of it.
+        whole: what an undisturbed run left behind whose checkpoints are in ``directory`` already; it is made, if None.
         kwargs: of the trainer.
     """
-    whole = final_state(*fit(model, build, directory=directory, **kwargs))
+    if whole is None:
+        whole = final_state(*fit(model, build, directory=directory, **kwargs))
     saved = checkpoints(directory)
     assert len(saved) == NUM_STEPS, [path.name for path in saved]
     found: dict[str, list[str]] = {}

@@ -12,6 +12,9 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -44,9 +47,67 @@ from tests.selection import chosen
 from tests.stacks import cut_down, declared, model_of
 
 NAMES = sorted(CASES)
-every = pytest.mark.parametrize("name", NAMES)
-every_and_examples = pytest.mark.parametrize("name", [*NAMES, *sorted(STAND_INS), *sorted(EXAMPLES)])
-every_and_stand_ins = pytest.mark.parametrize("name", [*NAMES, *sorted(STAND_INS)])
+# a scope beyond one test lets pytest try one technique after the other, so that tests of one can share its run
+every = pytest.mark.parametrize("name", NAMES, scope="module")
+every_and_examples = pytest.mark.parametrize("name", [*NAMES, *sorted(STAND_INS), *sorted(EXAMPLES)], scope="module")
+every_and_stand_ins = pytest.mark.parametrize("name", [*NAMES, *sorted(STAND_INS)], scope="module")
+
+
+class _Memory(Logger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics: dict[str, list[float]] = {}
+
+    @property
+    def name(self) -> str:
+        return "memory"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        for key, value in metrics.items():
+            self.metrics.setdefault(key, []).append(value)
+
+
+@dataclass
+class Undisturbed:
+    """A run of one technique alone, checkpointed and logged at every step.
+
+    Attributes:
+        technique: has fitted once, or more often where a test lets it fit again.
+        directory: of the checkpoints.
+        final: what the run left behind.
+        reported: by its technique as it ended.
+        summary: of it.
+        logged: by its logger.
+    """
+
+    technique: Technique
+    directory: Path
+    final: dict[str, torch.Tensor]
+    reported: dict[str, float]
+    summary: str
+    logged: dict[str, list[float]]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(name: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Undisturbed]:
+    """The run that several tests of a technique look at, made within the first of them."""
+
+    @cache
+    def run() -> Undisturbed:
+        case, logger, directory = case_of(name), _Memory(), tmp_path_factory.mktemp("undisturbed")
+        technique = case.active()
+        net, t = fit(case.model, lambda: [technique], directory=directory, logger=logger, log_every_n_steps=1)
+        report = dict(technique.report())
+        return Undisturbed(technique, directory, final_state(net, t), report, technique.summary(), logger.metrics)
+
+    return run
 
 
 def test_every_export_has_a_case() -> None:
@@ -155,9 +216,9 @@ def groups(config: pytest.Config) -> list[Stack]:
 
 
 @every_and_examples
-def test_resume_equals_uninterrupted_from_every_step(name: str, tmp_path: Path) -> None:
-    case = case_of(name)
-    assert resume_from_every_step(case.model, lambda: [case.active()], tmp_path) == {}
+def test_resume_equals_uninterrupted_from_every_step(name: str, undisturbed: Callable[[], Undisturbed]) -> None:
+    case, run = case_of(name), undisturbed()
+    assert resume_from_every_step(case.model, lambda: [case.active()], run.directory, whole=run.final) == {}
 
 
 OTHER_MODES = sorted(set(MODES) - {"plain"})
@@ -288,10 +349,9 @@ def test_killed_run_resumes(tmp_path: Path) -> None:
 
 
 @every_and_examples
-def test_checkpoints_are_the_plain_modules(name: str, tmp_path: Path) -> None:
+def test_checkpoints_are_the_plain_modules(name: str, undisturbed: Callable[[], Undisturbed]) -> None:
     case = case_of(name)
-    fit(case.model, lambda: [case.active()], directory=tmp_path)
-    saved = checkpoints(tmp_path)
+    saved = checkpoints(undisturbed().directory)
     assert len(saved) == NUM_STEPS
     for path in saved:
         checkpoint = torch.load(path, weights_only=True)
@@ -457,47 +517,25 @@ def test_leaves_no_trace(name: str, fails_after: int | None) -> None:
 
 
 @every_and_examples
-def test_the_same_callback_fits_again(name: str) -> None:
-    technique = case_of(name).active()
-    first = final_state(*fit(case_of(name).model, lambda: [technique]))
-    assert differences(first, final_state(*fit(case_of(name).model, lambda: [technique]))) == []
+def test_the_same_callback_fits_again(name: str, undisturbed: Callable[[], Undisturbed]) -> None:
+    run = undisturbed()
+    again = fit(case_of(name).model, lambda: [run.technique])
+    assert differences(run.final, final_state(*again)) == []
 
 
 # -- 9. reports what it did
 
 
-class _Memory(Logger):
-    def __init__(self) -> None:
-        super().__init__()
-        self.metrics: dict[str, list[float]] = {}
-
-    @property
-    def name(self) -> str:
-        return "memory"
-
-    @property
-    def version(self) -> int:
-        return 0
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        for key, value in metrics.items():
-            self.metrics.setdefault(key, []).append(value)
-
-
 @every_and_stand_ins
-def test_reports_to_the_logger(name: str) -> None:
-    technique, logger = ALL[name].active(), _Memory()
-    fit(ALL[name].model, lambda: [technique], logger=logger, log_every_n_steps=1)
-    prefix = f"eff/{technique.name()}/"
-    logged = {key: values for key, values in logger.metrics.items() if key.startswith("eff/")}
+def test_reports_to_the_logger(name: str, undisturbed: Callable[[], Undisturbed]) -> None:
+    run = undisturbed()
+    prefix = f"eff/{run.technique.name()}/"
+    logged = {key: values for key, values in run.logged.items() if key.startswith("eff/")}
     assert logged
     assert all(key.startswith(prefix) for key in logged)
-    assert set(technique.report()) == {key.removeprefix(prefix) for key in logged}
+    assert set(run.reported) == {key.removeprefix(prefix) for key in logged}
     assert all(len(values) == NUM_STEPS for values in logged.values())
-    assert len(technique.summary()) > 10
+    assert len(run.summary) > 10
 
 
 # -- what the classes say of themselves
