@@ -81,9 +81,9 @@ def _residual(graph: Graph, stream: Node, branch: Node) -> _Sum | None:
 
 
 def _origins(graph: Graph, stream: Node) -> set[Node]:
-    """``stream``, and what it is the sum of; no maps, which begin something else."""
+    """``stream``, and what it is the sum of; of that no maps, which begin something else."""
     found = graph.below(stream, lambda node: graph.inputs[node] if kind(node) == "Add" or kind(node) in SHAPES else ())
-    return {node for node in found if node not in graph.leaves and not graph.map_at(node)}
+    return {node for node in found if node not in graph.leaves and (node == stream or not graph.map_at(node))}
 
 
 def _before_projection(graph: Graph, stream: Node, branch: Node) -> set[Node]:

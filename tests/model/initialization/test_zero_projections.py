@@ -242,6 +242,23 @@ def test_values_that_are_added_to_values_are_no_stream() -> None:
     assert last == [f"blocks.{i}.out.weight" for i in range(3)]
 
 
+class Residual(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.relu(self.up(x)))
+
+
+def test_a_branch_on_a_maps_own_output_is_found() -> None:
+    """The first block's stream is what the stem returns, with no norm or activation between."""
+    net = Images(nn.Sequential(nn.Linear(4, 8), Residual(8), Residual(8), nn.Linear(8, 3)))
+    batch = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
+    last = [end.weight for branch in branches(Graph(net.training_step(batch, 0), net)) for end in branch.last]
+    assert last == ["network.1.down.weight", "network.2.down.weight"]
+
+
 class Switch(nn.Module):
     """Experts in a list, of which all tokens take the first."""
 
