@@ -1,1 +1,0 @@
-"""Samples made of samples and noise: the mixup family, erasing, smoothing."""
