@@ -75,6 +75,7 @@ class TFixup(Initialization):
     )
     conflicts: ClassVar[Mapping[str, str]] = {
         "ZerO": "both say what maps begin at, and the later one would undo the other",
+        "DataDrivenInit": "both say what embeddings begin at, and the later one would undo the other",
         "ACTPrecision": "its attention is not seen to be one, so that queries, keys and values of one map are not told apart",
     }
 

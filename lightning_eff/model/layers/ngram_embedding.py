@@ -221,7 +221,8 @@ class NgramEmbedding(Architecture):
 
     @override
     def on_open(self, session: Session) -> None:
-        if session.fitting:  # before the other architectures', so that what they look for has a group
+        super().on_open(session)
+        if session.fitting:  # around what gives new parameters their groups, whichever architecture did that
             configure = session.module.configure_optimizers
 
             def configure_optimizers() -> Any:
@@ -230,7 +231,6 @@ class NgramEmbedding(Architecture):
                 return self._joined(session.module, configured) if self.optimizer == "rows" else configured
 
             session.patches.set(session.module, "configure_optimizers", configure_optimizers)
-        super().on_open(session)
 
     @override
     def attach(self, session: Session) -> None:

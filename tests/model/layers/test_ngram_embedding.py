@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_eff as eff
-from lightning_eff import NgramEmbedding
+from lightning_eff import LayerScale, NgramEmbedding, QKNorm
 from lightning_eff._core._optim.combined import CombinedOptimizer
 from lightning_eff.model.layers._ngrams.row_adam import RowAdam
 from lightning_eff.model.layers._ngrams.table import Ngrams, NgramTable, beside, ngram_rows
@@ -775,3 +775,15 @@ def test_the_monitor_counts_the_bytes_of_sparse_gradients() -> None:
     plain = sum(p.numel() * 4 for name, p in net.named_parameters() if "ngrams" not in name)
     most = 4 * 31 * (net.dim * 4 + 8)  # a row of floats and its number for each look-up
     assert plain < monitor._memory["gradients"] <= plain + most
+
+
+@pytest.mark.parametrize("other", [LayerScale, QKNorm])
+def test_groups_are_the_same_in_either_order(other: Any) -> None:
+    """What others add and decay passes over has its group wherever they stand."""
+    found = []
+    for backwards in (False, True):
+        net, techniques = TinyGPT(2), [NgramEmbedding(), other()]
+        t = trainer(*techniques[:: -1 if backwards else 1], max_steps=1)
+        t.fit(net, loader("tiny_gpt"))
+        found.append([(len(group["params"]), group.get("weight_decay")) for group in t.optimizers[0].param_groups])
+    assert found[0] == found[1] and len(found[0]) == 3
