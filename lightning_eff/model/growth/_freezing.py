@@ -153,11 +153,11 @@ class Freezing(Technique):
         """Find what stands below each stack, in the first pass that has a graph."""
         if self._below is not None:
             return proceed(batch)
-        entered: dict[int, Tensor] = {}
+        entered: dict[int, list[Tensor]] = {}  # by stack; also what passes that only look hand in
 
         def note(i: int) -> Any:
             def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                entered.setdefault(i, hidden_of(args, kwargs))
+                entered.setdefault(i, []).append(hidden_of(args, kwargs))
 
             return hook
 
@@ -173,10 +173,10 @@ class Freezing(Technique):
         if isinstance(loss, Tensor) and loss.grad_fn is not None and len(entered) == len(self._stacks):
             self._refuse_hidden_blocks(loss)
             named = list(step.module.named_parameters())
-            self._below = []
+            self._below, of_loss = [], nodes_below([loss.grad_fn])
             for i in range(len(self._stacks)):
-                node = entered[i].grad_fn
-                only = leaves_of(nodes_below([node])) - leaves_of(nodes_below([loss.grad_fn], stop=[node]))
+                nodes = [hidden.grad_fn for hidden in entered[i] if hidden.grad_fn in of_loss]
+                only = leaves_of(nodes_below(nodes)) - leaves_of(nodes_below([loss.grad_fn], stop=nodes))
                 self._below.append([name for name, p in named if id(p) in only])
         return output
 

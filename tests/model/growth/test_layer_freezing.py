@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_eff import GreedyLayerwise, LayerFreezing
+from lightning_eff import GreedyLayerwise, LayerFreezing, TokenDropping
 from lightning_eff._core.technique import Technique
 from lightning_eff.model.growth.greedy_layerwise import block_at
 from lightning_eff.model.growth.layer_freezing import num_frozen
@@ -151,6 +151,27 @@ def backward_flops(name: str) -> int:
     with FlopCounterMode(display=False) as counter:
         (out if isinstance(out, Tensor) else out[0]).sum().backward()
     return counter.get_total_flops()
+
+
+class Gradients(pl.Callback):
+    """Which parameters are frozen at some step, and which are to train and take no gradient: DDP refuses these."""
+
+    def __init__(self) -> None:
+        self.frozen, self.untaken = set[str](), set[str]()
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        named = list(pl_module.named_parameters())
+        self.frozen |= {name for name, p in named if not p.requires_grad}
+        self.untaken |= {name for name, p in named if p.requires_grad and p.grad is None}
+
+
+@pytest.mark.parametrize("kind", [LayerFreezing, GreedyLayerwise])
+def test_what_stands_below_is_found_beside_passes_that_only_look(kind: type[Technique]) -> None:
+    """TokenDropping's own look at the first batch runs through the blocks, too, and is no part of the loss's graph."""
+    gradients, net = Gradients(), TinyGPT()
+    trainer(kind(), TokenDropping(), gradients, max_steps=12).fit(net, loader("tiny_gpt"))
+    assert gradients.untaken == set()
+    assert {name.partition(".")[0] for name in gradients.frozen} >= {"embed", "position", "blocks"}
 
 
 @pytest.mark.parametrize("name", ["tiny_gpt", "gpt2"])
