@@ -49,6 +49,8 @@ CLAIMS = {
     ),
     "selective_backprop": ("SelectiveBackprop", "up to 3.5 times as fast to a target (Jiang et al. 2019)"),
     "layer_dropping": ("ProgressiveLayerDropping", "24 % less time at equal samples (Zhang & He 2020)"),
+    "compound_growth": ("CompoundGrowth", "1.74 times as fast for BERT-base, 1.82 for BERT-large (Gu et al. 2020)"),
+    "auto_prog": ("AutoProg", "ViTs trained up to 85.1 % faster at no loss of accuracy (Li et al. 2022)"),
     "zero_projections": (
         "ZeroProjections",
         "10,000 layers without norms trained (Zhang et al. 2019); among what took the records of GPT-2 down (modded-nanogpt)",

@@ -94,7 +94,7 @@ def gathered(names: Collection[str], refused: Collection[Pair]) -> list[Stack]:
 
 
 def watched(
-    stacks: Sequence[Stack], names: Iterable[str], wanted: Collection[Pair] | None = None
+    stacks: Sequence[Stack], names: Iterable[str], wanted: Collection[Pair] | None = None, most: int | None = None
 ) -> list[dict[str, Stack]]:
     """For each stack the names that are to be looked at in it, each with the partners that it is looked at beside there.
 
@@ -104,12 +104,15 @@ def watched(
         stacks: what :func:`design` gave.
         names: those that can be looked at.
         wanted: the pairs that :func:`design` was given.
+        most: in how many stacks each is looked at, those in which most partners stand; None until it was beside them all.
     """
     found: list[dict[str, Stack]] = [{} for _ in stacks]
     for name in sorted(set(names)):
         beside = [set(stack) - {name} if name in stack else set[str]() for stack in stacks]
         left = {other for some in beside for other in some if wanted is None or frozenset((name, other)) in wanted}
-        while left:
+        times = 0
+        while left and times != most:
+            times += 1
             at = max(range(len(stacks)), key=lambda i: len(left & beside[i]))
             found[at][name] = tuple(sorted(left & beside[at]))
             left -= beside[at]

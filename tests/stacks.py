@@ -55,6 +55,7 @@ def stacked(
     refused: Collection[Pair],
     seen: Collection[str],
     name: str | None = None,
+    most: int | None = None,
 ) -> list[Stacked]:
     """Few stacks in which every pair that can train together stands: on the one module, and on those of cases apart.
 
@@ -64,6 +65,7 @@ def stacked(
         refused: pairs that may stand together in none.
         seen: names that can be looked at.
         name: if given, only pairs with it.
+        most: in how many stacks of a module each is looked at; None until it was beside all of its partners.
     """
     models = sorted({case.model for case in cases.values()} - {MODEL})
     found: list[Stacked] = []
@@ -78,7 +80,7 @@ def stacked(
         wanted = {pair for pair in pairs(names) if pair & own and (name is None or name in pair)}
         every = None if model == MODEL and name is None else wanted
         stacks = design(names, refused, every)
-        looked_at = watched(stacks, [one for one in seen if one in names], every)
+        looked_at = watched(stacks, [one for one in seen if one in names], every, most)
         found += [Stacked(model, stack, some) for stack, some in zip(stacks, looked_at, strict=True)]
     return found
 
@@ -289,9 +291,11 @@ def checks(
         found.append((few if FEW * len(few) < len(stack) else stack, partial(stacks.acts, name)))
     if exact and not (lossy and saving):
         found.append((stack, partial(stacks.exact, exact)))
-    elif exact:  # what is compressed depends on what is saved: both are looked at, but not with each other
+    elif (
+        exact
+    ):  # what is compressed depends on what is saved, and that on a plan by measured times: not beside each other
         if exact - saving:
-            found.append((stack, partial(stacks.exact, exact - saving)))
+            found.append((tuple(name for name in stack if name not in saving), partial(stacks.exact, exact - saving)))
         found.append((tuple(name for name in stack if name not in lossy), partial(stacks.exact, exact)))
     return found
 

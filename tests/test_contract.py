@@ -267,22 +267,40 @@ def test_resume_within_accumulation_windows(name: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def under_ddp(once: Once, request: pytest.FixtureRequest) -> dict[str, Any]:
-    """One start of two processes for all: each technique alone, and groups of them in every mode and from some steps."""
+    """One start of two processes for groups of techniques, in every mode and from some steps; of one, also alone."""
     name = chosen(request.config)
-    what = [f"alone:{name}" for name in ([*ALL, *EXAMPLES] if name is None else [name])]
+    what = [f"alone:{name}" for name in (sorted(EXAMPLES) if name is None else [name])]
     what += [f"together:{'+'.join(group)}" for group in groups(request.config)]
     return once("ddp", lambda: launch("contract", *what, timeout=TIMEOUT))
 
 
+@pytest.fixture(scope="module")
+def each_under_ddp(once: Once, under_ddp: dict[str, Any]) -> dict[str, Any]:
+    """As if each were chosen."""
+    left = [what for what in (f"alone:{name}" for name in ALL) if what not in under_ddp]
+    return once("ddp_alone", lambda: {**under_ddp, **launch("contract", *left, timeout=TIMEOUT)})
+
+
 TIMEOUT = 1200  # seconds for all that shares the two processes; who is first waits for all of it
+WELL_UNDER_DDP = {"alike": True, "finite": True, "steps": NUM_STEPS, "differences": [[], []]}
 
 
-@every_and_examples
 @pytest.mark.timeout(TIMEOUT)
-def test_alone_under_ddp(name: str, under_ddp: dict[str, Any]) -> None:
-    """It trains, ranks end alike, and a resumed run as the undisturbed one."""
-    found = under_ddp[f"alone:{name}"]
-    assert found == {"alike": True, "finite": True, "steps": NUM_STEPS, "differences": [[], []]}
+def test_alone_under_ddp(request: pytest.FixtureRequest, under_ddp: dict[str, Any]) -> None:
+    """It trains, ranks end alike, and a resumed run as the undisturbed one: examples, and what is chosen.
+
+    The others do so in groups below, and each alone behind the ``slow`` marker.
+    """
+    name = chosen(request.config)
+    found = {name: under_ddp[f"alone:{name}"] for name in (sorted(EXAMPLES) if name is None else [name])}
+    assert found == dict.fromkeys(found, WELL_UNDER_DDP)
+
+
+@pytest.mark.slow
+@every_and_stand_ins
+@pytest.mark.timeout(TIMEOUT)
+def test_each_alone_under_ddp(name: str, each_under_ddp: dict[str, Any]) -> None:
+    assert each_under_ddp[f"alone:{name}"] == WELL_UNDER_DDP
 
 
 @pytest.mark.timeout(TIMEOUT)

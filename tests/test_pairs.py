@@ -1,7 +1,8 @@
 """Any two techniques train together and resume exactly, or are refused at setup with the reason; so with each plugin.
 
 Few large stacks hold every allowed pair at least once, and are looked at as pairs are; what fails is cut down to the names
-that fail together. One by one, the pairs run behind the ``slow`` marker.
+that fail together. That a technique still changes weights beside others is looked at in the stacks where most of them stand;
+beside each of its partners with ``--technique``. One by one, the pairs run behind the ``slow`` marker.
 """
 
 from itertools import combinations
@@ -21,12 +22,13 @@ NAMES = sorted([*CASES, *PLUGINS])
 REFUSED = declared(CASES, PLUGINS)
 # what they do shows in the weights
 SEEN = [name for name in NAMES if name in PLUGINS or not (CASES[name].exact or CASES[name].rounds)]
+LOOKS = 2  # stacks in which each of them is left out, to see whether that shows: a run for each
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "stack" in metafunc.fixturenames:
         name = chosen(metafunc.config)
-        stacks = stacked(CASES, PLUGINS, set(REFUSED), SEEN, name)
+        stacks = stacked(CASES, PLUGINS, set(REFUSED), SEEN, name, LOOKS if name is None else None)
         marked = [
             pytest.param(
                 stack, id=f"{'' if stack.model == MODEL else stack.model + '-'}{i:02}", marks=_slow(stacks, i, name)
