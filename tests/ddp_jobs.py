@@ -38,6 +38,10 @@ from tests.runs import (
 from tests.stacks import cut_down, model_of
 
 DDP: dict[str, Any] = {"strategy": "ddp", "devices": 2, "samples": 40}
+MODES_OF_GROUPS = {
+    "bf16": MODES["bf16"],
+    "accumulate, clip, validate": {**MODES["accumulate_clip"], **MODES["validate"]},
+}
 
 
 def _same_on_all_ranks(vector: torch.Tensor) -> bool:
@@ -76,7 +80,8 @@ def alone(name: str, root: Path) -> dict[str, Any]:
 def together(group: list[str], root: Path) -> str | None:
     """The same and more of techniques at once; what is wrong, of the smallest part of them.
 
-    They train in every mode, and resume from some steps, one of which ends an epoch, and within accumulation windows.
+    They train in every mode (of one process's, two that are several at once), and resume from some steps, one of which ends
+    an epoch, and within accumulation windows.
     """
     numbers = itertools.count()
 
@@ -98,8 +103,8 @@ def together(group: list[str], root: Path) -> str | None:
             elif not vector.isfinite().all() or t.global_step != NUM_STEPS:
                 told.append(f"trains {t.global_step} of {NUM_STEPS} steps, or to weights that are not finite ({mode})")
 
-        for mode in (mode for mode in MODES if mode != "plain"):
-            look(mode, *fit(model, build, **{**DDP, **MODES[mode]}))
+        for mode, settings in MODES_OF_GROUPS.items():
+            look(mode, *fit(model, build, **{**DDP, **settings}))
         steps = {"max_steps": NUM_STEPS, "accumulate_grad_batches": 1, "look": partial(look, "plain")}
         found = resume_from_batches(model, build, directory / "steps", (2, 5, 9), **steps, **DDP)
         found |= resume_from_batches(model, build, directory / "windows", (2, 9), **DDP)
