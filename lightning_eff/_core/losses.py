@@ -8,6 +8,8 @@ A mean loss is ``L = (1/V) sum_r l_r`` over rows ``r`` (samples, or tokens of sa
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -31,6 +33,22 @@ LOSSES: tuple[Callable[..., Tensor], ...] = (
 _SIGNATURES = {fn: inspect.signature(fn) for fn in LOSSES}
 _OF_CLASSES = (F.cross_entropy, F.nll_loss)
 _CHUNK = 2**24  # logits taken apart at a time: what it needs of memory stays small beside the training pass
+_OBSERVED: ContextVar[bool] = ContextVar("observed", default=False)
+
+
+@contextmanager
+def observing() -> Iterator[None]:
+    """Loss calls made here are those of the step, looked at: who changes them is to change them without a gradient, too."""
+    token = _OBSERVED.set(True)
+    try:
+        yield
+    finally:
+        _OBSERVED.reset(token)
+
+
+def observed() -> bool:
+    """Whether a loss call without a gradient is one of the step that is looked at, and no metric."""
+    return _OBSERVED.get()
 
 
 class LossNotVisible(ValueError):
@@ -186,12 +204,13 @@ class ObserveLosses(_LossMode):
 
     @override
     def on_loss(self, fn: Callable[..., Tensor], arguments: dict[str, Any]) -> Tensor:
-        mean = fn(**arguments)
-        if self._passes == 1 and self.problem is None:
-            try:
-                self.calls.append(self._take_apart(fn, arguments, mean.detach()))
-            except LossNotVisible as e:
-                self.problem = str(e)
+        with observing():
+            mean = fn(**arguments)
+            if self._passes == 1 and self.problem is None:
+                try:
+                    self.calls.append(self._take_apart(fn, arguments, mean.detach()))
+                except LossNotVisible as e:
+                    self.problem = str(e)
         return mean
 
     def _take_apart(self, fn: Callable[..., Tensor], arguments: dict[str, Any], mean: Tensor) -> LossCall:

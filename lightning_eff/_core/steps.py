@@ -15,6 +15,7 @@ from torchmetrics import Metric
 
 from lightning_eff._core import rng
 from lightning_eff._core.batches import select
+from lightning_eff._core.losses import observing
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -24,12 +25,14 @@ class Stage(IntEnum):
     """Where a link acts; a smaller stage wraps the larger ones, whatever the order of the callbacks."""
 
     JOIN = 0  #: make one batch of several of the loader's
-    CHOOSE = 1  #: choose samples
-    TRANSFORM = 2  #: change the batch: length, resolution, tokens, mixing
-    PERTURB = 3  #: run at other weights
-    REWEIGHT = 4  #: change the loss
-    MEASURE = 5  #: look at what the pass computes, and at gradients of it
-    SAVE = 6  #: what is kept between forward and backward
+    AUGMENT = 1  #: change samples one by one, as a data set would
+    MIX = 2  #: make samples of several, and targets with them: what chooses samples scores these
+    CHOOSE = 3  #: choose samples
+    TRANSFORM = 4  #: change the batch: length, resolution, tokens
+    PERTURB = 5  #: run at other weights
+    REWEIGHT = 6  #: change the loss
+    MEASURE = 7  #: look at what the pass computes, and at gradients of it
+    SAVE = 8  #: what is kept between forward and backward
 
 
 Proceed = Callable[[Any], Any]
@@ -201,7 +204,7 @@ class Step:
         """
         stages = (Stage.TRANSFORM,) if transform else ()
         start = time.perf_counter()
-        with torch.no_grad(), rng.fork(), silent(self.module):
+        with torch.no_grad(), rng.fork(), silent(self.module), observing():
             output = self.chain.call(self, batch, stages=stages, around=lambda: around)
         self.chain.cost.forward_passes += 1
         self.chain.cost.forward_samples += size
@@ -214,13 +217,13 @@ class StepChain:
     """The links of a run, in the order of their stages, around the original ``training_step``."""
 
     original: Callable[..., Any]
-    links: list[tuple[Stage, Link]] = field(default_factory=list)
+    links: list[tuple[Stage, Link, int]] = field(default_factory=list)
     cost: Cost = field(default_factory=Cost)
 
-    def add(self, stage: Stage, link: Link) -> None:
-        """Add a link; links of one stage wrap each other in the order they came."""
-        self.links.append((stage, link))
-        self.links.sort(key=lambda item: item[0])
+    def add(self, stage: Stage, link: Link, order: int = 0) -> None:
+        """Add a link; links of one stage wrap each other by ``order``, the smaller the outer, else in the order they came."""
+        self.links.append((stage, link, order))
+        self.links.sort(key=lambda item: (item[0], item[2]))
 
     def run(self, step: Step, batch: Any) -> Any:
         """The training step: all links, then the user's own."""
@@ -238,7 +241,7 @@ class StepChain:
         def proceed_from(position: int) -> Proceed:
             def proceed(batch: Any) -> Any:
                 for index in range(position, len(self.links)):
-                    stage, link = self.links[index]
+                    stage, link, _ = self.links[index]
                     if stage in stages:
                         return link(step, batch, proceed_from(index + 1))
                 wrapper = around()

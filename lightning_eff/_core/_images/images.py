@@ -1,7 +1,7 @@
 """The images in batches of any make: finding them by shape, and making them smaller, with what lies on their pixels."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,13 +61,14 @@ class Images:
     targets: frozenset[int]
 
 
-def find_images(batch: Any, keys: Sequence[str | int] | None, *, who: str) -> Images:
+def find_images(batch: Any, keys: Sequence[str | int] | None, *, who: str, beside: Collection[int] = ()) -> Images:
     """Find the images of a batch of any make: its 4-D tensors of floating point, or of uint8 where there are none.
 
     Args:
         batch: tensors in a dict, tuple, list or dataclass, nested as they may be, or one tensor.
         keys: names or positions of the tensors (N, C, H, W) that are images, and of no others.
         who: the technique's name, for messages.
+        beside: ids of tensors that are none, such as labels.
 
     Raises:
         ValueError: if there are none, if they are not of one number and one size, if their channels come last, or if
@@ -79,7 +80,7 @@ def find_images(batch: Any, keys: Sequence[str | int] | None, *, who: str) -> Im
     )
     mend = "Say by keys= which tensors (N, C, H, W) are images, by name or position, or take the technique out."
     if keys is None:
-        four = [(path, t) for path, t in named if t.ndim == 4 and min(t.shape) > 0]
+        four = [(path, t) for path, t in named if t.ndim == 4 and min(t.shape) > 0 and id(t) not in beside]
         chosen = [(path, t) for path, t in four if t.is_floating_point()]
         chosen = chosen or [(path, t) for path, t in four if t.dtype == torch.uint8]
         if not chosen:

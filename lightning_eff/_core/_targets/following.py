@@ -68,11 +68,13 @@ class Follower:
 
     Attributes:
         strays: where labels met the network's output outside of a loss call, as in a loss written by hand.
+        compared: whether labels were compared with other tensors without a gradient, as in a metric.
     """
 
     def __init__(self) -> None:
         self._traces: dict[int, tuple[Tensor, Trace]] = {}  # tensors are kept, since an id is one only while they live
         self.strays: list[Stray] = []
+        self.compared = False
 
     def begin(self, label: str, tensor: Tensor, others: Sequence[Tensor] = ()) -> None:
         """Follow ``tensor``, the batch's labels at the path ``label``, and ``others`` of the same shape beside it."""
@@ -219,6 +221,11 @@ class Follower:
         if name in CASTING and self.get(args[0] if args else None) is None:  # to the type of labels
             return
         data = [t for t in _tensors((args, kwargs)) if t.ndim and self.get(t) is None]
+        # a confusion matrix counts ``classes * labels + predictions``
+        self.compared |= name in ("eq", "ne") and bool(data)
+        self.compared |= name == "add" and any(
+            t.numel() == first.places.numel() and not t.is_floating_point() for t in data
+        )
         if data and all(trace.selects for trace in traces) and name not in COMPARING:  # labels say where, others what
             return
         in_place = any(output is t for t in _tensors(args))

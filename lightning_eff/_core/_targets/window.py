@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_eff._core._targets.calls import Change, TargetCall
 from lightning_eff._core._targets.following import Follower
 from lightning_eff._core.batches import lies_at, num_samples, tensors
-from lightning_eff._core.losses import LOSSES, LossNotVisible, bind_loss, loss_of
+from lightning_eff._core.losses import LOSSES, LossNotVisible, bind_loss, loss_of, observed
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step
 
@@ -71,7 +71,7 @@ class _Window(TorchFunctionMode):
         if trace is None:
             self.elsewhere.append(fn.__name__)
             return fn(**arguments)
-        if self.learning and not (arguments["input"].requires_grad and torch.is_grad_enabled()):
+        if self.learning and not (observed() or (arguments["input"].requires_grad and torch.is_grad_enabled())):
             self.still.append(fn.__name__)
             return fn(**arguments)
         shape = self.shapes[trace.label]
@@ -108,14 +108,25 @@ class Targets:
         session: the run.
         who: the technique's name, for messages.
         labels: names or positions of the labels in the batch, where looking does not tell.
+
+    Attributes:
+        compared: whether a training pass has compared labels with something else, outside of its loss: as a metric does.
+        changed: the functions of the loss calls that were changed, by name.
     """
 
     def __init__(self, session: Session, who: str, labels: Sequence[str | int] | None = None) -> None:
         self.session = session
+        self.compared = False
+        self.changed: set[str] = set()
         self.who = who
         self.named = labels
         self._paths: list[str] | None = None
         self._checked = False
+
+    @property
+    def checked(self) -> bool:
+        """Whether all ranks have made a pass of which it is known that its loss comes of the calls on labels."""
+        return self._checked
 
     def labels(self, step: Step, batch: Any) -> dict[str, Tensor]:
         """The batch's labels, by path: tensors that the step's loss calls have as targets, as they are or made over.
@@ -193,6 +204,8 @@ class Targets:
         try:
             output = proceed(batch)
             self._check(step, window, loss_of(output))
+            self.compared |= window.learning and (window.follower.compared or bool(window.still))
+            self.changed.update(call.fn.__name__ for call, _ in window.made)
         except BaseException:
             _leave(window)
             raise

@@ -1,0 +1,1 @@
+"""Samples made of samples and noise: the mixup family, erasing, smoothing."""

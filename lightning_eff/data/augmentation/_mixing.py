@@ -1,0 +1,192 @@
+"""The engine of techniques that make samples of two: the loss becomes that on both samples' labels, in the same pass."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Generator, Tensor
+from typing_extensions import override
+
+from lightning_eff._core._targets.calls import Change, TargetCall, mixed
+from lightning_eff._core._targets.window import Targets
+from lightning_eff._core.batches import tensors
+from lightning_eff._core.session import Session
+from lightning_eff._core.steps import Proceed, Stage, Step
+from lightning_eff.data.augmentation._arguments import check_names
+from lightning_eff.data.augmentation._engine import Augmentation, floating_images, replaced
+
+_OF_CLASSES = ("cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
+
+
+def draw_shares(alpha: float, count: int, rng: np.random.Generator) -> Tensor:
+    """``lambda ~ Beta(alpha, alpha)``, (count,), float64."""
+    return torch.from_numpy(rng.beta(alpha, alpha, count))
+
+
+def only_classes(change: Change, *, who: str) -> Change:
+    """``change``, refusing loss calls whose targets are no classes."""
+
+    def checked(call: TargetCall) -> Tensor:
+        if call.fn.__name__ not in _OF_CLASSES:
+            raise ValueError(
+                f"{who}: the labels {call.label or 'in the batch'} {tuple(call.shape)} are targets of F.{call.fn.__name__}, and"
+                f" so no classes; expected them in {', '.join(f'F.{name}' for name in _OF_CLASSES)}. Say by labels= which are"
+                " classes, or take the technique out."
+            )
+        return change(call)
+
+    return checked
+
+
+def check_labels(labels: dict[str, Tensor], *, who: str, by_sample: bool = False) -> None:
+    """Raise ``ValueError`` unless labels are classes: integers, or numbers in [0, 1].
+
+    Args:
+        labels: by their paths.
+        who: the technique's name, for messages.
+        by_sample: each sample is to have one label, (B,), or a number for each class, (B, C).
+    """
+    for path, y in labels.items():
+        got = f"{who}: the labels {path or 'in the batch'} {tuple(y.shape)} {str(y.dtype)[6:]}"
+        if y.is_complex() or (y.is_floating_point() and y.numel() and not bool(((y >= 0) & (y <= 1)).all())):
+            raise ValueError(
+                f"{got} are no classes; expected integers, or probabilities in [0, 1]. Say by labels= which tensor holds the"
+                " classes, or take the technique out."
+            )
+        if by_sample and not (y.ndim == 1 or (y.ndim == 2 and y.is_floating_point())):
+            raise ValueError(
+                f"{got} are several of each sample; expected one, (B,), or a probability for each class, (B, C), because an"
+                " area's share says nothing of single pixels' labels. Take the technique out, or mix in the data set."
+            )
+
+
+class Mixing(Augmentation):
+    """Trains on mixtures of each sample with another of its micro-batch, and on both of their labels.
+
+    The step's loss on labels ``y`` becomes ``lambda L(y) + (1 - lambda) L(y')`` for each sample, with ``y'`` the labels of
+    the one that was mixed in: for cross-entropy and binary cross-entropy that is the loss on the mixed target, exactly.
+    Roles are such that ``lambda`` is at least one half, so what reads the batch's labels sees those of the larger share.
+
+    Where several techniques mix, each batch is mixed by one of them: of n, each n batches of an epoch in turn go once to
+    each, in an order that is drawn.
+
+    Class attributes, beside those of :class:`Augmentation`:
+        by_sample: labels must be one of each sample.
+
+    Attributes:
+        labels: names or positions of the labels in the batch; None looks for them.
+    """
+
+    stage: ClassVar[Stage] = Stage.MIX
+    order: ClassVar[int] = 1
+    by_sample: ClassVar[bool] = True
+
+    def __init__(
+        self, *, prob: float, until: float, keys: Sequence[str | int] | None, labels: Sequence[str | int] | None
+    ) -> None:
+        super().__init__(prob=prob, until=until, keys=keys)
+        check_names(labels, who=type(self).__name__, name="labels")
+        self.labels = None if labels is None else list(labels)
+
+    @override
+    def _reset(self) -> None:
+        super()._reset()
+        self._told = False
+
+    # -- what subclasses say
+
+    def inputs(self, batch: Any, labels: dict[str, Tensor]) -> list[Tensor]:
+        """The tensors of the batch that are mixed.
+
+        Raises:
+            ValueError: if there are none, with what was found.
+        """
+        return floating_images(batch, self.keys, who=type(self).__name__, beside=list(labels.values()))
+
+    @abstractmethod
+    def mix(self, inputs: list[Tensor], partner: Tensor, generator: Generator) -> tuple[list[Tensor], Tensor]:
+        """Mixtures, and each sample's own share ``lambda`` in them, (B,), at least one half.
+
+        Args:
+            inputs: what :meth:`inputs` gives, each (B, ...).
+            partner: the sample that each is mixed with, (B,), on the CPU.
+            generator: of this micro-batch.
+        """
+
+    # -- the run
+
+    @override
+    def attach(self, session: Session) -> None:
+        super().attach(session)
+        self._targets = Targets(session, who=type(self).__name__, labels=self.labels)
+
+    @override
+    def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
+        who, targets = type(self).__name__, self._targets
+        labels = targets.labels(step, batch)
+        if not labels:  # the step skips this batch
+            return proceed(batch)
+        self._look_once(lambda: self._look(step, batch, labels))
+        made: tuple[Any, Tensor, Tensor] | None = None
+        if self._acts() and self._its_turn(step):
+            with self._timed():
+                made = self._mixture(step, batch, labels)
+        if made is None:
+            self._note(0.0)
+            # all ranks look at the loss at once, and one of them may have drawn to leave this batch alone
+            change = only_classes(TargetCall.plain, who=who)
+            return proceed(batch) if targets.checked else targets.run(step, batch, proceed, change)
+        mixture, partner, share = made
+        self._note(1.0 - float(share.mean()))
+        others = {path: y.index_select(0, partner.to(y.device)) for path, y in labels.items()}
+        output = targets.run(step, mixture, proceed, only_classes(mixed(share, 1 - share), who=who), others)
+        if targets.compared and not self._told:
+            self._told = True
+            rank_zero_warn(
+                f"{who}: training_step compares the labels with what it computed, as a metric does. It reads each sample's own"
+                " label, whose share of the mixture is the larger, so such a figure of training batches is too low; validation"
+                " is not mixed."
+            )
+        return output
+
+    def _look(self, step: Step, batch: Any, labels: dict[str, Tensor]) -> None:
+        self._sized(batch, labels)
+        check_labels(labels, who=type(self).__name__, by_sample=self.by_sample)
+        self.look(step, batch)
+
+    def _sized(self, batch: Any, labels: dict[str, Tensor]) -> tuple[list[Tensor], int]:
+        """The inputs, and the number of samples that they and the labels have."""
+        inputs = self.inputs(batch, labels)
+        sizes = {len(t) for t in (*inputs, *labels.values())}
+        if len(sizes) > 1:
+            held = ", ".join(f"{path or 'the batch'} {tuple(t.shape)}" for path, t in tensors(batch))
+            raise ValueError(
+                f"{type(self).__name__}: what is mixed and its labels are of {sorted(sizes)} samples; expected as many. The"
+                f" batch holds {held}. Say by keys= and labels= which are meant."
+            )
+        return inputs, sizes.pop()
+
+    def _its_turn(self, step: Step) -> bool:
+        """Whether this batch is for this technique, of those that mix; the same on all ranks."""
+        names = sorted(type(t).__name__ for t in self.session.working if isinstance(t, Mixing))
+        if len(names) == 1:
+            return True
+        at, epoch = step.batch_idx % len(names), self.session.trainer.current_epoch
+        generator = self.session.generator("whose turn", epoch, step.batch_idx // len(names))
+        order = torch.randperm(len(names), generator=generator)
+        return names[int(order[at])] == type(self).__name__
+
+    def _mixture(self, step: Step, batch: Any, labels: dict[str, Tensor]) -> tuple[Any, Tensor, Tensor] | None:
+        """The batch of mixtures, the partners and the shares; None where it is left alone."""
+        generator = self.generator(step)
+        acts = torch.rand((), generator=generator, dtype=torch.float32) < self.prob
+        inputs, size = self._sized(batch, labels)
+        if not acts or size < 2:
+            return None
+        partner = torch.randperm(size, generator=generator)
+        mixtures, share = self.mix(inputs, partner, generator)
+        made = {id(t): m for t, m in zip(inputs, mixtures, strict=True)}
+        return replaced(batch, made), partner, share
