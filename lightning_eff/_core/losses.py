@@ -38,7 +38,7 @@ _OBSERVED: ContextVar[bool] = ContextVar("observed", default=False)
 
 @contextmanager
 def observing() -> Iterator[None]:
-    """Loss calls made here are those of the step, looked at: who changes them is to change them without a gradient, too."""
+    """Loss calls made here are looked at by sample: who mixes samples is to change them without a gradient, too."""
     token = _OBSERVED.set(True)
     try:
         yield
@@ -47,7 +47,7 @@ def observing() -> Iterator[None]:
 
 
 def observed() -> bool:
-    """Whether a loss call without a gradient is one of the step that is looked at, and no metric."""
+    """Whether a loss call is made by who looks at samples' losses, and is no metric."""
     return _OBSERVED.get()
 
 

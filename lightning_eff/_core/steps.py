@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,7 +16,6 @@ from torchmetrics import Metric
 
 from lightning_eff._core import rng
 from lightning_eff._core.batches import select
-from lightning_eff._core.losses import observing
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -33,6 +33,23 @@ class Stage(IntEnum):
     REWEIGHT = 6  #: change the loss
     MEASURE = 7  #: look at what the pass computes, and at gradients of it
     SAVE = 8  #: what is kept between forward and backward
+
+
+_LOOKING: ContextVar[bool] = ContextVar("looking", default=False)
+
+
+@contextmanager
+def _looking_on() -> Iterator[None]:
+    token = _LOOKING.set(True)
+    try:
+        yield
+    finally:
+        _LOOKING.reset(token)
+
+
+def looking() -> bool:
+    """Whether a forward pass for its loss alone is under way, :meth:`Step.forward_only`, be it within a training pass."""
+    return _LOOKING.get()
 
 
 Proceed = Callable[[Any], Any]
@@ -204,7 +221,7 @@ class Step:
         """
         stages = (Stage.TRANSFORM,) if transform else ()
         start = time.perf_counter()
-        with torch.no_grad(), rng.fork(), silent(self.module), observing():
+        with torch.no_grad(), rng.fork(), silent(self.module), _looking_on():
             output = self.chain.call(self, batch, stages=stages, around=lambda: around)
         self.chain.cost.forward_passes += 1
         self.chain.cost.forward_samples += size

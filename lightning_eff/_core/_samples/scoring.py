@@ -22,6 +22,7 @@ from lightning_eff._core.losses import (
     gradient_bounds,
     loss_of,
     mean_by_sample,
+    observing,
 )
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Around, Proceed, Step, in_evaluation
@@ -76,7 +77,8 @@ def sample_losses(fn: SampleLoss, module: LightningModule, batch: Any) -> Tensor
     Raises:
         LossNotVisible: if that is no tensor with one loss for each sample.
     """
-    losses = fn(module, batch)
+    with observing():
+        losses = fn(module, batch)
     size = num_samples(batch)
     if not isinstance(losses, Tensor) or losses.shape != (size,):
         got = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__

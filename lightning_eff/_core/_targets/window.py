@@ -23,7 +23,7 @@ from lightning_eff._core._targets.following import Follower
 from lightning_eff._core.batches import lies_at, num_samples, tensors
 from lightning_eff._core.losses import LOSSES, LossNotVisible, bind_loss, loss_of, observed
 from lightning_eff._core.session import Session
-from lightning_eff._core.steps import Proceed, Step
+from lightning_eff._core.steps import Proceed, Step, looking
 
 _SYMMETRIC = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
 _BACKWARD = (Tensor.backward, torch.autograd.backward)
@@ -36,8 +36,9 @@ class _Window(TorchFunctionMode):
 
     apart_from_compiled = True  # sees nothing in compiled code, which need not be compiled with it
 
-    def __init__(self, change: Change, shapes: Mapping[str, torch.Size]) -> None:
+    def __init__(self, change: Change, shapes: Mapping[str, torch.Size], *, scored: bool = False) -> None:
         super().__init__()
+        self.scored = scored
         self.change = change
         self.shapes = shapes
         self.follower = Follower()
@@ -45,13 +46,14 @@ class _Window(TorchFunctionMode):
         self.elsewhere: list[str] = []  # calls on targets that are not made of labels
         self.still: list[str] = []  # calls without a gradient in a pass with one: metrics
         self.learning = torch.is_grad_enabled()
+        self.over = False  # another pass of the step has begun, with a window of its own
 
     @override
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
+        if self.over or torch.compiler.is_compiling():
             return func(*args, **kwargs)
         if func not in _LOOKED_AT and not self.follower.knows(args, kwargs):  # as almost all are
             return func(*args, **kwargs)
@@ -71,8 +73,10 @@ class _Window(TorchFunctionMode):
         if trace is None:
             self.elsewhere.append(fn.__name__)
             return fn(**arguments)
-        if self.learning and not (observed() or (arguments["input"].requires_grad and torch.is_grad_enabled())):
-            self.still.append(fn.__name__)
+        trained = arguments["input"].requires_grad and torch.is_grad_enabled()
+        if self.learning and not trained and not (self.scored and observed()):
+            if not looking():
+                self.still.append(fn.__name__)
             return fn(**arguments)
         shape = self.shapes[trace.label]
         call = TargetCall(fn, arguments, trace.label, shape, trace.places, tuple(trace.others))
@@ -108,18 +112,24 @@ class Targets:
         session: the run.
         who: the technique's name, for messages.
         labels: names or positions of the labels in the batch, where looking does not tell.
+        scored: change the loss calls of those who look at samples' losses within :meth:`run`, too, gradient or not: they are
+            to see what is trained on.
 
     Attributes:
         compared: whether a training pass has compared labels with something else, outside of its loss: as a metric does.
         changed: the functions of the loss calls that were changed, by name.
     """
 
-    def __init__(self, session: Session, who: str, labels: Sequence[str | int] | None = None) -> None:
+    def __init__(
+        self, session: Session, who: str, labels: Sequence[str | int] | None = None, *, scored: bool = False
+    ) -> None:
         self.session = session
+        self.scored = scored
         self.compared = False
         self.changed: set[str] = set()
         self.who = who
         self.named = labels
+        self._window: _Window | None = None  # of the last pass
         self._paths: list[str] | None = None
         self._checked = False
 
@@ -189,7 +199,7 @@ class Targets:
         named = self.labels(step, batch)
         if others is not None:
             named = {path: tensor for path, tensor in named.items() if path in others}
-        window = _Window(change, {path: tensor.shape for path, tensor in named.items()})
+        window = _Window(change, {path: tensor.shape for path, tensor in named.items()}, scored=self.scored)
         for path, tensor in named.items():
             beside = [] if others is None else others[path]
             beside = [beside] if isinstance(beside, Tensor) else list(beside)
@@ -200,6 +210,9 @@ class Targets:
                         f" batch's, {tuple(tensor.shape)}."
                     )
             window.follower.begin(path, tensor, beside)
+        if self._window is not None:  # still there for its backward pass: a second pass would be changed twice
+            self._window.over = True
+        self._window = window
         window.__enter__()
         try:
             output = proceed(batch)

@@ -121,7 +121,7 @@ class Mixing(Augmentation):
     @override
     def attach(self, session: Session) -> None:
         super().attach(session)
-        self._targets = Targets(session, who=type(self).__name__, labels=self.labels)
+        self._targets = Targets(session, who=type(self).__name__, labels=self.labels, scored=True)
 
     @override
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:

@@ -65,7 +65,7 @@ class LabelSmoothing(Technique):
     ``F.cross_entropy`` its own ``label_smoothing=``, of ``F.nll_loss`` and binary cross-entropy what that is there, for classes
     (B, ...) of images or tokens; ignored labels stay ignored. So a Hugging Face model that takes ``labels=`` is smoothed
     without a change. Validation, test and prediction are not: losses of training and validation differ by what smoothing adds.
-    Mixtures of samples are smoothed as their labels are.
+    Mixtures of samples are smoothed as their labels are; what chooses samples by their loss scores them by hard labels.
 
     Logged: ``epsilon``, and ``calls``, the loss calls of the last micro-batch that were smoothed.
 
@@ -113,7 +113,7 @@ class LabelSmoothing(Technique):
     def attach(self, session: Session) -> None:
         self._reset()
         self._targets = Targets(session, WHO, self.labels)
-        session.chain.add(Stage.MIX, self._link)
+        session.chain.add(Stage.REWEIGHT, self._link, order=-1)  # labels are made by then, outside of others there
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
         labels = self._targets.labels(step, batch)
