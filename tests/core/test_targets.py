@@ -657,6 +657,58 @@ def test_with_techniques_that_look_at_losses_or_run_the_step_twice() -> None:
     assert technique.calls > 3
 
 
+class Looks(Technique):
+    """Runs the step for its loss alone within each training pass, as a technique that chooses tokens does."""
+
+    saves = "nothing"
+    paper = "none"
+
+    def __init__(self, *, gradient: bool) -> None:
+        self.gradient = gradient
+        self.read: list[float] = []
+
+    def attach(self, session: Any) -> None:
+        session.chain.add(Stage.MEASURE, self._link)
+
+    def _link(self, step: Any, batch: Any, proceed: Any) -> Any:
+        def around(run: Any, batch: Any) -> Any:
+            with torch.set_grad_enabled(self.gradient):
+                return run(batch)
+
+        self.read.append(step.forward_only(batch, B, around, transform=False).item())
+        return proceed(batch)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_passes_that_only_look_see_the_plain_step(gradient: bool) -> None:
+    """They are neither changed nor told of; what is trained on is changed once."""
+
+    def step(z: Tensor, b: Any, m: Probe) -> Tensor:
+        return F.cross_entropy(z, b[1])
+
+    batch = draw(B, D), classes(B)
+    technique, looks = OtherTargets(stage=Stage.REWEIGHT), Looks(gradient=gradient)
+    got, plain = one_step(step, batch, technique, looks), one_step(step, batch)
+    assert technique.calls == 1 and not technique.targets.compared
+    assert looks.read == pytest.approx(plain.losses)
+    other = one_step(step, (batch[0], batch[1].flip(0)))
+    check_same(got, [(LAMBDA, plain), (1 - LAMBDA, other)])
+
+
+@pytest.mark.parametrize("sam", [eff.SharpnessAwareMinimization, eff.LookSAM])
+def test_each_pass_of_sam_is_changed_once(sam: Any) -> None:
+    """A change within its two passes gives what SAM makes of a step that has the changed loss."""
+
+    def step(z: Tensor, b: Any, m: Probe) -> Tensor:
+        return F.cross_entropy(z, b[1])
+
+    batch = draw(B, D), classes(B)
+    twice = OtherTargets(lambda call: 2 * call.plain(), others=None, stage=Stage.REWEIGHT)
+    got = one_step(step, batch, sam(rho=0.5), twice)
+    check_same(got, [(1.0, one_step(lambda z, b, m: 2 * step(z, b, m), batch, sam(rho=0.5)))])
+    assert twice.calls == 2
+
+
 def test_two_changes_wrap_each_other() -> None:
     """The inner one's labels go through the outer one's change: smoothing within mixing is mixing of the smoothed."""
 

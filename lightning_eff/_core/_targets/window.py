@@ -46,6 +46,7 @@ class _Window(TorchFunctionMode):
         self.elsewhere: list[str] = []  # calls on targets that are not made of labels
         self.still: list[str] = []  # calls without a gradient in a pass with one: metrics
         self.learning = torch.is_grad_enabled()
+        self.looks = looking()  # it is one of a pass that only looks
         self.over = False  # another pass of the step has begun, with a window of its own
 
     @override
@@ -73,10 +74,7 @@ class _Window(TorchFunctionMode):
         if trace is None:
             self.elsewhere.append(fn.__name__)
             return fn(**arguments)
-        trained = arguments["input"].requires_grad and torch.is_grad_enabled()
-        if self.learning and not trained and not (self.scored and observed()):
-            if not looking():
-                self.still.append(fn.__name__)
+        if not self._is_meant(fn, arguments):
             return fn(**arguments)
         shape = self.shapes[trace.label]
         call = TargetCall(fn, arguments, trace.label, shape, trace.places, tuple(trace.others))
@@ -89,6 +87,25 @@ class _Window(TorchFunctionMode):
             )
         self.made.append((call, output))
         return output
+
+    def _is_meant(self, fn: Callable[..., Tensor], arguments: dict[str, Any]) -> bool:
+        """Whether a loss call on labels is one that is changed: here alone stands of which passes they are.
+
+        Changed is what is trained on: in a training pass, calls with a gradient. Beside them there are metrics, and passes
+        that only look, :meth:`Step.forward_only`, which some technique runs within this one: what it reads there are scores
+        and losses of the plain step, for reasons of its own, and whoever changes calls would take them for its own batch's
+        (SAF would store them, and count one call too many). Who looks at samples' losses to choose among them is apart: where
+        samples are mixtures, their plain labels are not those of what would be trained on, so whoever mixes changes these too.
+        """
+        if self.scored and observed():
+            return True
+        if looking() != self.looks:
+            return False
+        if self.learning and not (arguments["input"].requires_grad and torch.is_grad_enabled()):
+            if not observed():
+                self.still.append(fn.__name__)
+            return False
+        return True
 
 
 class Targets:
@@ -210,7 +227,9 @@ class Targets:
                         f" batch's, {tuple(tensor.shape)}."
                     )
             window.follower.begin(path, tensor, beside)
-        if self._window is not None:  # still there for its backward pass: a second pass would be changed twice
+        if (
+            self._window is not None
+        ):  # of SAM's first pass: it stays to the step's end, and would change this one's calls too
             self._window.over = True
         self._window = window
         window.__enter__()
@@ -268,7 +287,7 @@ class Targets:
             window.follower.begin(path, tensor)
 
         def around(run: Proceed, batch: Any) -> Any:
-            window.learning = False
+            window.learning, window.looks = False, True
             with window:
                 return run(batch)
 

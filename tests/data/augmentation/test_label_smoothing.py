@@ -3,17 +3,20 @@
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import lightning_eff as eff
+from lightning_eff.data.selection import selective_backprop
 from tests.cases import Case, own_loss
 from tests.data.augmentation.modules import CLASSES, LOSSES, WEIGHTS, Ids, Own, Spied, batches, codes, train, vit
-from tests.models import HuggingFace, hugging_face, make_batch
+from tests.models import HuggingFace, flat, hugging_face, loader, make_batch, module, trainer
 from tests.runs import fit_yaml
 
 CASES = {
@@ -111,6 +114,54 @@ def test_mixtures_are_smoothed_as_their_targets_are(name: str, cls: Any) -> None
     x = net.given[-1][0]
     expected = soft(Own(loss)(x), smooth(spied.targets(0, batches()[0][1])))
     assert net.losses[-1] == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_samples_are_chosen_by_hard_labels_and_trained_on_smoothed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    scored: list[Tensor] = []
+    probabilities = selective_backprop.keep_probabilities
+
+    def spy(losses: Tensor, history: Tensor, *, beta: float) -> Tensor:
+        scored.append(losses)
+        return probabilities(losses, history, beta=beta)
+
+    monkeypatch.setattr(selective_backprop, "keep_probabilities", spy)
+    net = train(Own(F.cross_entropy), eff.LabelSmoothing(epsilon=EPSILON), eff.SelectiveBackprop(keep=0.5))
+    (x, y), twin = batches()[0], Own(F.cross_entropy)
+    torch.testing.assert_close(scored[0].float(), F.cross_entropy(twin(x), y, reduction="none"), rtol=1e-5, atol=1e-6)
+    trained, labels = net.given[-1]
+    assert len(labels) == 3
+    expected = F.cross_entropy(twin(trained), labels, label_smoothing=EPSILON)
+    assert net.losses[-1] == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        lambda: eff.SpanMasking(mask_token_id=3),
+        eff.SharpnessAwareMinimization,
+        lambda: eff.KSAM(keep=1.0),
+        eff.LookSAM,
+        lambda: eff.EfficientSAM(gamma=1.0),
+    ],
+    ids=["SpanMasking", "SAM", "KSAM", "LookSAM", "ESAM"],
+)
+def test_labels_that_others_make_and_passes_that_they_repeat_are_smoothed_once(beside: Callable[[], Any]) -> None:
+    """A run with a loss that is smoothed by hand, on the labels that the step gets, ends with the same weights."""
+
+    def smoothed(self: Any, batch: Any, batch_idx: int) -> Tensor:
+        z = self(batch["input_ids"], batch["decoder_input_ids"])
+        return F.cross_entropy(z.flatten(0, 1), batch["labels"].flatten(), label_smoothing=EPSILON)
+
+    def run(*callbacks: Any, by_hand: bool = False) -> Tensor:
+        pl.seed_everything(1, verbose=False)
+        net = module("translator")
+        if by_hand:
+            net.training_step = MethodType(smoothed, net)
+        trainer(*callbacks, max_steps=5).fit(net, loader("translator", 20))
+        return flat(net)
+
+    got, expected = run(beside(), eff.LabelSmoothing(epsilon=EPSILON)), run(beside(), by_hand=True)
+    assert float((got - expected).abs().max()) < 1e-3 * float((got - run(beside())).abs().max())
 
 
 def test_evaluation_is_not_smoothed() -> None:

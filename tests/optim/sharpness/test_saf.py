@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from lightning_eff import KSAM, SAF, BatchSizeWarmup, SelectiveBackprop, SharpnessAwareMinimization
+from lightning_eff import KSAM, SAF, BatchSizeWarmup, SelectiveBackprop, SharpnessAwareMinimization, TokenDropping
 from lightning_eff.optim.sharpness import _scores
 from lightning_eff.optim.sharpness._scores import ScoreStore, latest, store_bytes
 from lightning_eff.optim.sharpness._trajectory import divergence
@@ -289,6 +289,14 @@ def test_what_is_stored_is_of_the_sample_and_of_the_first_pass(other: Any) -> No
     assert len(places) == (24 if isinstance(other(), SharpnessAwareMinimization) else 12)
     for i, row in zip(places.tolist(), scores, strict=True):
         torch.testing.assert_close(row, rows[float(samples[i][0].sum())], rtol=0, atol=0)
+
+
+def test_a_look_of_token_dropping_at_the_first_batch_is_no_loss_call() -> None:
+    """There is one store, of the one call, and each later epoch finds all of the samples of the one before."""
+    technique = SAF(lag=1, start=0.0)
+    fit("tiny_gpt", lambda: [technique, TokenDropping(keep=0.4)])
+    assert [name.rpartition(" ")[2] for name in technique._stores] == ["#0"]
+    assert technique.report()["known"] == 1.0 and float(technique.report()["divergence"]) > 0
 
 
 def test_samples_that_an_epoch_left_out_count_nothing() -> None:
