@@ -79,6 +79,10 @@ class GatedPositionalAttention(Architecture):
         **dict.fromkeys(
             ("RandomLTD", "TokenDropping", "PatchDropout", "TokenMerging", "PartialTokenTraining"), _PLACES
         ),
+        **dict.fromkeys(
+            ("ProgressiveStacking", "ShallowToDeep", "CompoundGrowth", "AutoProg"),
+            "blocks are to be copies of each other, and some have gates and places",
+        ),
         "AttentionWindowWarmup": "positions would see past the window",
         "RegionalCompilation": "attention inside of compiled blocks cannot be seen",
     }
