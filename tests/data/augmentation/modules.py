@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_eff.data.augmentation._mixing import Mixing
 from tests.families import Residual
-from tests.models import HuggingFace, trainer
+from tests.models import HuggingFace, make_batch, trainer
 
 CLASSES, SIDE, SIZE = 4, 8, 6
 WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 3.0])
@@ -227,6 +227,13 @@ class Pictures(pl.LightningDataModule):
 
     def train_dataloader(self) -> Any:
         return DataLoader(batches(4), batch_size=None)
+
+
+class Texts(pl.LightningDataModule):
+    """What :class:`~tests.models.TinyGPT` trains on."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader([make_batch("tiny_gpt", seed=k) for k in range(4)], batch_size=None)
 
 
 def chi_squared(counts: Tensor, expected: Tensor) -> float:
