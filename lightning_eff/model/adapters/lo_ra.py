@@ -24,7 +24,7 @@ from lightning_eff._core.optimizers import is_per_parameter, rewrite_configured
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
-from lightning_eff.model.adapters._adapter import RIVALS, Adapter, folded
+from lightning_eff.model.adapters._adapter import DEAD, RIVALS, Adapter, folded
 from lightning_eff.model.adapters._optional import imported
 
 WHO = "LoRA"
@@ -89,8 +89,11 @@ class LoRA(Adapter):
     )
     control: ClassVar[Control] = Control("the baseline, which tunes all weights, for as many seconds")
     conflicts: ClassVar[Mapping[str, str]] = {
+        **DEAD,
         "BitFit": RIVALS,
         "Fixup": "it puts scalars before and behind each map, which is then no plain one that factors could stand beside",
+        "FixRes": "it ends by training the classifier and norms alone, which are frozen here",
+        "LayerFreezing": "it freezes blocks, whose factors are all that trains here",
     }
     _maps = 0
 
