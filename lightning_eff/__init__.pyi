@@ -52,6 +52,9 @@ from lightning_eff.memory.activation_offload import ActivationOffload as Activat
 from lightning_eff.memory.eight_bit_optimizer import EightBitOptimizer as EightBitOptimizer
 from lightning_eff.memory.optimizer_offload import OptimizerOffload as OptimizerOffload
 from lightning_eff.memory.rematerialization import Rematerialization as Rematerialization
+from lightning_eff.model.adapters.bit_fit import BitFit as BitFit
+from lightning_eff.model.adapters.export_adapter import export_adapter as export_adapter
+from lightning_eff.model.adapters.lo_ra import LoRA as LoRA
 from lightning_eff.model.execution.channels_last import ChannelsLast as ChannelsLast
 from lightning_eff.model.execution.regional_compilation import RegionalCompilation as RegionalCompilation
 from lightning_eff.model.growth.auto_prog import AutoProg as AutoProg

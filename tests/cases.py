@@ -40,6 +40,8 @@ class Case:
         on_classifier: builds it for ``classifier``, where ``active`` does not suit that module.
         neutral_on_classifier: ``neutral`` for ``classifier``, where that does not suit it.
         architecture: whether its purpose is other parameters: its checkpoints are then those of ``apply(plain)``.
+        partial: of an architecture, whether its checkpoints hold what trains alone: with the frozen parameters of
+            ``apply(plain)`` they are whole.
         stays: of an architecture that ``export`` cannot make plain again, what the error must say.
         anywhere: whether it acts on weights or samples that every module has, so that there is nothing to be found.
         lost: otherwise, a module on which it can find nothing to act on, with what the error must say.
@@ -64,6 +66,7 @@ class Case:
     on_classifier: Callable[[], Technique] | None = None
     neutral_on_classifier: Callable[[], Technique] | None = None
     architecture: bool = False
+    partial: bool = False
     stays: str = ""
     anywhere: bool = False
     lost: tuple[Callable[[], pl.LightningModule], str, str] | None = None

@@ -148,6 +148,8 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
         begun["QKNorm"] = _NOT_NORMED
     if (kind == "causal" and name not in _BIASED) or name in ("roformer", "modernbert", "squeezebert", "t5"):
         begun["RemoveQKVBias"] = _NO_BIAS
+    if name in _WITHOUT_BIASES.split():
+        begun["BitFit"] = "has no bias to train"
     if name in _RMS.split():
         begun["RMSNormalization"] = "no LayerNorm"
     if name in _RELU2:
@@ -184,6 +186,11 @@ _NOT_NORMED = "a norm stands behind|are handed queries and keys of one length|fo
 # Biases of keys and values, and no rotary embeddings.
 _BIASED = ("gpt2", "bloom", "biogpt", "openai-gpt")
 _NO_BIAS = "have no bias to take out|cannot go to|would put out|are 16, and|found no attention|no nn.Linear"
+# No bias anywhere.
+_WITHOUT_BIASES = (
+    "llama mistral qwen3 gemma gemma2 phi3 mpt olmo2 cohere granite helium smollm3 ernie4_5 exaone4 arcee olmo"
+)
+_WITHOUT_BIASES += " mixtral olmoe qwen3_moe t5"
 # Norms of their own.
 _RMS = "llama mistral qwen2 qwen3 gemma gemma2 phi3 olmo olmo2 cohere granite glm4 helium nemotron smollm3 mamba t5"
 _RMS += " ernie4_5 exaone4 arcee seed_oss mixtral olmoe qwen3_moe"
@@ -230,7 +237,7 @@ _NO_LINEAR = dict.fromkeys(
 )
 _SQUEEZEBERT = {"pp2": "A block returned dict", "Rematerialization": r"in the order \[\]; expected each", **_NO_LINEAR}
 _SQUEEZEBERT |= {"RegionalCompilation": "called none of the blocks", **_NO_FFN}
-_SQUEEZEBERT["LowRankLinear"] = "has no linear map to factor"
+_SQUEEZEBERT |= {"LowRankLinear": "has no linear map to factor", "LoRA": "has no linear map to put factors beside"}
 _NO_TOKENS = dict.fromkeys(("RandomLTD", "PatchDropout", "TokenDropping", "TokenMerging"), _NOT_FEWER)
 _NO_TOKENS |= {"SequencePacking": _NO_MASK, "PartialTokenTraining": _NO_TUBES}
 _FLOAT_BUFFERS = {"StochasticRoundingBF16": "an operation was given different dtypes .* Buffers are not cast"}
@@ -276,6 +283,7 @@ FAMILIES: dict[str, Family] = {
         | _NO_TOKENS
         | {"TFixup": "expected a transformer", "AttentionWindowWarmup": _NO_ATTENTION, "SpanMasking": _NO_DECODER}
         | {"GatedPositionalAttention": _NO_PATCHES}
+        | {"LoRA": "has no linear map to put factors beside"}
         | {"LowRankLinear": "has no linear map to factor", "RMSNormalization": "has no LayerNorm"}
         | {"QKNorm": _NOT_NORMED, "RemoveQKVBias": _NO_BIAS},
         by_batch=True,

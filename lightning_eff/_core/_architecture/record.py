@@ -102,6 +102,17 @@ def swapped(module: nn.Module) -> Iterator[tuple[str, nn.Module, Swap]]:
             yield path, m, swap
 
 
+def frozen(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that techniques froze, each once."""
+    found = {
+        id(p): p
+        for m in module.modules()
+        for name in m.__dict__.get(FROZEN, ())
+        if (p := m._parameters.get(name)) is not None and not p.requires_grad
+    }
+    return list(found.values())
+
+
 def described(module: nn.Module) -> list[dict[str, Any]]:
     """What was applied, as plain containers for a checkpoint."""
     return [asdict(record) for record in applied(module)]

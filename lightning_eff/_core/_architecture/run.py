@@ -11,9 +11,10 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_eff._core._architecture.record import swapped
+from lightning_eff._core._architecture.record import frozen, swapped
 from lightning_eff._core._architecture.watch import BypassWatch
 from lightning_eff._core._optim.combined import CombinedOptimizer
+from lightning_eff._core._optim.forgotten import forget
 from lightning_eff._core._optim.scheduled import schedulers_of
 from lightning_eff._core._optim.undecayed import exempt
 from lightning_eff._core._run.checks import is_plain
@@ -114,7 +115,8 @@ class ArchitectureOfRun:
 def _adopting(module: LightningModule) -> Callable[..., Any]:
     """``configure_optimizers`` that gives what lists parameters by name those that are new.
 
-    Those that a replacement names in ``undecayed`` are put into groups without weight decay.
+    Those that a replacement names in ``undecayed`` are put into groups without weight decay. Those that a technique froze are
+    in no group any more.
     """
     original = module.configure_optimizers
 
@@ -130,6 +132,7 @@ def _adopting(module: LightningModule) -> Callable[..., Any]:
         for optimizer in optimizers:
             if not isinstance(optimizer, CombinedOptimizer):
                 exempt(optimizer, schedulers_of(configured), list[Tensor](new))
+            forget(optimizer, frozen(module))
         return configured
 
     configure_optimizers.__wrapped__ = inspect.unwrap(original)

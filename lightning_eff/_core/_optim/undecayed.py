@@ -42,12 +42,12 @@ def exempt(optimizer: Optimizer, schedulers: list[Any], parameters: list[Tensor]
                 "weight_decay": 0.0,
                 **({"param_names": []} if "param_names" in group else {}),
             }
-            _add_group(optimizer, schedulers, at, home)
-        _move(group, home, chosen)
+            add_group(optimizer, schedulers, at, home)
+        move(group, home, chosen)
     return moved
 
 
-def _move(group: dict[str, Any], home: dict[str, Any], chosen: set[int]) -> None:
+def move(group: dict[str, Any], home: dict[str, Any], chosen: set[int]) -> None:
     """Let ``home`` have the parameters of ``group`` that are chosen, with their names where groups have any."""
     held = list(group["params"])
     for key in ("param_names", "params"):
@@ -63,7 +63,7 @@ def _alike(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return {k: repr(v) for k, v in a.items() if k not in own} == {k: repr(v) for k, v in b.items() if k not in own}
 
 
-def _add_group(optimizer: Optimizer, schedulers: list[Any], at: int, group: dict[str, Any]) -> None:
+def add_group(optimizer: Optimizer, schedulers: list[Any], at: int, group: dict[str, Any]) -> None:
     """Add ``group``, whose rate goes as that of the group at ``at``."""
     count = len(optimizer.param_groups)
     optimizer.param_groups.append(group)

@@ -1,0 +1,1 @@
+"""Few parameters that are trained, beside many that stay as they are."""

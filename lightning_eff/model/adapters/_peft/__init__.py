@@ -1,0 +1,1 @@
+"""What is made by peft; imported where peft is there."""

@@ -1,0 +1,43 @@
+"""What a folder of peft holds: its config, and tensors by peft's names."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from peft import LoraConfig
+from torch import Tensor, nn
+
+from lightning_eff.model.adapters._peft.layers import NAME
+
+#: What PeftModel puts before the paths of the model that it wraps.
+PREFIX = "base_model.model."
+
+
+def config_of(module: nn.Module, layers: Mapping[str, Any], modules: Sequence[str]) -> LoraConfig:
+    """The config with which peft makes the same layers."""
+    first = next(iter(layers.values()))
+    saved = getattr(getattr(module, "config", None), "_name_or_path", None)
+    config = LoraConfig(
+        r=first.r[NAME],
+        lora_alpha=first.lora_alpha[NAME],
+        lora_dropout=getattr(first.lora_dropout[NAME], "p", 0.0),
+        use_rslora=first.use_rslora[NAME],
+        use_dora=first.use_dora[NAME],
+        init_lora_weights=first.lightning_eff_init,
+        fan_in_fan_out=bool(getattr(first, "fan_in_fan_out", False)),
+        modules_to_save=list(modules) or None,
+        inference_mode=True,
+    )
+    config.base_model_name_or_path = saved or None
+    return config
+
+
+def states_of(module: nn.Module, layers: Mapping[str, Any], modules: Sequence[str]) -> dict[str, Tensor]:
+    """Factors and whole modules, by the names that peft gives them in a file."""
+    found: dict[str, Tensor] = {}
+    for path, m in layers.items():
+        for name, p in m.state_dict().items():
+            if not name.startswith("base_layer."):
+                found[f"{path}.{name}".replace(f".{NAME}.", ".").removesuffix(f".{NAME}")] = p
+    for path in modules:
+        found |= {f"{path}.{name}": p for name, p in module.get_submodule(path).state_dict().items()}
+    return {PREFIX + name: p.detach().cpu().contiguous() for name, p in found.items()}
