@@ -9,10 +9,11 @@ from typing_extensions import override
 
 from lightning_eff._core._branches.ends import biases_beside, tensors_that_end
 from lightning_eff._core._branches.finding import branches, heads
+from lightning_eff._core._branches.pieces import take_apart
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
-from lightning_eff.model.initialization._once import Initialization, traced
+from lightning_eff.model.initialization._once import Initialization, Turn, traced
 
 WHO = "ZeroProjections"
 
@@ -63,7 +64,7 @@ class ZeroProjections(Initialization):
 
     saves: ClassVar[str] = "steps: deep networks begin as shallow ones, with their gradients whole"
     paper: ClassVar[str] = "Goyal et al. 2017, arXiv:1706.02677; Zhang et al. 2019, arXiv:1901.09321"
-    constraints: ClassVar[str] = "a single device or DDP; modules with residual branches"
+    constraints: ClassVar[str] = "a single device, DDP or FSDP2; modules with residual branches"
     survey: ClassVar[Survey | None] = Survey("initialisation: zero-initialised residual branches (Fixup)", shen="4.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"scale": Choice((0.0, 0.25)), "head": Choice((True, False))},
@@ -72,6 +73,8 @@ class ZeroProjections(Initialization):
     control: ClassVar[Control] = Control(
         "the baseline for as many seconds with its learning rate decayed to zero: a step costs the same"
     )
+
+    turn: ClassVar[Turn] = Turn.ENDS
 
     def __init__(self, *, scale: float = 0.0, head: bool = True, force: bool = False) -> None:
         if not 0.0 <= scale <= 1.0:
@@ -107,12 +110,13 @@ class ZeroProjections(Initialization):
                 tied.append(weight)
             else:
                 names |= dict.fromkeys((weight, *biases_beside(session.module, weight)))
+        take_apart(session)
         parameters = dict(session.module.named_parameters())
         rank_zero_info(
             f"{WHO}: {len(found)} residual branches begin at {self.scale:g} of their last maps: {', '.join(names)}"
             + (f"; left alone, since it is used elsewhere too: {', '.join(tied)}" if tied else "")
         )
-        return scaled((parameters[name] for name in names), self.scale)
+        return scaled((parameters[name].detach() for name in names), self.scale)
 
     @override
     def summary(self) -> str:
