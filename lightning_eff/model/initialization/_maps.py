@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,6 +17,7 @@ from lightning_eff._core._branches.graph import Graph, kind
 from lightning_eff._core._branches.pieces import take_apart
 from lightning_eff._core.search_space import RunProfile
 from lightning_eff._core.session import Session
+from lightning_eff.model.initialization._given.attention import Given, attentions_given, check_attention
 from lightning_eff.model.initialization._once import Initialization, Turn, traced
 from lightning_eff.model.initialization._orthogonal import orthogonal
 
@@ -117,10 +119,12 @@ def chosen(maps: dict[str, Map], patterns: Sequence[str] | None, *, who: str, mo
         found = {name: one for name, one in maps.items() if any(fnmatchcase(name, p) for p in patterns)}
         unfit = [p for p in patterns if not any(fnmatchcase(name, p) for name in maps)]
     if not found or unfit:
+        near = get_close_matches(unfit[0], [*maps], n=3, cutoff=0.5) if unfit else []
+        next_to = f" Next to {unfit[0]!r} are {', '.join(near)}." if near else ""
         asked = "" if patterns is None else f" of maps={[*patterns]}, where {unfit} fit none,"
         raise ValueError(
             f"{who}: training_step of {type(module).__name__} calls no linear map or convolution{asked} whose weight is seen in"
-            f" autograd's graph. Expected some of: {', '.join(maps) or 'none are found'}. Name others, or take it out."
+            f" autograd's graph. Expected some of: {', '.join(maps) or 'none are found'}.{next_to} Name others, or take it out."
         )
     return found
 
@@ -173,21 +177,28 @@ class OfMaps(Initialization):
 
     Attributes:
         maps: names or patterns of weights; None for all, and none is plain training.
+        attention: for each kind of attention, the names of its maps by what they make; None looks for them.
     """
 
     turn: ClassVar[Turn] = Turn.MAPS
     maps: tuple[str, ...] | None
+    attention: list[dict[str, Any]] | None
 
-    def _take(self, maps: Sequence[str] | None, force: bool) -> None:
+    def _take(self, maps: Sequence[str] | None, attention: Given | None, force: bool) -> None:
         """Check and keep the arguments that all have."""
         if not isinstance(force, bool):
             raise ValueError(f"{type(self).__name__}({force=}): expected True or False.")
         self.maps, self.force = checked(maps, who=type(self).__name__), force
+        self.attention = check_attention(attention, who=type(self).__name__)
 
     @property
     @override
     def neutral(self) -> bool:
         return self.maps == ()
+
+    @override
+    def check_names(self, module: nn.Module) -> None:
+        attentions_given(module, self.attention or (), who=type(self).__name__)
 
     def look(self, session: Session, batch: Any, batch_idx: int) -> Seen | None:
         """What the module's step on a batch is made of; None for one that it passes over.
@@ -199,7 +210,8 @@ class OfMaps(Initialization):
         graph = traced(session, batch, batch_idx, who=who)
         if graph is None:
             return None
-        attended = attentions(graph)
+        given = self.attention
+        attended = attentions(graph) if given is None else attentions_given(session.module, given, who=who)
         found = chosen(maps_of(graph, session.module, attended), self.maps, who=who, module=session.module)
         take_apart(session)
         return Seen(graph, attended, found, dict(session.module.named_parameters()))

@@ -73,6 +73,9 @@ class Initialization(Technique):
             ValueError: if nothing is found to set.
         """
 
+    def check_names(self, module: nn.Module) -> None:
+        """Raise ``ValueError`` for arguments that name what the module, which is complete, has not."""
+
     @override
     def check(self, session: Session) -> None:
         check_strategy(session, who=type(self).__name__)
@@ -105,7 +108,11 @@ class Initialization(Technique):
     @override
     def on_model(self, session: Session) -> None:
         every = _in_turn(session)
-        if not session.fitting or is_plain(session.trainer.strategy) or every[0] is not self:
+        if not session.fitting or every[0] is not self:
+            return
+        for technique in every:
+            technique.check_names(session.module)
+        if is_plain(session.trainer.strategy):
             return
         early = is_whole(session)
         for technique in every:

@@ -71,6 +71,9 @@ class LSUV(OfMaps):
         tolerance: how far a variance may be from 1, above 0.
         iterations: how often a map is divided at most, at least 1.
         maps: names of weights, or patterns of them, that are set alone; None for all, an empty list for plain training.
+        attention: where queries, keys and values of one map are not told apart: for each kind of attention names or patterns
+            of the weights that make its query, key and value, and of its output map; roles that one map makes in equal parts
+            are joined by +, e.g. ``[{"query+key+value": "blocks.*.qkv", "output": "blocks.*.proj"}]``. None looks for them.
         force: also set weights that were loaded or trained before.
 
     Raises:
@@ -101,6 +104,7 @@ class LSUV(OfMaps):
         tolerance: float = 0.1,
         iterations: int = 10,
         maps: Sequence[str] | None = None,
+        attention: Sequence[Mapping[str, Any]] | None = None,
         force: bool = False,
     ) -> None:
         if not 0.0 < tolerance < float("inf"):
@@ -112,7 +116,7 @@ class LSUV(OfMaps):
                 f"LSUV(iterations={iterations}): expected at least 1 division of each map. maps=[] is plain training."
             )
         self.tolerance, self.iterations = tolerance, iterations
-        self._take(maps, force)
+        self._take(maps, attention, force)
         self._left: list[str] = []
 
     @override

@@ -33,6 +33,9 @@ class OrthogonalInit(OfMaps):
     Args:
         gain: of each map, above 0: 1 suits linear ones, sqrt(2) those that a ReLU follows upon.
         maps: names of weights, or patterns of them, that are set alone; None for all, an empty list for plain training.
+        attention: where queries, keys and values of one map are not told apart: for each kind of attention names or patterns
+            of the weights that make its query, key and value, and of its output map; roles that one map makes in equal parts
+            are joined by +, e.g. ``[{"query+key+value": "blocks.*.qkv", "output": "blocks.*.proj"}]``. None looks for them.
         force: also set weights that were loaded or trained before.
 
     Raises:
@@ -56,14 +59,21 @@ class OrthogonalInit(OfMaps):
         "ACTPrecision": UNSEEN,
     }
 
-    def __init__(self, *, gain: float = 1.0, maps: Sequence[str] | None = None, force: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        gain: float = 1.0,
+        maps: Sequence[str] | None = None,
+        attention: Sequence[Mapping[str, Any]] | None = None,
+        force: bool = False,
+    ) -> None:
         if not 0.0 < gain < float("inf"):
             raise ValueError(
                 f"OrthogonalInit(gain={gain}): expected a number above 0, which lengths are multiplied by. 1 keeps them;"
                 " maps=[] is plain training."
             )
         self.gain = gain
-        self._take(maps, force)
+        self._take(maps, attention, force)
 
     @override
     def initialize(self, session: Session, batch: Any, batch_idx: int) -> int | None:

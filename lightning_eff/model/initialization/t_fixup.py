@@ -16,6 +16,7 @@ from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.initialization._divided.writing import whole
+from lightning_eff.model.initialization._given.attention import branches_given, check_whole_branches
 from lightning_eff.model.initialization._maps import MAPS_ARE_RIVALS, UNSEEN, Map, OfMaps, listed
 
 WHO = "TFixup"
@@ -52,6 +53,13 @@ class TFixup(OfMaps):
         draw: whether maps and tables are drawn anew; otherwise the module's own are scaled, and queries and keys stay.
         embeddings: whether tables are set, too.
         maps: names of weights of maps, or patterns of them, that are set alone; None for all, an empty list for plain training.
+        branches: for each residual branch the names of its weights, or of their modules, in their order, the last one at the
+            end, or patterns of them, of which the first that each fits are one branch, and so on, e.g.
+            ``[["blocks.*.mlp.0", "blocks.*.mlp.2"]]``, those of attention too; None looks for them.
+        attention: for each kind of attention, the names or patterns
+            of the weights that make its query, key and value, and of its output map; roles that one map makes in equal parts
+            are joined by +, and ``"cross": True`` says that it attends to an encoder, e.g.
+            ``[{"query+key+value": "blocks.*.qkv", "output": "blocks.*.proj"}]``. None looks for them.
         force: also set weights that were loaded or trained before.
 
     Raises:
@@ -80,10 +88,17 @@ class TFixup(OfMaps):
     }
 
     def __init__(
-        self, *, draw: bool = True, embeddings: bool = True, maps: Sequence[str] | None = None, force: bool = False
+        self,
+        *,
+        draw: bool = True,
+        embeddings: bool = True,
+        maps: Sequence[str] | None = None,
+        branches: Sequence[Sequence[str]] | None = None,
+        attention: Sequence[Mapping[str, Any]] | None = None,
+        force: bool = False,
     ) -> None:
-        self.draw, self.embeddings = draw, embeddings
-        self._take(maps, force)
+        self.draw, self.embeddings, self.branches = draw, embeddings, check_whole_branches(branches, who=WHO)
+        self._take(maps, attention, force)
 
     @override
     def initialize(self, session: Session, batch: Any, batch_idx: int) -> int | None:
@@ -91,12 +106,12 @@ class TFixup(OfMaps):
         if seen is None:
             return None
         module, (graph, attended, found, parameters) = session.module, seen
-        every = branches(graph)
+        every = branches(graph) if self.branches is None else branches_given(module, self.branches, who=WHO)
         if not every or not attended:
             raise ValueError(
                 f"{WHO}: training_step of {type(module).__name__} shows {len(every)} residual branches x + f(x) and"
-                f" {len(attended)} softmax attentions in autograd's graph; expected a transformer, with some of both. Take the"
-                " technique out."
+                f" {len(attended)} softmax attentions in autograd's graph; expected a transformer, with some of both. Name them"
+                " by branches=[[...]] and attention=[{...}], or take the technique out."
             )
         layers, scales = _scales(module, graph, every, attended)
         values, pointed = _roles(attended)
@@ -123,6 +138,11 @@ class TFixup(OfMaps):
                 numbers += self._table(session, module, name, table, decoder_scale(layers[1] or layers[0]))
         self._say(module, found, scales, layers, tables)
         return numbers
+
+    @override
+    def check_names(self, module: nn.Module) -> None:
+        super().check_names(module)
+        branches_given(module, self.branches or (), who=WHO)
 
     def _draw(self, session: Session, one: Map, weight: Tensor) -> None:
         generator = session.generator(WHO, one.name)

@@ -6,15 +6,17 @@ from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core._branches.ends import alike_unused, biases_beside
 from lightning_eff._core._branches.finding import branches
+from lightning_eff._core._branches.graph import Graph
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.initialization._divided.writing import whole
+from lightning_eff.model.initialization._given.names import by_hand, check_branches
 from lightning_eff.model.initialization._maps import MAPS_ARE_RIVALS, UNSEEN, OfMaps, listed, no_maps
 
 WHO = "ZerO"
@@ -58,6 +60,11 @@ class ZerO(OfMaps):
     Args:
         last: whether last maps of branches begin at zero, as in the source.
         maps: names of weights, or patterns of them, that are set alone; None for all, an empty list for plain training.
+        branches: names of the weights in which residual branches end, or of their modules, or patterns of them, e.g.
+            ``["blocks.*.proj"]``; None looks for them.
+        attention: where queries, keys and values of one map are not told apart: for each kind of attention names or patterns
+            of the weights that make its query, key and value, and of its output map; roles that one map makes in equal parts
+            are joined by +, e.g. ``[{"query+key+value": "blocks.*.qkv", "output": "blocks.*.proj"}]``. None looks for them.
         force: also set weights that were loaded or trained before.
 
     Raises:
@@ -81,9 +88,17 @@ class ZerO(OfMaps):
         "ACTPrecision": UNSEEN,
     }
 
-    def __init__(self, *, last: bool = True, maps: Sequence[str] | None = None, force: bool = False) -> None:
-        self.last = last
-        self._take(maps, force)
+    def __init__(
+        self,
+        *,
+        last: bool = True,
+        maps: Sequence[str] | None = None,
+        branches: Sequence[str] | None = None,
+        attention: Sequence[Mapping[str, Any]] | None = None,
+        force: bool = False,
+    ) -> None:
+        self.last, self.branches = last, check_branches(branches, who=WHO)
+        self._take(maps, attention, force)
 
     @override
     def initialize(self, session: Session, batch: Any, batch_idx: int) -> int | None:
@@ -91,7 +106,7 @@ class ZerO(OfMaps):
         if seen is None:
             return None
         module, (graph, _, found, parameters) = session.module, seen
-        ends = [end.weight for branch in branches(graph) for end in branch.last] if self.last else []
+        ends = self._ends(module, graph) if self.last else []
         zero = {*ends, *alike_unused(module, graph, ends)}
         numbers = 0
         for name, one in found.items():
@@ -112,6 +127,16 @@ class ZerO(OfMaps):
             f" {listed(ends_found) or 'none'}"
         )
         return numbers
+
+    def _ends(self, module: nn.Module, graph: Graph) -> list[str]:
+        if self.branches is None:
+            return [end.weight for branch in branches(graph) for end in branch.last]
+        return [weight for weight, *_ in by_hand(module, self.branches, who=WHO)]
+
+    @override
+    def check_names(self, module: nn.Module) -> None:
+        super().check_names(module)
+        by_hand(module, self.branches or (), who=WHO)
 
     @override
     def summary(self) -> str:
