@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_eff._core._branches.graph import ATTENTION, SHAPES, End, Graph, Node, kind
+from lightning_eff._core._branches.graph import ATTENTION, SHAPES, End, Graph, Node, behind, kind
 
 ROLES = ("query", "key", "value")
 _BATCHED = ("Bmm", "Baddbmm", "Mm")
@@ -106,7 +106,7 @@ def attentions(graph: Graph) -> list[Attention]:
 
 
 def _input(node: Node, place: int) -> Node:
-    return node.next_functions[place][0]
+    return behind(node.next_functions[place])
 
 
 def _width(node: Node, place: int) -> int | None:
@@ -139,7 +139,8 @@ def _product(graph: Graph, node: Node) -> tuple[int, int] | None:
     """The places of the two factors of a product of what the batch makes, none of them a weight."""
     if kind(node) not in _BATCHED or graph.map_at(node) is not None:
         return None
-    two = [i for i, (f, _) in enumerate(node.next_functions) if f is not None and f not in graph.fixed][-2:]
+    made = [behind(edge) for edge in node.next_functions]
+    two = [i for i, f in enumerate(made) if f is not None and f not in graph.fixed][-2:]
     return (two[0], two[1]) if len(two) == 2 else None
 
 
@@ -168,7 +169,7 @@ def _reached(graph: Graph, seen: list[_Seen], role: str, ends: list[End]) -> dic
         for other in {one.node, *(n for n, _ in one.at.values())}:
             cut[other] = {*range(len(other.next_functions))} - ({place} if other is node else set())
     for end in ends:
-        cut[end.node] = {i for i, (f, _) in enumerate(end.node.next_functions) if f in end.inputs}
+        cut[end.node] = {i for i, edge in enumerate(end.node.next_functions) if behind(edge) in end.inputs}
     with ExitStack() as scope:
         for node, places in cut.items():
             scope.callback(node.register_hook(_cutting(places)).remove)

@@ -4,7 +4,7 @@ Names of nodes are autograd's: ``aten`` operations with ``Backward0`` behind. A 
 operation's arguments that take gradients.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -70,20 +70,29 @@ def kind(node: Node) -> str:
     return node.name().rpartition("::")[2].partition("Backward")[0]
 
 
+def behind(edge: tuple[Node | None, int]) -> Node | None:
+    """The node that an input comes from, seen through what FSDP2 puts around a module's inputs."""
+    node, place = edge
+    while node is not None and kind(node) == "RegisterPostBackwardFunction":
+        node, place = node.next_functions[place]
+    return node
+
+
 class Graph:
     """What a loss was computed from.
 
     Args:
         loss: shape (), with its graph.
         module: its parameters give the names; those that took no gradient are not in the graph.
+        names: of the tensors that were computed with, by ``id``, where those are not the module's parameters.
 
     Raises:
         TooLarge: if it has more than :data:`LARGEST` nodes, as that of a recurrence over a long sequence.
     """
 
-    def __init__(self, loss: Tensor, module: nn.Module) -> None:
+    def __init__(self, loss: Tensor, module: nn.Module, names: Mapping[int, str] | None = None) -> None:
         self.loss = loss
-        names = {id(p): name for name, p in module.named_parameters()}
+        names = {id(p): name for name, p in module.named_parameters()} if names is None else names
         self.inputs: dict[Node, tuple[Node, ...]] = {}
         self.leaves: dict[Node, tuple[str, Tensor]] = {}
         self.order: dict[Node, int] = {}
@@ -98,7 +107,7 @@ class Graph:
                 continue
             if node in self.inputs:
                 continue
-            self.inputs[node] = tuple(f for f, _ in node.next_functions if f is not None)
+            self.inputs[node] = tuple(f for edge in node.next_functions if (f := behind(edge)) is not None)
             variable = getattr(node, "variable", None)
             if variable is not None and id(variable) in names:
                 self.leaves[node] = (names[id(variable)], variable)

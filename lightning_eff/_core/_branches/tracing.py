@@ -9,10 +9,11 @@ from torch import Tensor
 
 from lightning_eff._core import rng
 from lightning_eff._core._branches.graph import Graph, TooLarge
+from lightning_eff._core._branches.pieces import named, step_of
 from lightning_eff._core._stack.compiled import uncompiled
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.session import Session
-from lightning_eff._core.steps import in_evaluation, silent, takes_index
+from lightning_eff._core.steps import in_evaluation, silent
 
 
 def traced(session: Session, batch: Any, batch_idx: int, *, who: str) -> Graph | None:
@@ -25,11 +26,11 @@ def traced(session: Session, batch: Any, batch_idx: int, *, who: str) -> Graph |
         ValueError: if the step returns no loss with a graph, or one of too many operations.
     """
     module, chain = session.module, session.chain
-    with looked_at(session):
-        output = chain.original(batch, *((batch_idx,) if takes_index(chain.original) else ()))
+    with looked_at(session), named(session) as names:
+        output = step_of(session, batch, batch_idx)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         try:
-            graph = Graph(loss, module) if isinstance(loss, Tensor) and loss.grad_fn is not None else None
+            graph = Graph(loss, module, names) if isinstance(loss, Tensor) and loss.grad_fn is not None else None
         except TooLarge as e:
             raise ValueError(
                 f"{who}: training_step has {e}. Name what is to be set, where the technique takes names, or take it out."

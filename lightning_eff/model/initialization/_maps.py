@@ -3,15 +3,26 @@
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_eff._core._branches.attention import Attention, attentions, output_dim
 from lightning_eff._core._branches.ends import alike_unused
 from lightning_eff._core._branches.graph import Graph, kind
+from lightning_eff._core._branches.pieces import take_apart
+from lightning_eff._core.search_space import RunProfile
+from lightning_eff._core.session import Session
+from lightning_eff.model.initialization._given.attention import Given, attentions_given, check_attention
+from lightning_eff.model.initialization._once import Initialization, Turn, traced
+from lightning_eff.model.initialization._orthogonal import orthogonal
+
+MAPS_ARE_RIVALS = "both say what maps begin at, and the later one would undo the other"
+UNSEEN = "its attention is not seen to be one, so that queries, keys and values of one map are not told apart"
 
 
 @dataclass(frozen=True)
@@ -108,10 +119,12 @@ def chosen(maps: dict[str, Map], patterns: Sequence[str] | None, *, who: str, mo
         found = {name: one for name, one in maps.items() if any(fnmatchcase(name, p) for p in patterns)}
         unfit = [p for p in patterns if not any(fnmatchcase(name, p) for name in maps)]
     if not found or unfit:
+        near = get_close_matches(unfit[0], [*maps], n=3, cutoff=0.5) if unfit else []
+        next_to = f" Next to {unfit[0]!r} are {', '.join(near)}." if near else ""
         asked = "" if patterns is None else f" of maps={[*patterns]}, where {unfit} fit none,"
         raise ValueError(
             f"{who}: training_step of {type(module).__name__} calls no linear map or convolution{asked} whose weight is seen in"
-            f" autograd's graph. Expected some of: {', '.join(maps) or 'none are found'}. Name others, or take it out."
+            f" autograd's graph. Expected some of: {', '.join(maps) or 'none are found'}.{next_to} Name others, or take it out."
         )
     return found
 
@@ -130,3 +143,75 @@ def checked(maps: Sequence[str] | None, *, who: str) -> tuple[str, ...] | None:
 def listed(names: Sequence[str], most: int = 12) -> str:
     """The first names, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def draw_orthogonal(one: Map, weight: Tensor, *, gain: float, generator: torch.Generator) -> None:
+    """Let each matrix that ``weight`` is made of be orthonormal, times ``gain``."""
+    for matrix, put in one.split(weight):
+        put(orthogonal(matrix.shape, gain=gain, generator=generator).to(matrix))
+
+
+def no_maps(profile: RunProfile) -> str | None:
+    """Why there is nothing to be set, in words."""
+    return None if profile.num_matrices else "there are no hidden maps"
+
+
+class Seen(NamedTuple):
+    """What a pass over a batch showed.
+
+    Attributes:
+        graph: of its loss.
+        attended: its attentions.
+        maps: those that are to be set.
+        parameters: by name.
+    """
+
+    graph: Graph
+    attended: list[Attention]
+    maps: dict[str, Map]
+    parameters: dict[str, nn.Parameter]
+
+
+class OfMaps(Initialization):
+    """A technique that sets the weights of all maps, or of those that are named.
+
+    Attributes:
+        maps: names or patterns of weights; None for all, and none is plain training.
+        attention: for each kind of attention, the names of its maps by what they make; None looks for them.
+    """
+
+    turn: ClassVar[Turn] = Turn.MAPS
+    maps: tuple[str, ...] | None
+    attention: list[dict[str, Any]] | None
+
+    def _take(self, maps: Sequence[str] | None, attention: Given | None, force: bool) -> None:
+        """Check and keep the arguments that all have."""
+        if not isinstance(force, bool):
+            raise ValueError(f"{type(self).__name__}({force=}): expected True or False.")
+        self.maps, self.force = checked(maps, who=type(self).__name__), force
+        self.attention = check_attention(attention, who=type(self).__name__)
+
+    @property
+    @override
+    def neutral(self) -> bool:
+        return self.maps == ()
+
+    @override
+    def check_names(self, module: nn.Module) -> None:
+        attentions_given(module, self.attention or (), who=type(self).__name__)
+
+    def look(self, session: Session, batch: Any, batch_idx: int) -> Seen | None:
+        """What the module's step on a batch is made of; None for one that it passes over.
+
+        Raises:
+            ValueError: if there is no map, or none of a name that was given.
+        """
+        who = type(self).__name__
+        graph = traced(session, batch, batch_idx, who=who)
+        if graph is None:
+            return None
+        given = self.attention
+        attended = attentions(graph) if given is None else attentions_given(session.module, given, who=who)
+        found = chosen(maps_of(graph, session.module, attended), self.maps, who=who, module=session.module)
+        take_apart(session)
+        return Seen(graph, attended, found, dict(session.module.named_parameters()))

@@ -1,7 +1,8 @@
 """The base of techniques that set weights once, before the first step of a fresh fit, from a look at the first batch."""
 
 from abc import abstractmethod
-from typing import Any
+from enum import IntEnum
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 import torch
@@ -11,8 +12,26 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core._branches.tracing import traced as traced
+from lightning_eff._core._run.checks import is_plain
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Technique
+from lightning_eff.model.initialization._divided.early import (
+    as_one_process,
+    check_in_pieces,
+    check_strategy,
+    first_batches,
+    is_whole,
+)
+
+
+class Turn(IntEnum):
+    """In which order techniques set weights; those of one turn that set the same ones refuse each other."""
+
+    MAPS = 1  #: all maps
+    ENDS = 2  #: those in which residual branches and the network end, after all
+    DATA = 3  #: those that the training data tells, beside what the others have
+    SEARCH = 4  #: norms of all
+
 
 _TRAINED: WeakSet[LightningModule] = WeakSet()  # begun by an initialization, and trained since
 
@@ -24,12 +43,26 @@ class Initialization(Technique):
     on each. A run that goes on from a checkpoint, and a module that was trained or loaded before, as far as that can be seen,
     are left as they are, unless ``force`` is set.
 
+    Of several in one run, each acts in its :class:`Turn`, in whatever order they are given.
+
+    Under a strategy that divides weights they are set while every process still holds the whole module, before the strategy
+    sets up, with the first batch of the training loader taken beside the run. Where weights are divided or nowhere by then,
+    as a ``configure_model`` that calls ``fully_shard`` and the meta device leave them, they are set at the first batch,
+    one whole weight at a time, of which each process keeps its piece; what cannot be so is refused at setup.
+
     Attributes:
         force: also set weights that were loaded or trained before.
+        needs_all: what is computed takes several weights together, so that they cannot be set one at a time.
+        turn: when it acts, among others.
     """
+
+    any_strategy: ClassVar[bool] = True
+    needs_all: ClassVar[bool] = False
+    turn: ClassVar[Turn]
 
     force: bool
     _done = False
+    _early = False  # set before the strategy divides weights
     _numbers = 0  # that were set
 
     @abstractmethod
@@ -40,30 +73,79 @@ class Initialization(Technique):
             ValueError: if nothing is found to set.
         """
 
+    def check_names(self, module: nn.Module) -> None:
+        """Raise ``ValueError`` for arguments that name what the module, which is complete, has not."""
+
     @override
     def check(self, session: Session) -> None:
+        check_strategy(session, who=type(self).__name__)
         if not self.force:
             refuse_pretrained(session.module, who=type(self).__name__, would="overwrite some of them")
 
     @override
     def attach(self, session: Session) -> None:
-        self._done, self._numbers = False, 0
+        self._done, self._early, self._numbers = False, False, 0
         if session.module in _TRAINED and not self.force:
             self._leave("this module was trained before")
 
     @override
     def check_checkpoint(self, session: Session, state: dict[str, Any] | None) -> None:
-        if state is None and not self.force:
+        if state is not None:
+            return
+        if not self.force:
             self._leave("the checkpoint's run did without")
+        elif self._early:
+            who = type(self).__name__
+            raise ValueError(
+                f"{who}(force=True): {type(session.trainer.strategy).__name__} loads the checkpoint's weights when it has"
+                " divided them; expected weights that can be set before. Load them into the module, and fit without ckpt_path."
+            )
 
     def _leave(self, why: str) -> None:
         self._done = True
         rank_zero_info(f"{type(self).__name__}: {why}, so weights stay as they are. Give force=True to set them.")
 
     @override
-    def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
+    def on_model(self, session: Session) -> None:
+        every = _in_turn(session)
+        if not session.fitting or every[0] is not self:
+            return
+        for technique in every:
+            technique.check_names(session.module)
+        if is_plain(session.trainer.strategy):
+            return
+        early = is_whole(session)
+        for technique in every:
+            technique._early = early
+            if not early:
+                check_in_pieces(session, who=type(technique).__name__, can=not technique.needs_all)
+            elif session.trainer.ckpt_path is None:  # whose weights come in later
+                technique._begin(session)
+
+    def _begin(self, session: Session) -> None:
+        """Set the weights before the run begins."""
         if self._done:
             return
+        with as_one_process(session):
+            for batch in first_batches(session):
+                self._set(session, batch, 0)
+                if self._done:
+                    return
+        if session.trainer.num_training_batches:
+            raise ValueError(
+                f"{type(self).__name__}: training_step of {type(session.module).__name__} returned None for the first batches;"
+                " expected a loss, with a graph that is looked through before weights are divided. Take the technique out."
+            )
+
+    @override
+    def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
+        every = _in_turn(session)
+        if every[0] is self:
+            for technique in every:
+                if not technique._done and not technique._early:
+                    technique._set(session, batch, batch_idx)
+
+    def _set(self, session: Session, batch: Any, batch_idx: int) -> None:
         with torch.no_grad():
             numbers = self.initialize(session, batch, batch_idx)
         if numbers is None:  # no weight moves, so the next batch is as good
@@ -83,6 +165,12 @@ class Initialization(Technique):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._done, self._numbers = state_dict["done"], state_dict["numbers"]
+
+
+def _in_turn(session: Session) -> "list[Initialization]":
+    """Those of the run that set weights once, in the order in which they do."""
+    every = [t for t in session.working if isinstance(t, Initialization)]
+    return sorted(every, key=lambda t: (t.turn, type(t).__name__))
 
 
 def refuse_pretrained(module: nn.Module, *, who: str, would: str) -> None:

@@ -18,7 +18,8 @@ from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.initialization._data.counting import Counts, LossesSeen, text_in
 from lightning_eff.model.initialization._data.patches import FirstMap, first_map
-from lightning_eff.model.initialization._once import Initialization, traced
+from lightning_eff.model.initialization._divided.early import by_replica
+from lightning_eff.model.initialization._once import Initialization, Turn, traced
 
 WHO = "DataDrivenInit"
 _DENSE = 2048  # classes up to which a table of all pairs is decomposed in full
@@ -112,7 +113,7 @@ class DataDrivenInit(Initialization):
 
     saves: ClassVar[str] = "steps: what counting tells need not be learnt"
     paper: ClassVar[str] = "Jordan 2024, arXiv:2404.00498 (whitening); Levy & Goldberg 2014 (bigrams)"
-    constraints: ClassVar[str] = "a single device or DDP; language models and image models"
+    constraints: ClassVar[str] = "a single device, DDP, or HybridParallelStrategy on a whole module; texts and images"
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"bigram": Choice((True, False))},
         pointless=lambda profile: (
@@ -122,6 +123,9 @@ class DataDrivenInit(Initialization):
     control: ClassVar[Control] = Control(
         "the baseline for as many seconds with its learning rate decayed to zero, counting included: a step costs the same"
     )
+
+    turn: ClassVar[Turn] = Turn.DATA
+    needs_all: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -263,7 +267,7 @@ class DataDrivenInit(Initialization):
         """Whiten the first map's patches."""
         with closing(training_batches(session, self.batches, epoch=0)) as every:
             mean, covariance, count = image.moments(session, every)
-        parts = session.gather((mean * count, covariance, count))
+        parts = by_replica(session, (mean * count, covariance, count))
         total = sum(n for _, _, n in parts)
         mean = sum((m for m, _, _ in parts), torch.zeros_like(mean)) / total
         second = sum((c for _, c, _ in parts), torch.zeros_like(covariance)) / total
@@ -329,7 +333,7 @@ def _counted(session: Session, losses: LossesSeen, batch: Any, classes: int, bat
         for one in every:
             counts.add(*text.of(one, classes))
     counts.merge()
-    parts = session.gather((counts.single, counts.pairs, counts.times))
+    parts = by_replica(session, (counts.single, counts.pairs, counts.times))
     every_rank = Counts(classes)
     for part in parts:
         every_rank.join(*part)

@@ -4,24 +4,23 @@ The rule is :func:`fixup_factor`; the scalars are those of ``_scales.fixed.Fixed
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
 from lightning_eff._core._architecture.surgeon import Surgeon
-from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._branches.ends import alike_unused, biases_beside, tensors_that_end
 from lightning_eff._core._branches.finding import branches
 from lightning_eff._core._branches.probing import Probe, probed
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.technique import Control
-from lightning_eff.model.initialization._once import refuse_pretrained
+from lightning_eff.model.initialization._given.attention import branches_given, check_whole_branches
+from lightning_eff.model.initialization._given.names import by_hand
 from lightning_eff.model.initialization._scales.branch_scale import (
-    READERS,
+    OfBranches,
     apart,
-    by_hand,
     conflicts,
     listed,
     pointless,
@@ -37,7 +36,7 @@ def fixup_factor(branches: int, maps: int) -> float:
     return branches ** (-1.0 / (2 * maps - 2)) if maps > 1 else 1.0
 
 
-class Fixup(Architecture):
+class Fixup(OfBranches):
     """Begin as a deep residual network without norms must for a step to change what it computes by no more than its rate says.
 
     The last map of each residual branch, and the classifier, begin at zero; the other maps of a branch at L^(-1/(2m-2)) of
@@ -45,7 +44,10 @@ class Fixup(Architecture):
     branch gets a multiplier, at 1 first, and each of its maps a scalar that is added to its input and one that is added to its
     output, at 0 first. So every block begins as its skip, and the first loss is log C for C classes. The paper's networks
     have no norms: take them out of the module to have its gain; those that it has stay, and a branch that ends in a norm
-    begins at zero by the norm's weight.
+    begins at zero by the norm's weight. They are not taken out here, for three reasons: which ones to take is not told by
+    what is added to what, since a network's last norm and those of queries and keys stand for other things than the paper's;
+    modules read the weights of their norms by name, as torch's encoder layers do; and ``export`` would owe the plain module
+    weights of norms that were never trained, with which it computes something else.
 
     Branches are found before anything has run, by a pass over an input that is made up, in a Trainer as in
     ``lightning_eff.apply``; they, the classifier and what was left alone are said. A head that shares its weight with an
@@ -61,8 +63,9 @@ class Fixup(Architecture):
     Args:
         biases: whether maps get scalars.
         head: the name of the classifier's weight, True to look for it, or False to leave it alone.
-        branches: for each branch the names of its weights, or of their modules, in their order, the last one at the end, e.g.
-            ``[["blocks.0.up", "blocks.0.down"]]``; None looks for them, and ``[]`` is plain training.
+        branches: for each branch the names of its weights, or of their modules, in their order, the last one at the end, or
+            patterns of them, of which the first that each fits are one branch, and so on, e.g.
+            ``[["blocks.*.up", "blocks.*.down"]]``; None looks for them, and ``[]`` is plain training.
         force: also act on a module that was loaded from a checkpoint, whose function it changes.
 
     Raises:
@@ -90,8 +93,6 @@ class Fixup(Architecture):
             "it finds no plain linear map in what has a scalar before and behind it",
         ),
     }
-    change_at: ClassVar[Change] = Change.STRUCTURE
-    _count = 0
 
     def __init__(
         self,
@@ -101,36 +102,18 @@ class Fixup(Architecture):
         branches: Sequence[Sequence[str]] | None = None,
         force: bool = False,
     ) -> None:
-        for name, value in (("biases", biases), ("force", force)):
-            if not isinstance(value, bool):
-                raise ValueError(f"{WHO}({name}={value!r}): expected True or False.")
+        if not isinstance(biases, bool):
+            raise ValueError(f"{WHO}({biases=}): expected True or False.")
         if not isinstance(head, bool | str) or head == "":
             raise ValueError(f"{WHO}({head=}): expected the name of the classifier's weight, True or False.")
-        if branches is not None and not (_named(branches) and all(_named(b) and b for b in branches)):
-            raise ValueError(
-                f"{WHO}({branches=}): expected for each branch the names of its weights in their order, such as"
-                " [['blocks.0.up', 'blocks.0.down']], or None to look for them; [] is plain training."
-            )
-        if branches is not None and not all(isinstance(name, str) and name for b in branches for name in b):
-            raise ValueError(f"{WHO}({branches=}): expected names of weights, or of their modules.")
-        self.biases, self.head, self.force = biases, head, force
-        self.branches = None if branches is None else [[*names] for names in branches]
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.branches is not None and not self.branches
-
-    @override
-    def settings(self) -> dict[str, Any]:
-        """What the module's function goes by; whether it was loaded before is its own affair."""
-        return {name: value for name, value in super().settings().items() if name != "force"}
+        self.biases, self.head = biases, head
+        self.branches = check_whole_branches(branches, who=WHO)
+        self._take_force(force)
 
     @override
     def change(self, surgeon: Surgeon) -> None:
         root = surgeon.root
-        if not self.force:
-            refuse_pretrained(root, who=WHO, would="change what the module computes")
+        self._check_random(root)
         probe = probed(root, who=WHO, batch=surgeon.batch) if self.branches is None else None
         ends, begins = _found(root, probe) if probe is not None else _by_hand(root, self.branches or ())
         heads = self._heads(root, probe)
@@ -145,12 +128,10 @@ class Fixup(Architecture):
 
         def build(plain: nn.Module) -> nn.Module:
             path = paths[id(plain)]
-            if isinstance(plain, Scaled):
-                raise ValueError(f"{WHO}: {path} is scaled already; expected a plain module.")
+            read = self._is_read(root, path, plain)
             own = owned[id(plain)]
             tensors = {key: (branch_of[f"{path}.{key}"], 0) for key in own if f"{path}.{key}" in branch_of}
             mine = self.biases and takes_biases(plain) and f"{path}.weight" not in heads
-            around = [root.get_submodule(path[:i]) for i, letter in enumerate(path) if letter == "."]
             return fixed(
                 plain,
                 tensors,
@@ -158,7 +139,7 @@ class Fixup(Architecture):
                 biases=mine,
                 branches=len(ends),
                 homes=homes,
-                read_by_others=any(isinstance(m, READERS) for m in around),
+                read_by_others=read,
             )
 
         inside = {
@@ -176,24 +157,15 @@ class Fixup(Architecture):
     def _heads(self, root: nn.Module, probe: Probe | None) -> list[str]:
         """The classifier's weight and bias; none where its weight is used elsewhere too."""
         if isinstance(self.head, str):
-            ((weight, *biases),) = by_hand(root, [self.head], who=WHO, argument="head")
-            return [weight, *biases]
+            return [name for names in by_hand(root, [self.head], who=WHO, argument="head") for name in names]
         if not self.head or probe is None:
             return []
         alone = [weight for weight in probe.heads if len(probe.graph.uses(weight)) == 1]
         return [name for weight in alone for name in (weight, *biases_beside(root, weight))]
 
     @override
-    def report(self) -> dict[str, float | int | Tensor]:
-        return {"branches": self._count}
-
-    @override
     def summary(self) -> str:
         return f"{self._count} residual branches began at zero" if self._count else "the module was changed already"
-
-
-def _named(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def _found(root: nn.Module, probe: Probe) -> tuple[list[tuple[str, ...]], dict[str, float]]:
@@ -210,9 +182,7 @@ def _found(root: nn.Module, probe: Probe) -> tuple[list[tuple[str, ...]], dict[s
 
 
 def _by_hand(root: nn.Module, given: Sequence[Sequence[str]]) -> tuple[list[tuple[str, ...]], dict[str, float]]:
-    ends = by_hand(root, [names[-1] for names in given], who=WHO)
-    begins: dict[str, float] = {}
-    for *inner, _ in given:
-        for weight, *_ in by_hand(root, inner, who=WHO):
-            begins[weight] = fixup_factor(len(given), len(inner) + 1)
-    return apart(ends), begins
+    every = branches_given(root, given, who=WHO)
+    ends = by_hand(root, [end.weight for branch in every for end in branch.last], who=WHO)
+    inner = [(name, branch.depth) for branch in every for name in branch.inner]
+    return apart(ends), {name: fixup_factor(len(every), depth) for name, depth in inner}

@@ -34,8 +34,8 @@ class LayerScale(BranchScale):
 
     Args:
         init: the first value of each number of lambda; None goes by depth.
-        branches: names of the weights in which residual branches end, e.g. ``["blocks.0.proj.weight"]``, or of their modules;
-            None looks for them, and ``[]`` is plain training.
+        branches: names of the weights in which residual branches end, or of their modules, or patterns of them, e.g.
+            ``["blocks.*.proj.weight"]``; None looks for them, and ``[]`` is plain training.
         force: also act on a module that was loaded from a checkpoint, whose function it changes.
 
     Raises:

@@ -9,13 +9,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from lightning_eff._core._run.checks import is_plain
 from lightning_eff._core.passes import loss_of, unseen
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
-from lightning_eff.model.initialization._maps import Map, checked, chosen, listed, maps_of
-from lightning_eff.model.initialization._once import Initialization, traced
-from lightning_eff.model.initialization._orthogonal import orthogonal
+from lightning_eff.model.initialization._maps import (
+    MAPS_ARE_RIVALS,
+    UNSEEN,
+    Map,
+    OfMaps,
+    draw_orthogonal,
+    listed,
+    no_maps,
+)
 
 WHO = "LSUV"
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_grouped_mm")
@@ -47,7 +54,7 @@ class Output(TorchDispatchMode):
         return isinstance(value, Tensor) and value.untyped_storage().data_ptr() == self.memory
 
 
-class LSUV(Initialization):
+class LSUV(OfMaps):
     """Begin with maps that put out numbers of variance 1: orthonormal ones, each scaled by what the first batch makes of it.
 
     At the first batch of a fresh fit, linear maps and convolutions become orthonormal, as by :class:`OrthogonalInit`. Then,
@@ -64,6 +71,9 @@ class LSUV(Initialization):
         tolerance: how far a variance may be from 1, above 0.
         iterations: how often a map is divided at most, at least 1.
         maps: names of weights, or patterns of them, that are set alone; None for all, an empty list for plain training.
+        attention: where queries, keys and values of one map are not told apart: for each kind of attention names or patterns
+            of the weights that make its query, key and value, and of its output map; roles that one map makes in equal parts
+            are joined by +, e.g. ``[{"query+key+value": "blocks.*.qkv", "output": "blocks.*.proj"}]``. None looks for them.
         force: also set weights that were loaded or trained before.
 
     Raises:
@@ -76,21 +86,17 @@ class LSUV(Initialization):
 
     saves: ClassVar[str] = "steps: no layer begins with signals too small or too large"
     paper: ClassVar[str] = "Mishkin & Matas 2015, arXiv:1511.06422"
-    constraints: ClassVar[str] = "a single device or DDP"
+    constraints: ClassVar[str] = "a single device, DDP, or HybridParallelStrategy on a whole module"
     survey: ClassVar[Survey | None] = Survey("initialisation: layer-sequential unit variance (LSUV)", shen="4.3")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"tolerance": Choice((0.1, 0.02))},
-        pointless=lambda profile: None if profile.num_matrices else "there are no hidden maps",
-    )
+    search_space: ClassVar[SearchSpace | None] = SearchSpace({"tolerance": Choice((0.1, 0.02))}, no_maps)
     control: ClassVar[Control] = Control(
         "the baseline for as many seconds with its learning rate decayed to zero, the passes at the start included"
     )
     conflicts: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(
-            ("OrthogonalInit", "TFixup", "ZerO"), "both say what maps begin at, and the later one would undo the other"
-        ),
-        "ACTPrecision": "its attention is not seen to be one, so that queries, keys and values of one map are not told apart",
+        **dict.fromkeys(("OrthogonalInit", "TFixup", "ZerO"), MAPS_ARE_RIVALS),
+        "ACTPrecision": UNSEEN,
     }
+    needs_all: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -98,6 +104,7 @@ class LSUV(Initialization):
         tolerance: float = 0.1,
         iterations: int = 10,
         maps: Sequence[str] | None = None,
+        attention: Sequence[Mapping[str, Any]] | None = None,
         force: bool = False,
     ) -> None:
         if not 0.0 < tolerance < float("inf"):
@@ -108,25 +115,18 @@ class LSUV(Initialization):
             raise ValueError(
                 f"LSUV(iterations={iterations}): expected at least 1 division of each map. maps=[] is plain training."
             )
-        self.tolerance, self.iterations, self.maps, self.force = tolerance, iterations, checked(maps, who=WHO), force
+        self.tolerance, self.iterations = tolerance, iterations
+        self._take(maps, attention, force)
         self._left: list[str] = []
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.maps == ()
 
     @override
     def initialize(self, session: Session, batch: Any, batch_idx: int) -> int | None:
-        graph = traced(session, batch, batch_idx, who=WHO)
-        if graph is None:
+        seen = self.look(session, batch, batch_idx)
+        if seen is None:
             return None
-        found = chosen(maps_of(graph, session.module), self.maps, who=WHO, module=session.module)
-        parameters = dict(session.module.named_parameters())
+        found, parameters = seen.maps, seen.parameters
         for name, one in found.items():
-            generator = session.generator(WHO, name)
-            for matrix, put in one.split(parameters[name].data):
-                put(orthogonal(matrix.shape, gain=1.0, generator=generator).to(matrix))
+            draw_orthogonal(one, parameters[name].data, gain=1.0, generator=session.generator(WHO, name))
         self._left = [
             name
             for name, one in found.items()
@@ -189,5 +189,8 @@ def _output(session: Session, batch: Any, batch_idx: int, weight: Tensor) -> Ten
 
 def _as_first(session: Session, tensor: Tensor) -> None:
     """Give all processes the first one's."""
-    if session.trainer.world_size > 1:
+    strategy = session.trainer.strategy
+    if session.trainer.world_size > 1 and is_plain(strategy):
         torch.distributed.broadcast(tensor, 0)
+    elif session.trainer.world_size > 1:  # before the strategy moves the module to where its messages go from
+        tensor.copy_(strategy.broadcast(tensor.cpu()))

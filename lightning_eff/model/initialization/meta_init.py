@@ -21,7 +21,7 @@ from lightning_eff._core.steps import takes_index
 from lightning_eff._core.technique import Control
 from lightning_eff.model.initialization._derivatives.passes import differentiable, unshortened, watched
 from lightning_eff.model.initialization._maps import listed
-from lightning_eff.model.initialization._once import Initialization
+from lightning_eff.model.initialization._once import Initialization, Turn
 
 WHO = "MetaInit"
 _OTHERS = ("OrthogonalInit", "LSUV", "TFixup", "ZerO", "ZeroProjections", "DataDrivenInit")
@@ -120,7 +120,9 @@ class MetaInit(Initialization):
 
     saves: ClassVar[str] = "steps: networks without norms begin where gradient steps can be trusted"
     paper: ClassVar[str] = "Dauphin & Schoenholz 2019, NeurIPS"
-    constraints: ClassVar[str] = "a single device or DDP; losses that can be differentiated three times"
+    constraints: ClassVar[str] = (
+        "a single device, DDP, or HybridParallelStrategy on a whole module; losses that have third derivatives"
+    )
     survey: ClassVar[Survey | None] = Survey("initialisation: searched for by gradients (MetaInit)", shen="4.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"steps": Choice((100, 500)), "lr": Choice((0.1, 0.01))},
@@ -133,6 +135,9 @@ class MetaInit(Initialization):
         **dict.fromkeys(_OTHERS, "both say at which norms weights begin, and the later one would undo the other"),
         "CompoundGrowth": "it searches on all of the network, of which a part is trained first",
     }
+
+    turn: ClassVar[Turn] = Turn.SEARCH
+    needs_all: ClassVar[bool] = True
 
     def __init__(
         self,

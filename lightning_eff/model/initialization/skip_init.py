@@ -36,8 +36,8 @@ class SkipInit(BranchScale):
 
     Args:
         alpha: the first value: a number, or "depth" for 1/sqrt(d).
-        branches: names of the weights in which residual branches end, e.g. ``["blocks.0.two.weight"]``, or of their modules;
-            None looks for them, and ``[]`` is plain training.
+        branches: names of the weights in which residual branches end, or of their modules, or patterns of them, e.g.
+            ``["blocks.*.two.weight"]``; None looks for them, and ``[]`` is plain training.
         force: also act on a module that was loaded from a checkpoint, whose function it changes.
 
     Raises:

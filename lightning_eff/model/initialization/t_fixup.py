@@ -8,15 +8,16 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_eff._core._branches.attention import Attention, Part, attentions
+from lightning_eff._core._branches.attention import Attention, Part
 from lightning_eff._core._branches.ends import alike_unused, biases_beside
 from lightning_eff._core._branches.finding import Branch, branches
 from lightning_eff._core._branches.graph import Graph, kind
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
-from lightning_eff.model.initialization._maps import Map, checked, chosen, listed, maps_of
-from lightning_eff.model.initialization._once import Initialization, traced
+from lightning_eff.model.initialization._divided.writing import whole
+from lightning_eff.model.initialization._given.attention import branches_given, check_whole_branches
+from lightning_eff.model.initialization._maps import MAPS_ARE_RIVALS, UNSEEN, Map, OfMaps, listed
 
 WHO = "TFixup"
 
@@ -31,7 +32,7 @@ def decoder_scale(n: int) -> float:
     return (9 * n) ** -0.25
 
 
-class TFixup(Initialization):
+class TFixup(OfMaps):
     """Scale the values, output maps and MLPs of a transformer by its depth, so that deep ones begin with updates as small.
 
     At the first batch of a fresh fit, one pass is looked through for attention and for sums ``x + f(x)``, whatever modules are
@@ -52,6 +53,13 @@ class TFixup(Initialization):
         draw: whether maps and tables are drawn anew; otherwise the module's own are scaled, and queries and keys stay.
         embeddings: whether tables are set, too.
         maps: names of weights of maps, or patterns of them, that are set alone; None for all, an empty list for plain training.
+        branches: for each residual branch the names of its weights, or of their modules, in their order, the last one at the
+            end, or patterns of them, of which the first that each fits are one branch, and so on, e.g.
+            ``[["blocks.*.mlp.0", "blocks.*.mlp.2"]]``, those of attention too; None looks for them.
+        attention: for each kind of attention, the names or patterns
+            of the weights that make its query, key and value, and of its output map; roles that one map makes in equal parts
+            are joined by +, and ``"cross": True`` says that it attends to an encoder, e.g.
+            ``[{"query+key+value": "blocks.*.qkv", "output": "blocks.*.proj"}]``. None looks for them.
         force: also set weights that were loaded or trained before.
 
     Raises:
@@ -64,7 +72,7 @@ class TFixup(Initialization):
 
     saves: ClassVar[str] = "steps: deep transformers train without a warm-up, and without norms"
     paper: ClassVar[str] = "Huang et al. 2020, ICML"
-    constraints: ClassVar[str] = "a single device or DDP; transformers"
+    constraints: ClassVar[str] = "a single device, DDP or FSDP2; transformers"
     survey: ClassVar[Survey | None] = Survey("initialisation: scaled by depth (T-Fixup)", shen="4.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"draw": Choice((True, False))},
@@ -74,58 +82,67 @@ class TFixup(Initialization):
         "the baseline for as many seconds with its learning rate decayed to zero: a step costs the same"
     )
     conflicts: ClassVar[Mapping[str, str]] = {
-        "ZerO": "both say what maps begin at, and the later one would undo the other",
+        **dict.fromkeys(("LSUV", "OrthogonalInit", "ZerO"), MAPS_ARE_RIVALS),
         "DataDrivenInit": "both say what embeddings begin at, and the later one would undo the other",
-        "ACTPrecision": "its attention is not seen to be one, so that queries, keys and values of one map are not told apart",
+        "ACTPrecision": UNSEEN,
     }
 
     def __init__(
-        self, *, draw: bool = True, embeddings: bool = True, maps: Sequence[str] | None = None, force: bool = False
+        self,
+        *,
+        draw: bool = True,
+        embeddings: bool = True,
+        maps: Sequence[str] | None = None,
+        branches: Sequence[Sequence[str]] | None = None,
+        attention: Sequence[Mapping[str, Any]] | None = None,
+        force: bool = False,
     ) -> None:
-        self.draw, self.embeddings, self.maps, self.force = draw, embeddings, checked(maps, who=WHO), force
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.maps == ()
+        self.draw, self.embeddings, self.branches = draw, embeddings, check_whole_branches(branches, who=WHO)
+        self._take(maps, attention, force)
 
     @override
     def initialize(self, session: Session, batch: Any, batch_idx: int) -> int | None:
-        graph = traced(session, batch, batch_idx, who=WHO)
-        if graph is None:
+        seen = self.look(session, batch, batch_idx)
+        if seen is None:
             return None
-        module = session.module
-        every, attended = branches(graph), attentions(graph)
+        module, (graph, attended, found, parameters) = session.module, seen
+        every = branches(graph) if self.branches is None else branches_given(module, self.branches, who=WHO)
         if not every or not attended:
             raise ValueError(
                 f"{WHO}: training_step of {type(module).__name__} shows {len(every)} residual branches x + f(x) and"
-                f" {len(attended)} softmax attentions in autograd's graph; expected a transformer, with some of both. Take the"
-                " technique out."
+                f" {len(attended)} softmax attentions in autograd's graph; expected a transformer, with some of both. Name them"
+                " by branches=[[...]] and attention=[{...}], or take the technique out."
             )
-        found = chosen(maps_of(graph, module, attended), self.maps, who=WHO, module=module)
-        parameters = dict(module.named_parameters())
         layers, scales = _scales(module, graph, every, attended)
         values, pointed = _roles(attended)
         numbers = 0
         for name, one in found.items():
-            weight = parameters[name].data
-            if self.draw:
-                self._draw(session, one, weight)
-                for bias in biases_beside(module, name):
-                    parameters[bias].data.zero_()
-                    numbers += parameters[bias].numel()
             scale = scales.get(name)
-            if scale is not None and name in values:
-                for part in values[name]:
-                    part.put(weight, scale * part.of(weight))
-            elif scale is not None and name not in pointed:
-                weight *= scale
-            numbers += weight.numel() if self.draw or scale is not None else 0
+            if self.draw:
+                for bias in biases_beside(module, name):
+                    parameters[bias].detach().zero_()
+                    numbers += parameters[bias].numel()
+            if self.draw or scale is not None:
+                numbers += parameters[name].numel()
+                with whole(parameters[name]) as weight:
+                    if self.draw:
+                        self._draw(session, one, weight)
+                    if scale is not None and name in values:
+                        for part in values[name]:
+                            part.put(weight, scale * part.of(weight))
+                    elif scale is not None and name not in pointed:
+                        weight *= scale
         tables = _tables(graph, every, parameters) if self.embeddings else []
         for name in tables:
-            numbers += self._table(session, module, name, parameters[name].data, decoder_scale(layers[1] or layers[0]))
+            with whole(parameters[name]) as table:
+                numbers += self._table(session, module, name, table, decoder_scale(layers[1] or layers[0]))
         self._say(module, found, scales, layers, tables)
         return numbers
+
+    @override
+    def check_names(self, module: nn.Module) -> None:
+        super().check_names(module)
+        branches_given(module, self.branches or (), who=WHO)
 
     def _draw(self, session: Session, one: Map, weight: Tensor) -> None:
         generator = session.generator(WHO, one.name)

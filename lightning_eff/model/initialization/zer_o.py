@@ -6,16 +6,18 @@ from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core._branches.ends import alike_unused, biases_beside
 from lightning_eff._core._branches.finding import branches
+from lightning_eff._core._branches.graph import Graph
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
-from lightning_eff.model.initialization._maps import checked, chosen, listed, maps_of
-from lightning_eff.model.initialization._once import Initialization, traced
+from lightning_eff.model.initialization._divided.writing import whole
+from lightning_eff.model.initialization._given.names import by_hand, check_branches
+from lightning_eff.model.initialization._maps import MAPS_ARE_RIVALS, UNSEEN, OfMaps, listed, no_maps
 
 WHO = "ZerO"
 
@@ -39,7 +41,7 @@ def zero_and_one(m: int, n: int) -> Tensor:
     return (hadamard(p) / math.sqrt(p))[:m, :n].clone()
 
 
-class ZerO(Initialization):
+class ZerO(OfMaps):
     """Begin without random numbers: maps are partial identities or Hadamard matrices, and residual branches add nothing.
 
     At the first batch of a fresh fit, one forward pass is looked through for linear maps, convolutions and sums ``x + f(x)``,
@@ -58,6 +60,11 @@ class ZerO(Initialization):
     Args:
         last: whether last maps of branches begin at zero, as in the source.
         maps: names of weights, or patterns of them, that are set alone; None for all, an empty list for plain training.
+        branches: names of the weights in which residual branches end, or of their modules, or patterns of them, e.g.
+            ``["blocks.*.proj"]``; None looks for them.
+        attention: where queries, keys and values of one map are not told apart: for each kind of attention names or patterns
+            of the weights that make its query, key and value, and of its output map; roles that one map makes in equal parts
+            are joined by +, e.g. ``[{"query+key+value": "blocks.*.qkv", "output": "blocks.*.proj"}]``. None looks for them.
         force: also set weights that were loaded or trained before.
 
     Raises:
@@ -70,49 +77,49 @@ class ZerO(Initialization):
 
     saves: ClassVar[str] = "steps: deep networks begin as their skips, and no seed decides how well"
     paper: ClassVar[str] = "Zhao et al. 2021, arXiv:2110.12661"
-    constraints: ClassVar[str] = "a single device or DDP"
+    constraints: ClassVar[str] = "a single device, DDP or FSDP2"
     survey: ClassVar[Survey | None] = Survey("initialisation: without random numbers (ZerO)", shen="4.3")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"last": Choice((True, False))},
-        pointless=lambda profile: None if profile.num_matrices else "there are no hidden maps",
-    )
+    search_space: ClassVar[SearchSpace | None] = SearchSpace({"last": Choice((True, False))}, no_maps)
     control: ClassVar[Control] = Control(
         "the baseline for as many seconds with its learning rate decayed to zero: a step costs the same"
     )
     conflicts: ClassVar[Mapping[str, str]] = {
-        "ACTPrecision": "its attention is not seen to be one, so that queries, keys and values of one map are not told apart",
+        **dict.fromkeys(("LSUV", "OrthogonalInit", "TFixup"), MAPS_ARE_RIVALS),
+        "ACTPrecision": UNSEEN,
     }
 
-    def __init__(self, *, last: bool = True, maps: Sequence[str] | None = None, force: bool = False) -> None:
-        self.last, self.maps, self.force = last, checked(maps, who=WHO), force
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.maps == ()
+    def __init__(
+        self,
+        *,
+        last: bool = True,
+        maps: Sequence[str] | None = None,
+        branches: Sequence[str] | None = None,
+        attention: Sequence[Mapping[str, Any]] | None = None,
+        force: bool = False,
+    ) -> None:
+        self.last, self.branches = last, check_branches(branches, who=WHO)
+        self._take(maps, attention, force)
 
     @override
     def initialize(self, session: Session, batch: Any, batch_idx: int) -> int | None:
-        graph = traced(session, batch, batch_idx, who=WHO)
-        if graph is None:
+        seen = self.look(session, batch, batch_idx)
+        if seen is None:
             return None
-        module = session.module
-        found = chosen(maps_of(graph, module), self.maps, who=WHO, module=module)
-        ends = [end.weight for branch in branches(graph) for end in branch.last] if self.last else []
+        module, (graph, _, found, parameters) = session.module, seen
+        ends = self._ends(module, graph) if self.last else []
         zero = {*ends, *alike_unused(module, graph, ends)}
-        parameters = dict(module.named_parameters())
         numbers = 0
         for name, one in found.items():
-            weight = parameters[name].data
-            for matrix, put in one.split(weight):
-                new = torch.zeros(matrix.shape)
-                if name not in zero:
-                    middle = tuple(size // 2 for size in matrix.shape[2:])
-                    new[(slice(None), slice(None), *middle)] = zero_and_one(*matrix.shape[:2])
-                put(new.to(matrix))
-                numbers += matrix.numel()
+            with whole(parameters[name]) as weight:
+                for matrix, put in one.split(weight):
+                    new = torch.zeros(matrix.shape)
+                    if name not in zero:
+                        middle = tuple(size // 2 for size in matrix.shape[2:])
+                        new[(slice(None), slice(None), *middle)] = zero_and_one(*matrix.shape[:2])
+                    put(new.to(matrix))
+            numbers += parameters[name].numel()
             for bias in biases_beside(module, name):
-                parameters[bias].data.zero_()
+                parameters[bias].detach().zero_()
                 numbers += parameters[bias].numel()
         ends_found = [name for name in found if name in zero]
         rank_zero_info(
@@ -120,6 +127,16 @@ class ZerO(Initialization):
             f" {listed(ends_found) or 'none'}"
         )
         return numbers
+
+    def _ends(self, module: nn.Module, graph: Graph) -> list[str]:
+        if self.branches is None:
+            return [end.weight for branch in branches(graph) for end in branch.last]
+        return [weight for weight, *_ in by_hand(module, self.branches, who=WHO)]
+
+    @override
+    def check_names(self, module: nn.Module) -> None:
+        super().check_names(module)
+        by_hand(module, self.branches or (), who=WHO)
 
     @override
     def summary(self) -> str:

@@ -1,18 +1,20 @@
 """Residual branches and the head begin at zero: the network begins as its skips (Goyal et al. 2017; Zhang et al. 2019)."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core._branches.ends import biases_beside, tensors_that_end
 from lightning_eff._core._branches.finding import branches, heads
+from lightning_eff._core._branches.pieces import take_apart
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
-from lightning_eff.model.initialization._once import Initialization, traced
+from lightning_eff.model.initialization._given.names import by_hand, check_branches
+from lightning_eff.model.initialization._once import Initialization, Turn, traced
 
 WHO = "ZeroProjections"
 
@@ -49,6 +51,8 @@ class ZeroProjections(Initialization):
     Args:
         scale: what the last maps are multiplied by, in [0, 1]. 0 is the sources'; 1 is plain training.
         head: whether the head is set, too.
+        branches: names of the weights in which residual branches end (their last maps, or the norms behind these), or of their
+            modules, or patterns of them, e.g. ``["blocks.*.proj"]``; None looks for them.
         force: also set weights that were loaded or trained before.
 
     Raises:
@@ -63,7 +67,7 @@ class ZeroProjections(Initialization):
 
     saves: ClassVar[str] = "steps: deep networks begin as shallow ones, with their gradients whole"
     paper: ClassVar[str] = "Goyal et al. 2017, arXiv:1706.02677; Zhang et al. 2019, arXiv:1901.09321"
-    constraints: ClassVar[str] = "a single device or DDP; modules with residual branches"
+    constraints: ClassVar[str] = "a single device, DDP or FSDP2; modules with residual branches"
     survey: ClassVar[Survey | None] = Survey("initialisation: zero-initialised residual branches (Fixup)", shen="4.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"scale": Choice((0.0, 0.25)), "head": Choice((True, False))},
@@ -73,13 +77,18 @@ class ZeroProjections(Initialization):
         "the baseline for as many seconds with its learning rate decayed to zero: a step costs the same"
     )
 
-    def __init__(self, *, scale: float = 0.0, head: bool = True, force: bool = False) -> None:
+    turn: ClassVar[Turn] = Turn.ENDS
+
+    def __init__(
+        self, *, scale: float = 0.0, head: bool = True, branches: Sequence[str] | None = None, force: bool = False
+    ) -> None:
         if not 0.0 <= scale <= 1.0:
             raise ValueError(
                 f"ZeroProjections(scale={scale}): expected a number in [0, 1], by which the last maps of residual branches are"
                 " multiplied. 0 is the sources'; 1 is plain training."
             )
         self.scale, self.head, self.force = scale, head, force
+        self.branches = check_branches(branches, who=WHO)
 
     @property
     @override
@@ -91,28 +100,34 @@ class ZeroProjections(Initialization):
         graph = traced(session, batch, batch_idx, who=WHO)
         if graph is None:
             return None
-        found = branches(graph)
-        if not found:
+        found = branches(graph) if self.branches is None else []
+        given = by_hand(session.module, self.branches or (), who=WHO)
+        if not found and not given:
             raise ValueError(
                 f"{WHO}: training_step of {type(session.module).__name__} adds nothing to what it is made of by a map; expected"
-                " residual branches, x + f(x), seen in autograd's graph (reentrant checkpoints hide theirs). Take the technique"
-                " out."
+                " residual branches, x + f(x), seen in autograd's graph (reentrant checkpoints hide theirs). Name those in"
+                " which they end, branches=[...], or take the technique out."
             )
         names = {
             name: None for branch in found for name in tensors_that_end(session.module, graph, branch, found, who=WHO)
-        }
+        } | dict.fromkeys(name for tensors in given for name in tensors)
         tied: list[str] = []
         for weight in heads(graph) if self.head else ():
             if len(graph.uses(weight)) > 1:
                 tied.append(weight)
             else:
                 names |= dict.fromkeys((weight, *biases_beside(session.module, weight)))
+        take_apart(session)
         parameters = dict(session.module.named_parameters())
         rank_zero_info(
-            f"{WHO}: {len(found)} residual branches begin at {self.scale:g} of their last maps: {', '.join(names)}"
+            f"{WHO}: {len(found) + len(given)} residual branches begin at {self.scale:g} of their last maps: {', '.join(names)}"
             + (f"; left alone, since it is used elsewhere too: {', '.join(tied)}" if tied else "")
         )
-        return scaled((parameters[name] for name in names), self.scale)
+        return scaled((parameters[name].detach() for name in names), self.scale)
+
+    @override
+    def check_names(self, module: nn.Module) -> None:
+        by_hand(module, self.branches or (), who=WHO)
 
     @override
     def summary(self) -> str:

@@ -18,6 +18,7 @@ CASES = {
     "OrthogonalInit": Case(
         active=lambda: OrthogonalInit(),
         neutral=lambda: OrthogonalInit(maps=[]),
+        sharded=True,
         lost=(no_map, "classifier", "calls no linear map or convolution"),
     )
 }

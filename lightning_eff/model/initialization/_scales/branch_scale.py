@@ -7,22 +7,20 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_eff._core._architecture.linear_maps import is_conv1d
 from lightning_eff._core._architecture.record import swap_of
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
-from lightning_eff._core._branches.ends import biases_beside, channels_of, tensors_that_end
+from lightning_eff._core._branches.ends import channels_of, tensors_that_end
 from lightning_eff._core._branches.finding import branches
 from lightning_eff._core._branches.probing import probed
 from lightning_eff._core.search_space import RunProfile
+from lightning_eff.model.initialization._given.names import by_hand, check_branches, outputs_dim
 from lightning_eff.model.initialization._once import refuse_pretrained
 from lightning_eff.model.initialization._scales.scaled import Scaled, scaled
 
 _ZEROS = "a branch whose last map and whose scale are both zero has no gradient in either, and would stay zero"
 _TWICE = "both put a scale at the end of each residual branch, of which one is as good as two"
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 READERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # of the weights of their parts
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 CONFLICTS: Mapping[str, str] = {
     "ZeroProjections": _ZEROS,
     "ZerO": _ZEROS,
@@ -43,38 +41,18 @@ def pointless(profile: RunProfile) -> str | None:
     return None if profile.num_blocks else "there is no stack of blocks with residual branches"
 
 
-class BranchScale(Architecture):
-    """``x + s F(x)`` for each residual branch F of a module, with one s a branch that is learnt.
+class OfBranches(Architecture):
+    """A technique that gives residual branches other parameters.
 
     Attributes:
-        branches: names of the weights in which branches end; None looks for them.
+        branches: names of weights of theirs; None looks for them, and none is plain training.
         force: also act on a module that was loaded.
     """
 
     change_at: ClassVar[Change] = Change.STRUCTURE
-    branches: Sequence[str] | None
+    branches: Any
     force: bool
     _count = 0
-
-    def _take(self, branches: Sequence[str] | None, force: bool) -> None:
-        """Check and keep the arguments that all have."""
-        who = type(self).__name__
-        named = isinstance(branches, Sequence) and not isinstance(branches, str)
-        if branches is not None and not (named and all(isinstance(b, str) and b for b in branches)):
-            raise ValueError(
-                f"{who}({branches=}): expected names of weights in which residual branches end, such as"
-                " ['blocks.0.proj.weight'], or None to look for them; [] is plain training."
-            )
-        if not isinstance(force, bool):
-            raise ValueError(f"{who}({force=}): expected True or False.")
-        self.branches, self.force = None if branches is None else list(branches), force
-
-    def begins_at(self, branches: int, blocks: int) -> float:
-        """The first value of s, for so many residual branches in so many blocks."""
-        return 0.0
-
-    #: Whether s has a number for each channel of the stream.
-    by_channel: ClassVar[bool] = False
 
     @property
     @override
@@ -86,13 +64,55 @@ class BranchScale(Architecture):
         """What the module's function goes by; whether it was loaded before is its own affair."""
         return {name: value for name, value in super().settings().items() if name != "force"}
 
+    def _take_force(self, force: bool) -> None:
+        if not isinstance(force, bool):
+            raise ValueError(f"{type(self).__name__}({force=}): expected True or False.")
+        self.force = force
+
+    def _check_random(self, root: nn.Module) -> None:
+        if not self.force:
+            refuse_pretrained(root, who=type(self).__name__, would="change what the module computes")
+
+    def _is_read(self, root: nn.Module, path: str, plain: nn.Module) -> bool:
+        """Whether the module at ``path`` is a part of one that reads its tensors instead of calling it.
+
+        Raises:
+            ValueError: if it is scaled already.
+        """
+        if isinstance(plain, Scaled):
+            by = getattr(swap_of(plain), "by", "another technique")
+            raise ValueError(f"{type(self).__name__}: {path} is scaled already, by {by}; expected a plain module.")
+        around = [root.get_submodule(path[:i]) for i, letter in enumerate(path) if letter == "."]
+        return any(isinstance(m, READERS) for m in around)
+
+    @override
+    def report(self) -> dict[str, float | int | Tensor]:
+        return {"branches": self._count}
+
+
+class BranchScale(OfBranches):
+    """``x + s F(x)`` for each residual branch F of a module, with one s a branch that is learnt."""
+
+    branches: tuple[str, ...] | None
+
+    def _take(self, branches: Sequence[str] | None, force: bool) -> None:
+        """Check and keep the arguments that all have."""
+        self.branches = check_branches(branches, who=type(self).__name__)
+        self._take_force(force)
+
+    def begins_at(self, branches: int, blocks: int) -> float:
+        """The first value of s, for so many residual branches in so many blocks."""
+        return 0.0
+
+    #: Whether s has a number for each channel of the stream.
+    by_channel: ClassVar[bool] = False
+
     # -- the change
 
     @override
     def change(self, surgeon: Surgeon) -> None:
         who, root = type(self).__name__, surgeon.root
-        if not self.force:
-            refuse_pretrained(root, who=who, would="change what the module computes")
+        self._check_random(root)
         told: dict[str, int] = {}
         if self.branches is None:
             probe = probed(root, who=who, batch=surgeon.batch)
@@ -119,11 +139,8 @@ class BranchScale(Architecture):
 
         def build(plain: nn.Module) -> nn.Module:
             path = paths[id(plain)]
-            if isinstance(plain, Scaled):
-                raise ValueError(f"{who}: {path} is scaled already, by {swap_of(plain).by}; expected it once.")  # pyright: ignore[reportOptionalMemberAccess]
             tensors = {key: (branch, dims[f"{path}.{key}"]) for key, branch in where[id(plain)].items()}
-            around = [root.get_submodule(path[:i]) for i, letter in enumerate(path) if letter == "."]
-            read = any(isinstance(m, READERS) for m in around)
+            read = self._is_read(root, path, plain)
             return scaled(plain, tensors, begins_at=value, sizes=widths, homes=homes, read_by_others=read)
 
         surgeon.swap(lambda path, m: id(m) in where, build, what="a map in which a residual branch ends")
@@ -134,29 +151,8 @@ class BranchScale(Architecture):
         )
 
     @override
-    def report(self) -> dict[str, float | int | Tensor]:
-        return {"branches": self._count}
-
-    @override
     def summary(self) -> str:
         return f"{self._count} residual branches have scales" if self._count else "the module had its scales already"
-
-
-def by_hand(root: nn.Module, names: Sequence[str], *, who: str, argument: str = "branches") -> list[tuple[str, ...]]:
-    """The tensors that go with weights which are named, or with the modules of those names: each a branch of its own."""
-    known, found = dict(root.named_parameters()), list[tuple[str, ...]]()
-    for name in names:
-        weight = name if name in known else f"{name}.weight"
-        if weight not in known:
-            maps = ", ".join(n for n, p in known.items() if p.ndim > 1)
-            raise ValueError(
-                f"{who}({argument}=[{name!r}, ...]): {type(root).__name__} has no such weight; expected names of the last"
-                f" weights of residual branches, or of their modules. There are {maps or 'none'}."
-            )
-        norm = known[weight].ndim == 1
-        bias = weight.removesuffix("weight") + "bias"
-        found.append((weight, *((bias,) if norm and bias in known else () if norm else biases_beside(root, weight))))
-    return found
 
 
 def apart(ends: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
@@ -216,10 +212,9 @@ def channels(root: nn.Module, names: Sequence[str], told: Mapping[str, int], *, 
 def _dim(owner: nn.Module, name: str, tensor: Tensor) -> int | None:
     if tensor.ndim == 1:
         return 0
-    if is_conv1d(owner) or isinstance(owner, _TRANSPOSED):
-        return 1
-    if isinstance(owner, (nn.Linear, *_CONVOLUTIONS)):
-        return 0
+    dim = outputs_dim(owner)
+    if dim is not None:
+        return dim
     return tensor.ndim - 1 if "bias" in name.rpartition(".")[2] else None
 
 
