@@ -397,7 +397,9 @@ def _loads_into_what_apply_makes(case: Case, checkpoint: dict[str, Any]) -> None
     if case.partial:
         frozen = {name for name, p in changed.named_parameters(remove_duplicate=False) if not p.requires_grad}
         own = changed.state_dict()
-        assert frozen and own.keys() - state.keys() == frozen, "what trains is in a checkpoint, and nothing that is frozen"
+        assert frozen and own.keys() - state.keys() == frozen, (
+            "what trains is in a checkpoint, and nothing that is frozen"
+        )
         state = {**{name: own[name] for name in frozen}, **state}
     changed.load_state_dict(state, strict=True)
     if case.stays:
