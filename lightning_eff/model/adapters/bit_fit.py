@@ -68,6 +68,7 @@ class BitFit(Adapter):
     change_at: ClassVar[Change] = Change.FREEZE
     conflicts: ClassVar[Mapping[str, str]] = {
         "LoRA": RIVALS,
+        "GradientCentralization": "it centres the gradients of maps' weights, which are frozen here",
         "KFAC": "it preconditions the weights of maps, which are frozen here",
         **DEAD,
     }

@@ -93,6 +93,7 @@ class LoRA(Adapter):
         "BitFit": RIVALS,
         "Fixup": "it puts scalars before and behind each map, which is then no plain one that factors could stand beside",
         "FixRes": "it ends by training the classifier and norms alone, which are frozen here",
+        "GreedyLayerwise": "it trains some blocks at a time, whose factors are all that trains here",
         "LayerFreezing": "it freezes blocks, whose factors are all that trains here",
     }
     _maps = 0
