@@ -37,6 +37,7 @@ bench: $(STAMP)  ## the honest comparison in about two minutes: a recipe, its co
 evidence: $(STAMP)  ## every technique on the reference tasks, hours; and docs/evidence.md from what it found
 	for task in gpt vit bert; do $(BIN)/python benchmarks/evidence.py run $$task --jobs $(JOBS) || exit; done
 	$(BIN)/python benchmarks/evidence.py page
+	$(BIN)/python -m docs.making facts
 
 # One torch thread per worker: tests are small, and more threads than cores slow all of them down.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal $(if $(K),--technique $(K))

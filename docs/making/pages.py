@@ -1,0 +1,9 @@
+"""The pages of the site."""
+
+from pathlib import Path
+
+
+
+def write(folder: Path) -> list[Path]:
+    """Nothing yet."""
+    return []
