@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo bench evidence gpu test test-all lint format wheel wheel-check clean
+.PHONY: help venv demo bench evidence gpu docs test test-all lint format wheel wheel-check clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 16
@@ -38,6 +38,14 @@ evidence: $(STAMP)  ## every technique on the reference tasks, hours; and docs/e
 	for task in gpt vit bert; do $(BIN)/python benchmarks/evidence.py run $$task --jobs $(JOBS) || exit; done
 	$(BIN)/python benchmarks/evidence.py page
 	$(BIN)/python -m docs.making facts
+
+docs: $(VENV)/.docs  ## build the site into build/site: a broken link fails
+	$(BIN)/python -W ignore -m docs.making pages build
+	$(BIN)/python -m mkdocs build --strict --quiet --clean --config-file build/mkdocs.yml
+
+$(VENV)/.docs: $(STAMP)
+	$(PIP) install -c constraints.txt -e '.[docs]'
+	@touch $@
 
 # One torch thread per worker: tests are small, and more threads than cores slow all of them down.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal $(if $(K),--technique $(K))
