@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo bench evidence gpu test test-all lint format wheel wheel-check clean
+.PHONY: help venv demo bench evidence gpu docs test test-all lint format wheel wheel-check clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 16
@@ -37,6 +37,15 @@ bench: $(STAMP)  ## the honest comparison in about two minutes: a recipe, its co
 evidence: $(STAMP)  ## every technique on the reference tasks, hours; and docs/evidence.md from what it found
 	for task in gpt vit bert; do $(BIN)/python benchmarks/evidence.py run $$task --jobs $(JOBS) || exit; done
 	$(BIN)/python benchmarks/evidence.py page
+	$(BIN)/python -m docs.making facts
+
+docs: $(VENV)/.docs  ## build the site into build/site: a broken link fails
+	$(BIN)/python -W ignore -m docs.making pages build
+	$(BIN)/python -m mkdocs build --strict --quiet --clean --config-file build/mkdocs.yml
+
+$(VENV)/.docs: $(STAMP)
+	$(PIP) install -c constraints.txt -e '.[docs]'
+	@touch $@
 
 # One torch thread per worker: tests are small, and more threads than cores slow all of them down.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal $(if $(K),--technique $(K))

@@ -18,7 +18,7 @@ there. ``search`` runs every stack in ``benchmarks/<task>/stacks``, on seeds tha
 ``ladder_<task>.json``, beside those that are there; every arm's worth is told from them.
 ``run --set goal`` is of what reaches the baseline's final loss in the least time; ``ladder --of`` runs one of these in the
 baseline's place, at the prices of that bench. With a budget of its own each of the two writes to a file named by it.
-``page`` makes no runs; it writes the verdicts into README's table, too.
+``page`` makes no runs; it writes the verdicts into ``docs/verdicts.md``, too.
 """
 
 import argparse
@@ -38,12 +38,12 @@ from benchmarks.evidence_page import (  # noqa: E402
     TASKS,
     WEIGHTS,
     committed,
-    in_readme,
+    in_verdicts,
     page,
 )
 from benchmarks.joining import joined  # noqa: E402
 
-OUT, PAGE, README = ROOT / "benchmarks" / "out", ROOT / "docs" / "evidence.md", ROOT / "README.md"
+OUT, PAGE, VERDICTS = ROOT / "benchmarks" / "out", ROOT / "docs" / "evidence.md", ROOT / "docs" / "verdicts.md"
 SEARCHED = ("muon", "soap", "schedule_free", "moving_average", "batch_warmup", "rate_schedule")
 BUDGET, BUDGETS = "60rs", {"rings": "30rs"}
 SETS = {"bench": CLAIMS, "weights": WEIGHTS, "compute": COMPUTE, "goal": GOAL}
@@ -180,8 +180,8 @@ def main() -> None:
             drawing = speedups(results, results["summary"])
             if drawing is not None:
                 (ROOT / "docs" / f"{part}_{task}.png").write_bytes(png(drawing))
-    README.write_text(in_readme(README.read_text(), found, weights, compute))
-    print(f"written: {PAGE}, {README}")
+    VERDICTS.write_text(in_verdicts(VERDICTS.read_text(), found, weights, compute))
+    print(f"written: {PAGE}, {VERDICTS}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``docs/evidence.md`` and README's table of verdicts, as :mod:`benchmarks.evidence` writes them from committed results."""
+"""``docs/evidence.md`` and the tables of ``docs/verdicts.md``, as :mod:`benchmarks.evidence` writes them from the results."""
 
 import json
 import sys
@@ -243,8 +243,8 @@ def overview(claims: dict[str, tuple[str, str]], found: dict[str, dict[str, Any]
     return lines
 
 
-def readme(text: str, found: dict[str, dict[str, Any]], claims: dict[str, tuple[str, str]] = CLAIMS) -> str:
-    """README with the verdicts of ``found`` in its table: the third cell of each technique's row."""
+def verdicts(text: str, found: dict[str, dict[str, Any]], claims: dict[str, tuple[str, str]] = CLAIMS) -> str:
+    """The page with the verdicts of ``found`` in its table: the third cell of each technique's row."""
     lines = text.splitlines()
     for recipe, (technique, _) in claims.items():
         (row,) = (number for number, line in enumerate(lines) if line.startswith(f"| `{technique}` |"))
@@ -372,13 +372,13 @@ def compiling(task: str) -> dict[str, Any] | None:
     return measured if measured is not None and measured["task"] == task else None
 
 
-def in_readme(text: str, found: dict[str, Any], weights: dict[str, Any], compute: dict[str, Any]) -> str:
-    """README with all verdicts; of ``weights`` and ``compute``, those of techniques, which have a row there."""
+def in_verdicts(text: str, found: dict[str, Any], weights: dict[str, Any], compute: dict[str, Any]) -> str:
+    """The page with all verdicts; of ``weights`` and ``compute``, those of techniques, which have a row there."""
 
     def alone(claims: dict[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
         return {recipe: told for recipe, told in claims.items() if told[0].isidentifier()}
 
-    return readme(readme(readme(text, found), weights, alone(WEIGHTS)), compute, alone(COMPUTE))
+    return verdicts(verdicts(verdicts(text, found), weights, alone(WEIGHTS)), compute, alone(COMPUTE))
 
 
 def committed() -> tuple[

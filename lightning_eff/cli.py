@@ -2,11 +2,11 @@
 
 import shutil
 import sys
-import textwrap
 from collections.abc import Sequence
 
+from lightning_eff._catalogue import catalogue
+from lightning_eff._catalogue.row import GROUPS
 from lightning_eff._errors import Arguments, UsageError, check_configs, did_you_mean, told
-from lightning_eff._techniques import technique_classes
 
 _USAGE = """\
 usage: lightning-eff {fit,validate,test,predict} --config recipe.yaml [options of LightningCLI]
@@ -14,7 +14,7 @@ usage: lightning-eff {fit,validate,test,predict} --config recipe.yaml [options o
        lightning-eff tune --baseline a.yaml --target val_loss --budget 120s --search 2h
        lightning-eff plan --config recipe.yaml --gpus 512 --gpu h200
        lightning-eff budget --hours 5000 --gpu h100
-       lightning-eff techniques
+       lightning-eff techniques --search memory
 
   fit, validate, test, predict   a LightningModule and data named in a LightningCLI config, by their class_path;
                                  techniques go into trainer.callbacks, and precision plugins into trainer.plugins, by
@@ -26,27 +26,40 @@ usage: lightning-eff {fit,validate,test,predict} --config recipe.yaml [options o
                                  needs none of them. More: lightning-eff plan --help
   budget                         the size and the tokens that FLOPs, accelerator-hours or money are best spent on.
                                  More: lightning-eff budget --help
-  techniques                     every technique: what it saves, how, its paper, its constraints
+  techniques                     everything that two surveys of efficient training name: what does it here, what it saves,
+                                 what was measured of it. More: lightning-eff techniques --help
 
 Modules are looked up from the current folder too. Errors are told in a paragraph; --debug gives the traceback.
 """
 COMMANDS = ("fit", "validate", "test", "predict", "bench", "tune", "plan", "budget", "techniques")
 
 
-def techniques_table(width: int) -> str:
-    """The techniques as a table of ``width`` columns (at least about 120), from what the classes say of themselves."""
-    header = ("technique", "how", "what it saves", "paper", "constraints")
-    rows = [(cls.__name__, cls.kind, cls.saves, cls.paper, cls.constraints or "-") for cls in technique_classes()]
-    fixed = [max(len(row[i]) for row in [header, *rows]) for i in (0, 1)]
-    left = max(width - sum(fixed) - 8, 75)  # narrower columns would break words
-    widths = [*fixed, left // 3, left // 3, left - 2 * (left // 3)]
-    lines: list[str] = []
-    for row in [header, tuple("-" * w for w in widths), *rows]:
-        cells = [textwrap.wrap(text, w) or [""] for text, w in zip(row, widths, strict=True)]
-        for i in range(max(map(len, cells))):
-            line = "  ".join((cell[i] if i < len(cell) else "").ljust(w) for cell, w in zip(cells, widths, strict=True))
-            lines.append(line.rstrip())
-    return "\n".join(lines)
+def techniques_table(width: int, word: str = "", group: str = "") -> str:
+    """The catalogue as a table of ``width`` columns (at least about 120), from what the classes say of themselves."""
+    return catalogue.table(catalogue.chosen(word, group), width)
+
+
+def _techniques(rest: Sequence[str]) -> None:
+    """What the surveys name, and what does it here."""
+    about = "What the two surveys of efficient training name, what does it here, what it saves, and what was measured of it."
+    options = Arguments("lightning-eff techniques", description=about)
+    options.add_argument(
+        "--search", default="", metavar="WORD", help="only what has this word anywhere, such as memory"
+    )
+    options.add_argument("--group", default="", choices=GROUPS, metavar="GROUP", help=f"one of {', '.join(GROUPS)}")
+    options.add_argument("--json", action="store_true", help="as JSON, with sources, tests and all figures")
+    asked = options.parse_args(rest)
+    found = catalogue.chosen(asked.search, asked.group)
+    if not found and not asked.json:
+        raise UsageError(
+            f"got --search {asked.search}{f' in {asked.group}' if asked.group else ''}, which nothing has; expected a word of a"
+            " technique's name, its source or what it saves, such as memory. Without options, everything is listed."
+        )
+    print(catalogue.as_json(found) if asked.json else catalogue.table(found, _width()))
+
+
+def _width() -> int:
+    return shutil.get_terminal_size((140, 24)).columns
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -70,8 +83,7 @@ def _run(argv: list[str], *, debug: bool) -> None:
         return
     command, *rest = argv
     if command == "techniques":
-        Arguments("lightning-eff techniques", description="Lists every technique.").parse_args(rest)
-        print(techniques_table(shutil.get_terminal_size((140, 24)).columns))
+        _techniques(rest)
     elif command == "bench":
         from lightning_eff.bench.command import main as bench
 

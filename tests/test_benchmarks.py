@@ -459,8 +459,8 @@ def test_the_page_of_evidence_is_what_the_results_say() -> None:
     found, stacks, planted, weights, compute, shares = evidence.committed()
     text = (ROOT / "docs" / "evidence.md").read_text()
     assert text == evidence.page(found, stacks, planted, weights, compute, shares)
-    readme = (ROOT / "README.md").read_text()
-    assert readme == evidence.in_readme(readme, found, weights, compute)
+    verdicts = (ROOT / "docs" / "verdicts.md").read_text()
+    assert verdicts == evidence.in_verdicts(verdicts, found, weights, compute)
     for task, results in found.items():
         assert results["plan"]["budget"]["clock"] == "reference" and len(results["plan"]["seeds"]) >= 3
         assert (ROOT / "docs" / f"evidence_{task}.png").is_file()

@@ -1,4 +1,4 @@
-"""What README and docs say of GPUs, from the committed results or that there are none: ``python -m benchmarks.gpu.page``.
+"""What the docs say of GPUs, from the committed results or that there are none: ``python -m benchmarks.gpu.page``.
 
 Figures stand between ``<!-- gpu: NAME -->`` and ``<!-- end of gpu -->``, and nowhere else; ``NAME`` is a section below.
 """
@@ -12,7 +12,7 @@ from benchmarks.gpu import files
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
+PAGES = (ROOT / "docs" / "verdicts.md", ROOT / "benchmarks" / "README.md")
 MARKED = re.compile(r"<!-- gpu: ([a-z ]+) -->\n.*?<!-- end of gpu -->", re.DOTALL)
 NONE = "No GPU was at hand: nothing is known of {what} on one. `make gpu` finds it."
 Results = dict[str, files.Result]

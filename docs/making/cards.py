@@ -1,0 +1,250 @@
+"""A card for each technique: what its class, its case, the committed results and the pairs say of it."""
+
+import inspect
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import yaml
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import Strategy
+from torch.optim import Optimizer
+
+from benchmarks import evidence_page as evidence
+from docs.making import facts, prose
+from lightning_eff import _public
+from lightning_eff._catalogue import catalogue
+from tests import test_exported
+from tests.cases import CASES
+from tests.plugins import PLUGINS
+from tests.stacks import declared
+
+VERDICTS = Path(__file__).parent.parent / "verdicts.md"
+BUSY = "It was not held against a tuned baseline here. What it gains on the reference tasks is not known."
+
+
+def names() -> list[str]:
+    """What has a card: every callback, precision plugin, strategy and optimizer that is exported."""
+    return sorted(name for entry in catalogue.entries() for name in entry.by)
+
+
+def file_of(name: str) -> str:
+    """The page of a card, from the folder of pages."""
+    return f"techniques/{_public.HOMES[name].rpartition('.')[2]}.md"
+
+
+@cache
+def told() -> dict[str, tuple[str, str]]:
+    """Of each technique that has a row in ``docs/verdicts.md``: what it does, and the last cell, the verdict of others."""
+    found = {}
+    for line in VERDICTS.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split(" | ")]
+        if line.startswith("| `") and len(cells) >= 3:
+            for name in re.findall(r"`(\w+)`", cells[0]):
+                found[name] = (cells[1], cells[-1])
+    return found
+
+
+@cache
+def refused() -> dict[frozenset[str], str]:
+    """The pairs that may not train together, and why, as the pair tests have them."""
+    return declared(CASES, PLUGINS)
+
+
+def card(name: str) -> str:
+    """The page of one technique."""
+    cls = _public.found(name)
+    doc = prose.read(cls)
+    entry = next(entry for entry in catalogue.entries() if name in entry.by)
+    lines = [f"# {name}", "", doc.summary, ""]
+    if name in told():
+        lines += [f"In short: {told()[name][0]}.", ""]
+    lines += ["## How to use it", "", *use(name), ""]
+    lines += ["## What it does", "", doc.text, ""] if doc.text else []
+    if rules := list(_rules(cls)):
+        lines += ["## The rule", "", "In the paper's symbols, as the code has it:", "", *rules, ""]
+    if rows := list(_settings(cls, doc)):
+        lines += [
+            "## Settings",
+            "",
+            "| setting | default | what it is | `lightning-eff tune` tries |",
+            "|---|---|---|---|",
+            *rows,
+            "",
+        ]
+    lines += ["## What it saves, and where it does not work", ""]
+    lines += [f"- **Saves:** {cls.saves}." if getattr(cls, "saves", "") else "- **Saves:** see the measurements below."]
+    lines += [f"- **Needs, and limits:** {cls.constraints}."] if getattr(cls, "constraints", "") else []
+    lines += [f"- **Refuses:** {prose.cell(text)}" for text in doc.sections.get("Raises", {}).values()]
+    lines += ["", "## Measured here", "", *measured(name), ""]
+    if control := getattr(cls, "control", None):
+        lines += [f"**An honest comparison holds it against:** {control.text}.", ""]
+    lines += ["## With other techniques", "", *company(name), ""]
+    if name in told():
+        lines += ["## When not to use it", "", told()[name][1], ""]
+    lines += ["## Sources", "", f"- {getattr(cls, 'paper', '') or entry.source}"]
+    survey = getattr(cls, "survey", None)
+    lines += [f"- In the surveys: {survey}."] if survey else []
+    room = _public.HOMES[name].split(".")[1]
+    lines += [
+        f"- [Reference](../reference/{room}.md#{_public.HOMES[name]}.{name}); tests: `{catalogue.tests_of(name)}`.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def use(name: str) -> list[str]:
+    """A recipe in YAML and the same in Python, with the settings of its case: those of a short run."""
+    trainer = test_exported.recipe(name) if name in CASES or name in PLUGINS or name not in _cases() else {}
+    text = yaml.safe_dump({"trainer": trainer}, sort_keys=False, default_flow_style=None, width=100)
+    lines = ["```yaml", *text.strip().splitlines(), "```", ""]
+    cls = _public.found(name)
+    if issubclass(cls, Optimizer):
+        call = f"ReplaceOptimizer(functools.partial({name}, lr=0.01))"
+        return [
+            *lines,
+            "```python",
+            "import functools",
+            "",
+            "import lightning as L",
+            f"from lightning_eff import {name}, ReplaceOptimizer",
+            "",
+            f"trainer = L.Trainer(callbacks=[{call}])",
+            "```",
+        ]
+    ((kind, what),) = trainer.items()
+    given = (what[0] if isinstance(what, list) else what).get("init_args", {})
+    if "class_path" in str(given) or any(isinstance(v, str) and v.startswith("tests.") for v in given.values()):
+        return lines
+    call = f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
+    place = f"{kind}={call}" if issubclass(cls, Strategy) else f"{kind}=[{call}]"
+    note = (
+        ["", "These are the settings of its tests, for a run of a few steps; defaults and advice stand below."]
+        if given
+        else []
+    )
+    return [
+        *lines,
+        "```python",
+        "import lightning as L",
+        f"from lightning_eff import {name}",
+        "",
+        f"trainer = L.Trainer({place})",
+        "```",
+        *note,
+    ]
+
+
+def _cases() -> set[str]:
+    return {*CASES, *PLUGINS}
+
+
+def _rules(cls: type) -> Iterator[str]:
+    module = inspect.getmodule(cls)
+    for name, function in vars(module).items():
+        own = inspect.isfunction(function) and function.__module__ == cls.__module__ and not name.startswith("_")
+        if own and function.__doc__ and "``" in function.__doc__:
+            doc = prose.read(function)
+            yield f"- `{name}`: {doc.summary}"
+            if doc.text:
+                yield "\n" + "\n".join(f"    {line}".rstrip() for line in doc.text.splitlines()) + "\n"
+
+
+def _settings(cls: type, doc: prose.Doc) -> Iterator[str]:
+    space = getattr(getattr(cls, "search_space", None), "settings", {})
+    parameters = inspect.signature(cls).parameters
+    for name, text in doc.sections.get("Args", {}).items():
+        parameter = parameters.get(name.strip("*"))
+        default = "–" if parameter is None or parameter.default is parameter.empty else f"`{parameter.default!r}`"
+        tries = f"`{space[name]}`" if name in space else ""
+        yield f"| `{name}` | {prose.cell(default)} | {prose.cell(text)} | {prose.cell(tries)} |"
+
+
+def measured(name: str) -> list[str]:
+    """The figures of the committed results, with the control's and the paper's claim; or that there are none."""
+    found = facts.measurements(name)
+    if not found:
+        room = _public.HOMES[name].split(".")[1]
+        more = {
+            "memory": " Bytes and times are in [Memory](../memory.md).",
+            "precision": " Losses are in [Verdicts](../verdicts.md).",
+        }
+        return [BUSY + more.get(room, "")]
+    lines = ["| task | speed-up [95 % interval], verdict | its control | budget, seeds |", "|---|---|---|---|"]
+    for recipe, task, _, results in found:
+        plan = results["plan"]
+        held = "; ".join(f"{arm}: {evidence.cell(one)}" for arm, one in evidence.controls(results, recipe)) or "–"
+        budget = f"{plan['budget']['seconds']:g} s, {len(plan['seeds'])} seeds"
+        lines.append(f"| {evidence.TASKS[task]} | {evidence.cell(results['summary'][recipe])} | {held} | {budget} |")
+    lines += ["", "Below 1 is slower. All figures, with what they mean: [Evidence](../evidence.md).", ""]
+    return [*lines, f"**What its paper claims:** {found[0][2]}."]
+
+
+def company(name: str) -> list[str]:
+    """What it refuses to train with, and that all else was tried."""
+    enemies = {next(iter(pair - {name})): why for pair, why in refused().items() if name in pair and len(pair) == 2}
+    known = {
+        enemy: why
+        for enemy, why in enemies.items()
+        if enemy in _public.HOMES and why != "a trainer has one precision plugin"
+    }
+    cls = _public.found(name)
+    lines = []
+    if issubclass(cls, Precision):
+        lines = ["A trainer has one precision plugin; plugins wrap one another where that makes sense (`inner=`).", ""]
+    if name not in _cases():
+        return [*lines, "It is tried by tests of its own; it stands outside of the tests of all pairs."]
+    lines += [
+        "It trains together with every technique that is not named here, which the tests try, and resumes exactly."
+    ]
+    if known:
+        lines += ["", "It is refused at setup, with the reason, beside:", ""]
+        lines += [f"- [{enemy}]({Path(file_of(enemy)).name}): {why}" for enemy, why in sorted(known.items())]
+    return lines
+
+
+def overview() -> str:
+    """All techniques in one table, by group: made from the classes, so that a new one needs no row."""
+    lines = [
+        "# All techniques",
+        "",
+        "Each name leads to its card. What the surveys name and nothing does here yet is in",
+        "[the catalogue](../catalogue.md).",
+        "",
+    ]
+    seen: set[str] = set()
+    for group, title in catalogue.GROUPS.items():
+        rows = []
+        for name in dict.fromkeys(n for e in catalogue.entries() if e.group == group for n in e.by):
+            if name not in seen:
+                seen.add(name)
+                what = catalogue.facts()["measured"].get(name, {})
+                figures = "<br>".join(f"{task} {cell}" for task, cell in what.items()) or "–"
+                summary = prose.cell(prose.read(_public.found(name)).summary)
+                rows.append(f"| [{name}]({Path(file_of(name)).name}) | {summary} | {figures} |")
+        if rows:
+            lines += [f"## {title}", "", "| technique | what it does | measured here |", "|---|---|---|", *rows, ""]
+    return "\n".join(lines)
+
+
+def whole_catalogue() -> str:
+    """Every row of the surveys: what does it here, its tests, its verdict; or why nothing does."""
+    lines = [
+        "# The catalogue",
+        "",
+        "Every technique and system that two surveys name, in their order: Zhuang et al. 2023, *A Survey on Efficient Training",
+        "of Transformers* (arXiv:2302.01107), and Shen et al. 2024, *On Efficient Training of Large-Scale Deep Learning",
+        "Models* (arXiv:2304.03589). `lightning-eff techniques --search WORD` shows the same.",
+        "",
+    ]
+    for group, title in catalogue.GROUPS.items():
+        lines += [f"## {title}", "", "| what they name | here | tests | measured here |", "|---|---|---|---|"]
+        for entry in (e for e in catalogue.entries() if e.group == group):
+            links = ", ".join(f"[{name}]({file_of(name)})" for name in entry.by)
+            here = f"{links}{f', {entry.how}' if entry.how else ''}" if links else f"**{entry.status}**"
+            here += f": {entry.why or entry.how}" if not links and (entry.why or entry.how) else ""
+            tests = f"`{entry.tests}`" if entry.tests else "–"
+            lines.append(f"| {entry.name} ({entry.source or '–'}) | {here} | {tests} | {catalogue.verdict(entry)} |")
+        lines.append("")
+    return "\n".join(lines)

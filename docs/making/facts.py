@@ -1,0 +1,64 @@
+"""What the catalogue knows from outside the package: ``lightning_eff/_catalogue/facts.json``."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from benchmarks import evidence_page as evidence
+from lightning_eff import _public
+from tests import selection
+
+ROOT = Path(__file__).parent.parent.parent
+FILE = ROOT / "lightning_eff" / "_catalogue" / "facts.json"
+
+
+@cache
+def committed() -> dict[str, dict[str, Any]]:
+    """The committed results by set (claims, weights, compute) and task."""
+    found, _, _, weights, compute, _ = evidence.committed()
+    return {"bench": found, "weights": weights, "compute": compute}
+
+
+#: The recipes of each set: their techniques and what the papers claim.
+SETS = {"bench": evidence.CLAIMS, "weights": evidence.WEIGHTS, "compute": evidence.COMPUTE}
+
+
+def measurements(name: str) -> list[tuple[str, str, str, dict[str, Any]]]:
+    """What was measured of a technique: the recipe, the task, the paper's claim, and the results that have it."""
+    found = []
+    for part, recipes in SETS.items():
+        for recipe, (technique, claim) in recipes.items():
+            for task in evidence.TASKS:
+                results = committed()[part].get(task)
+                if technique == name and results is not None and recipe in results["summary"]:
+                    found.append((recipe, task, claim, results))
+    return found
+
+
+def measured() -> dict[str, dict[str, str]]:
+    """The verdict of each technique on each task that it was held against a baseline on."""
+    told: dict[str, dict[str, str]] = {}
+    for name in sorted(
+        _public.HOMES.keys() & {technique for recipes in SETS.values() for technique, _ in recipes.values()}
+    ):
+        for recipe, task, _, results in measurements(name):
+            told.setdefault(name, {})[evidence.SHORT[task]] = evidence.cell(results["summary"][recipe])
+    return told
+
+
+def tests() -> dict[str, str]:
+    """The tests of what has them elsewhere than in a file called after its module."""
+    off = {}
+    for name, home in _public.HOMES.items():
+        *room, last = home.split(".")[1:]
+        if not ROOT.joinpath("tests", *room, f"test_{last}.py").is_file():
+            own = selection.own_files(name) if isinstance(_public.found(name), type) else []
+            if own:
+                off[name] = own[0].relative_to(ROOT).as_posix()
+    return off
+
+
+def text() -> str:
+    """The file's text."""
+    return json.dumps({"measured": measured(), "tests": tests()}, indent=1, sort_keys=True, ensure_ascii=False) + "\n"

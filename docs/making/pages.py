@@ -1,0 +1,115 @@
+"""The pages of the site: those of ``docs/``, a card for each technique, the catalogue and the reference."""
+
+import re
+import shutil
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import yaml
+
+from docs.making import cards, prose
+from lightning_eff import _public
+from lightning_eff._catalogue import catalogue
+
+ROOT = Path(__file__).parent.parent.parent
+DOCS = ROOT / "docs"
+ROOMS = {
+    "data": "Data",
+    "model": "Model",
+    "optim": "Optimization",
+    "budget": "Budget",
+    "memory": "Memory",
+    "precision": "Precision",
+    "strategies": "Strategies",
+    "monitor": "Monitor",
+    "bench": "Bench",
+    "tune": "Tune",
+}
+
+
+def generated() -> dict[str, str]:
+    """The pages that are made, by their path."""
+    pages = {cards.file_of(name): cards.card(name) for name in cards.names()}
+    pages |= {"techniques/index.md": cards.overview(), "catalogue.md": cards.whole_catalogue()}
+    rooms: dict[str, list[str]] = {}
+    for name, home in sorted(_public.HOMES.items()):
+        prose.read(_public.found(name))  # a public name without a docstring fails here
+        rooms.setdefault(home.split(".")[1] if home.split(".")[1] in ROOMS else "", []).append(f"{home}.{name}")
+    for room, names in rooms.items():
+        title = ROOMS.get(room, "Functions")
+        blocks = "\n\n".join(f"::: {name}" for name in names)
+        pages[f"reference/{room or 'functions'}.md"] = f"# {title}\n\n{blocks}\n"
+    return pages
+
+
+def written() -> dict[str, str]:
+    """The pages that are written by hand or by the benchmarks, by their path; CONTRIBUTING.md among them."""
+    pages = {path.relative_to(DOCS).as_posix(): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
+    return pages | {"contributing.md": (ROOT / "CONTRIBUTING.md").read_text()}
+
+
+def linked(page: str, text: str, known: set[str]) -> str:
+    """A page whose links to files outside of the site are their paths in the repository."""
+
+    def mend(match: re.Match[str]) -> str:
+        words, target = match[1], match[2]
+        if re.match(r"https?:|mailto:|#", target):
+            return match[0]
+        parts: list[str] = []
+        for part in (*PurePosixPath(page).parent.parts, *target.partition("#")[0].split("/")):
+            if part == "..":
+                if not parts:
+                    return (
+                        words if words.startswith("`") else f"{words} (`{target.replace('../', '')}` in the repository)"
+                    )
+                parts.pop()
+            elif part != ".":
+                parts.append(part)
+        return match[0] if "/".join(parts) in known else f"{words} (`{target}` in the repository)"
+
+    return re.sub(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)", mend, text)
+
+
+def navigation() -> list[Any]:
+    """The site's menu: that of ``mkdocs.yml``, with the cards by group and the reference by room."""
+    groups: list[Any] = ["techniques/index.md"]
+    seen: set[str] = set()
+    for group, title in catalogue.GROUPS.items():
+        here = [n for e in catalogue.entries() if e.group == group for n in e.by if n not in seen]
+        seen |= {*here}
+        if here:
+            groups.append({title: [{name: cards.file_of(name)} for name in dict.fromkeys(here)]})
+    menu = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    made = {"Techniques": groups, "Reference": [{title: f"reference/{room}.md"} for room, title in ROOMS.items()]}
+    made["Reference"].append({"Functions": "reference/functions.md"})
+    return [{title: made.get(title, pages)} for entry in menu for title, pages in entry.items()]
+
+
+def write(folder: Path) -> list[Path]:
+    """Write the whole source of the site into ``folder/pages``, and its settings into ``folder/mkdocs.yml``."""
+    pages = generated()
+    clash = pages.keys() & written().keys()
+    if clash:
+        raise ValueError(f"{sorted(clash)}: written by hand and made too; expected one of the two.")
+    pages |= written()
+    known = {*pages, *(p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*") if p.suffix in (".png", ".svg"))}
+    target = folder / "pages"
+    shutil.rmtree(target, ignore_errors=True)
+    made = []
+    for page, text in pages.items():
+        path = target / page
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(linked(page, text, known))
+        made.append(path)
+    for name in known - pages.keys():
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(DOCS / name, target / name)
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    settings |= {"docs_dir": "pages", "site_dir": "site", "nav": navigation()}
+    for plugin in settings["plugins"]:
+        if isinstance(plugin, dict) and "mkdocstrings" in plugin:
+            python = plugin["mkdocstrings"]["handlers"]["python"]
+            python["paths"] = [str(ROOT)]
+            python["options"]["extensions"] = [str(ROOT / "docs" / "making" / "roles.py")]
+    (folder / "mkdocs.yml").write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+    return made

@@ -1,0 +1,259 @@
+"""The site: a card for each technique whose figures are the results', pages whose code is right, and a build without a slip."""
+
+import ast
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from lightning.pytorch import callbacks
+from torch.optim import Optimizer
+
+import lightning_eff
+from docs.making import cards, facts, pages, picture, prose
+from lightning_eff import _public, cli
+from lightning_eff._techniques import technique_classes
+
+ROOT = Path(__file__).parent.parent
+WRITTEN = {"README.md": (ROOT / "README.md").read_text()} | {
+    name: text for name, text in pages.written().items() if name not in ("ways_in.md",)
+}
+BLOCK = re.compile(r"^( *)```(\w+)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(text: str, language: str) -> Iterator[str]:
+    for _, found, body in BLOCK.findall(text):
+        if found == language:
+            yield textwrap.dedent(body)
+
+
+def every(language: str) -> list[Any]:
+    return [
+        pytest.param(block, id=f"{name}-{i}")
+        for name, text in WRITTEN.items()
+        for i, block in enumerate(blocks(text, language))
+    ]
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, str]:
+    """The pages that are made, once for all tests of this file."""
+    return pages.generated()
+
+
+# -- cards
+
+
+def test_every_public_technique_has_a_card(made: dict[str, str]) -> None:
+    optimizers = {
+        n for n in lightning_eff.__all__ if inspect.isclass(c := _public.found(n)) and issubclass(c, Optimizer)
+    }
+    names = {cls.__name__ for cls in technique_classes()} | optimizers
+    assert set(cards.names()) == names
+    files = [cards.file_of(name) for name in names]
+    assert len(set(files)) == len(files) and set(files) <= made.keys()
+    overview = made["techniques/index.md"]
+    assert all(f"[{name}]({Path(cards.file_of(name)).name})" in overview for name in names)
+
+
+def test_a_card_has_its_parts(made: dict[str, str]) -> None:
+    for name in cards.names():
+        text = made[cards.file_of(name)]
+        assert text.startswith(f"# {name}\n")
+        for part in ("How to use it", "What it saves", "Measured here", "With other techniques", "Sources"):
+            assert f"\n## {part}" in text, (name, part)
+        cls = _public.found(name)
+        assert getattr(cls, "constraints", "") in text and getattr(cls, "paper", "") in text
+        assert not re.search(r":(class|func|meth|attr):`", text), name
+
+
+def figures(text: str) -> set[str]:
+    """Speed-ups with their intervals, as pages have them."""
+    return set(re.findall(r"\d+\.\d\d \[\d+\.\d\d, \d+\.\d\d\]", text))
+
+
+def test_the_figures_of_a_card_are_those_of_the_results(made: dict[str, str]) -> None:
+    """Told from the committed results themselves, not by what writes cards: every figure of a technique, and no other."""
+    seen = 0
+    for name in cards.names():
+        wanted = set()
+        for recipe, _, _, results in facts.measurements(name):
+            arms = [arm["name"] for arm in results["plan"]["arms"] if arm.get("of") == recipe or arm["name"] == recipe]
+            for arm in arms:
+                speed = results["summary"][arm]["speedup"]
+                if speed is not None:
+                    wanted.add(f"{speed['estimate']:.2f} [{speed['low']:.2f}, {speed['high']:.2f}]")
+        section = made[cards.file_of(name)].partition("## Measured here")[2].partition("\n## ")[0]
+        assert figures(section) == wanted, name
+        assert bool(wanted) != (cards.BUSY in section), name
+        seen += len(wanted)
+    assert seen > 50
+
+
+def test_what_refuses_what_is_on_both_cards(made: dict[str, str]) -> None:
+    for pair, why in cards.refused().items():
+        if why != "a trainer has one precision plugin" and pair <= set(cards.names()):
+            one, other = sorted(pair)
+            assert f"[{other}](" in made[cards.file_of(one)] and f"[{one}](" in made[cards.file_of(other)]
+
+
+def test_the_picture_is_what_the_results_say() -> None:
+    """Else run ``python -m docs.making facts``."""
+    assert picture.FILE.read_text() == picture.svg()
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+# -- pages
+
+
+def test_a_link_out_of_the_site_becomes_a_path_and_others_stay() -> None:
+    text = "[a](memory.md#x) [b](../README.md) [c](https://x.org) [d](#e) ![f](no.png) [`g`](../h.py)"
+    assert pages.linked("ways_in.md", text, {"memory.md"}) == (
+        "[a](memory.md#x) b (`README.md` in the repository) [c](https://x.org) [d](#e) ![f](no.png) `g`"
+    )
+    assert pages.linked("how/a.md", "[m](../memory.md)", {"memory.md"}) == "[m](../memory.md)"
+
+
+def test_every_page_of_the_menu_is_there(made: dict[str, str]) -> None:
+    def files(entry: Any) -> Iterator[str]:
+        if isinstance(entry, str):
+            yield entry
+        elif isinstance(entry, dict):
+            for value in entry.values():
+                yield from files(value)
+        else:
+            for one in entry:
+                yield from files(one)
+
+    menu = list(files(pages.navigation()))
+    assert set(menu) <= made.keys() | pages.written().keys()
+    assert len(set(menu)) == len(menu)
+    assert made.keys() | pages.written().keys() == set(menu), "a page that no menu leads to"
+
+
+def test_links_among_pages_lead_somewhere(made: dict[str, str]) -> None:
+    """As the strict build would find, in a second; of README and CONTRIBUTING too, in the repository."""
+    known = made.keys() | pages.written().keys()
+    for page, text in {**made, **pages.written()}.items():
+        for target in re.findall(r"(?<!!)\[[^\]]+\]\(([^)\s#:]+\.md)[^)]*\)", pages.linked(page, text, set(known))):
+            there = (Path("/") / Path(page).parent / target).resolve().relative_to("/").as_posix()
+            assert there in known, f"{page}: {target}"
+    for name in ("README.md", "CONTRIBUTING.md"):
+        for target in re.findall(r"\]\((?!https?:)([^)\s#]+)", (ROOT / name).read_text()):
+            assert (ROOT / target).exists(), f"{name}: {target}"
+
+
+# -- code in the pages
+
+
+@pytest.mark.parametrize("code", every("python"))
+def test_python_in_a_page_names_what_there_is(code: str) -> None:
+    """It parses; what it imports from the package exists; calls of classes have arguments that they take."""
+    tree = ast.parse(code)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightning_eff"):
+            home = importlib.import_module(node.module or "")
+            assert all(hasattr(home, alias.name) for alias in node.names), ast.unparse(node)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in lightning_eff.__all__:
+            inspect.signature(_public.found(node.func.id)).bind(
+                *(None for _ in node.args), **{word.arg: None for word in node.keywords if word.arg}
+            )
+
+
+def named(entry: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every class that a config names, with its arguments."""
+    if isinstance(entry, dict):
+        if "class_path" in entry:
+            yield entry["class_path"], entry.get("init_args", {})
+        for value in entry.values():
+            yield from named(value)
+    elif isinstance(entry, list):
+        for one in entry:
+            yield from named(one)
+
+
+def of_path(path: str) -> Any:
+    if "." not in path:
+        return _public.found(path) if path in _public.HOMES else getattr(callbacks, path)
+    home, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(home), name)
+
+
+@pytest.mark.parametrize("text", every("yaml"))
+def test_yaml_in_a_page_names_what_there_is(text: str) -> None:
+    for path, given in named(yaml.safe_load(text)):
+        cls = of_path(path)
+        inspect.signature(cls).bind_partial(**dict.fromkeys(given))
+
+
+def test_a_slip_in_a_page_is_found() -> None:
+    with pytest.raises(TypeError, match="staged"):
+        test_python_in_a_page_names_what_there_is("ProgressiveStacking(staged=[])")
+    with pytest.raises(AssertionError, match="Unheard"):
+        test_python_in_a_page_names_what_there_is("from lightning_eff import Unheard")
+    with pytest.raises(AttributeError):
+        test_yaml_in_a_page_names_what_there_is("callbacks: [{class_path: Unheard}]")
+    with pytest.raises(TypeError):
+        test_yaml_in_a_page_names_what_there_is("a: {class_path: EfficiencyMonitor, init_args: {wrong: 1}}")
+
+
+def test_a_public_name_without_a_docstring_fails() -> None:
+    class Bare:
+        pass
+
+    with pytest.raises(ValueError, match="Bare has no docstring; expected one"):
+        prose.read(Bare)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", every("yaml"))
+def test_yaml_in_a_page_runs(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps of it, on the GPT example where it names no module of its own."""
+    config = yaml.safe_load(text)
+    if "trainer" not in config:
+        pytest.skip("no recipe")
+    monkeypatch.chdir(ROOT)
+    small = {"dim": 16, "num_layers": 12, "num_heads": 2, "block_size": 32}
+    data = {"class_path": "examples.gpt.data.StdlibText", "init_args": {"block_size": 32, "max_bytes": 100_000}}
+    config["model"] = {"class_path": "examples.gpt.module.GPT", "init_args": small}
+    config["data"] = data
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(config))
+    short = ["--trainer.max_steps=2", "--trainer.limit_val_batches=1", "--trainer.enable_progress_bar=false"]
+    short += [f"--trainer.default_root_dir={tmp_path}", "--trainer.accelerator=cpu", "--trainer.devices=1"]
+    cli.main(["fit", "--config", str(tmp_path / "recipe.yaml"), *short])
+
+
+@pytest.mark.slow
+def test_python_in_pages_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands for the reader's own is a small module; strategies of several devices and benches are left out."""
+    from tests.models import TinyClassifier
+
+    monkeypatch.chdir(tmp_path)
+    for name, text in WRITTEN.items():
+        for code in blocks(text, "python"):
+            if "devices=8" in code or "Benchmark" in code or "def configure_optimizers" in code:
+                continue
+            lines = [line for line in code.splitlines() if not line.startswith("trainer.fit(")]
+            start = "import lightning as L\nfrom lightning_eff import *\n" if "import " not in code else ""
+            exec(compile(start + "\n".join(lines), name, "exec"), {"MyModule": TinyClassifier, "__name__": "page"})
+
+
+@pytest.mark.slow
+def test_the_strict_build(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="the extra docs is not installed")
+    pages.write(tmp_path)
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(tmp_path / "mkdocs.yml")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "site" / "how" / "less_memory.html").is_file()
+    assert "Rematerialization" in (tmp_path / "site" / "search" / "search_index.json").read_text()
