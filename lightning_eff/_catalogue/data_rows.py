@@ -25,7 +25,6 @@ AUGMENTATION = (
         absent="texts are made before training, by another model: nothing of it is in the training run",
     ),
     Row("DiffAugment", "Zhao et al. 2020", ("DiffAugment",)),
-    Row("label smoothing", "Szegedy et al. 2016", ("LabelSmoothing",)),
 )
 
 SELECTION = (
