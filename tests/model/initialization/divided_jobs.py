@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from lightning_eff import LSUV, DataDrivenInit, MetaInit, OrthogonalInit, TFixup, ZerO, ZeroProjections
 from lightning_eff._core.technique import Technique
 from tests.models import TinyGPT, hugging_face, trainer
-from tests.strategies.hybrid_jobs import Ordered, strategy_of
+from tests.strategies.hybrid_jobs import Ordered, SaveAt, strategy_of
 
 #: by what the network is made of
 BY_STRUCTURE: dict[str, Callable[[], Technique]] = {
@@ -80,7 +80,7 @@ def begun(model: str, technique: Technique, strategy: Any, *, devices: int, kind
         m = _sharding(m)
     m.configure_optimizers = lambda: torch.optim.SGD(m.parameters(), 0.0)
     weights = Weights()
-    torch.manual_seed(7)
+    pl.seed_everything(7, verbose=False)  # which processes that are started take up, too
     run = trainer(technique, weights, strategy=strategy, devices=devices, max_steps=1, max_epochs=-1, **further)
     run.fit(m, datamodule=Ordered(model, 16, 4))
     return weights.found, technique.report()["numbers"]
@@ -89,6 +89,38 @@ def begun(model: str, technique: Technique, strategy: Any, *, devices: int, kind
 def alone(model: str, technique: Technique) -> Any:
     """The same in this process by itself."""
     return begun(model, technique, "auto", devices=1)
+
+
+def _trained(technique: Technique | None, *, steps: int, resume: str | None = None, save: str | None = None) -> Any:
+    """The weights of TinyGPT after some steps on two processes."""
+    torch.manual_seed(0)
+    m, weights = TinyGPT(2, dropout=0.0), Weights()
+    callbacks = [weights, *([technique] if technique else []), *([SaveAt(1, save)] if save else [])]
+    run = trainer(*callbacks, strategy=strategy_of({}), devices=2, max_steps=steps, max_epochs=-1)
+    run.fit(m, datamodule=Ordered("tiny_gpt", 16, 4), ckpt_path=resume)
+    return weights.found
+
+
+def resumed(directory: str) -> dict[str, Any]:
+    """Whether a run that goes on from a checkpoint ends as the undisturbed one, and what others do with one of a plain run."""
+    whole = _trained(OrthogonalInit(), steps=3, save=f"{directory}/ours.ckpt")
+    again = OrthogonalInit()
+    went_on = _trained(again, steps=3, resume=f"{directory}/ours.ckpt")
+    plain = _trained(None, steps=3, save=f"{directory}/plain.ckpt")
+    left = _trained(OrthogonalInit(), steps=3, resume=f"{directory}/plain.ckpt")
+    refused = ""
+    try:
+        _trained(OrthogonalInit(force=True), steps=3, resume=f"{directory}/plain.ckpt")
+    except ValueError as error:
+        refused = str(error)
+    same = lambda a, b: all(torch.equal(a[name], b[name]) for name in a)  # noqa: E731
+    return {
+        "went on": same(whole, went_on),
+        "left": same(plain, left),
+        "apart": not same(whole, plain),
+        "numbers": again.report()["numbers"],
+        "refused": refused,
+    }
 
 
 LAYOUTS: dict[str, tuple[Callable[[], Any], str]] = {

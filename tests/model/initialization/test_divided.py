@@ -38,6 +38,13 @@ def test_two_processes_set_what_one_sets(model: str, tmp_path: Path) -> None:
     assert not found
 
 
+def test_a_checkpoints_weights_stay(tmp_path: Path) -> None:
+    found = launch("tests.model.initialization.divided_jobs", "resumed", str(tmp_path), world_size=2, timeout=500)
+    assert "expected weights that can be set before. Load them into the module" in found.pop("refused")
+    assert found.pop("numbers") > 0
+    assert found == {"went on": True, "left": True, "apart": True}
+
+
 @pytest.mark.parametrize("build", {**BY_STRUCTURE, **BY_DATA}.values(), ids=[*BY_STRUCTURE, *BY_DATA])
 def test_a_strategy_that_divides_in_its_own_way_is_refused(build: Any) -> None:
     run = trainer(build(), max_steps=2)

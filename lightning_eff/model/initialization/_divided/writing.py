@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ def whole(parameter: Tensor) -> Iterator[Tensor]:
         yield parameter.data
         return
     with torch.no_grad():
-        stored = parameter.detach()
+        stored = cast(DTensor, parameter.detach())
         full = stored.full_tensor()
         yield full
         piece = distribute_tensor(full, stored.device_mesh, stored.placements, src_data_rank=None)

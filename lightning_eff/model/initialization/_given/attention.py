@@ -23,8 +23,9 @@ def check_attention(attention: Any, *, who: str) -> list[dict[str, Any]] | None:
     """
     if attention is None:
         return None
+    entries: Sequence[Any] = attention if isinstance(attention, Sequence) else ()
     right = isinstance(attention, Sequence) and not isinstance(attention, str)
-    for entry in attention if right else ():
+    for entry in entries if right else ():
         roles = (
             [role for key in entry if key not in ("output", "cross") for role in key.split("+")]
             if _is_entry(entry)
@@ -37,7 +38,7 @@ def check_attention(attention: Any, *, who: str) -> list[dict[str, Any]] | None:
             f" several that one map makes in equal parts, joined by +, such as {_EXAMPLE}; with 'cross': True where it attends"
             " to an encoder. None looks for them."
         )
-    return [dict(entry) for entry in attention]
+    return [dict(entry) for entry in entries]
 
 
 def _is_entry(entry: Any) -> bool:
