@@ -20,7 +20,7 @@ from lightning_eff.data.augmentation._arguments import check_names, check_number
 from lightning_eff.data.augmentation._engine import Augmentation
 
 WHO = "TokenNoise"
-KINDS = ("unigram", "blank")
+NOISES = ("unigram", "blank")
 _SPECIAL = (
     "pad_token_id",
     "bos_token_id",
@@ -75,7 +75,7 @@ class TokenNoise(Augmentation):
 
     Args:
         rate: ``gamma``, the chance of a token to be noise, in [0, 1]: 0.1 to 0.3 in the paper. 0 is plain training.
-        kind: "unigram" for draws of the frequencies, "blank" for the blank.
+        noise: "unigram" for draws of the frequencies, "blank" for the blank.
         blank_token_id: the blank; None takes the mask token of a Hugging Face config in the module.
         special_tokens: tokens that never change; None takes those that a Hugging Face config names.
         until: the share of the budget in [0, 1] from which on texts are left alone; 0 is plain training.
@@ -110,7 +110,7 @@ class TokenNoise(Augmentation):
         self,
         *,
         rate: float = 0.1,
-        kind: str = "unigram",
+        noise: str = "unigram",
         blank_token_id: int | None = None,
         special_tokens: Sequence[int] | None = None,
         until: float = 1.0,
@@ -118,20 +118,20 @@ class TokenNoise(Augmentation):
         labels: Sequence[str | int] | None = None,
     ) -> None:
         check_number(rate, who=WHO, name="rate", low=0, high=1, what="the chance of a token; 0 is plain training")
-        if kind not in KINDS:
-            raise ValueError(f"{WHO}({kind=}): expected one of {', '.join(map(repr, KINDS))}.")
+        if noise not in NOISES:
+            raise ValueError(f"{WHO}({noise=}): expected one of {', '.join(map(repr, NOISES))}.")
         for name, given in (("blank_token_id", [blank_token_id]), ("special_tokens", special_tokens or [])):
             wrong = [t for t in given if t is not None and (isinstance(t, bool) or not isinstance(t, int) or t < 0)]
             if wrong:
                 raise ValueError(f"{WHO}({name}={wrong[0]!r}): expected an integer >= 0, the id of a token.")
-        if blank_token_id is not None and kind != "blank":
+        if blank_token_id is not None and noise != "blank":
             raise ValueError(
-                f"{WHO}({kind=}, {blank_token_id=}): noise of this kind has no blank; expected kind='blank', or no blank."
+                f"{WHO}({noise=}, {blank_token_id=}): noise of this kind has no blank; expected noise='blank', or no blank."
             )
         check_names(labels, who=WHO, name="labels")
         super().__init__(prob=1.0, until=until, keys=keys)
         self.rate = rate
-        self.kind = kind
+        self.noise = noise
         self.blank_token_id = blank_token_id
         self.special_tokens = None if special_tokens is None else list(special_tokens)
         self.labels = None if labels is None else list(labels)
@@ -158,12 +158,12 @@ class TokenNoise(Augmentation):
     @override
     def on_model(self, session: Session) -> None:
         configs = [m.config for m in session.module.modules() if hasattr(m, "config")]
-        if self.kind == "blank":
+        if self.noise == "blank":
             found = [self.blank_token_id, *(getattr(config, "mask_token_id", None) for config in configs)]
             self._blank = next((t for t in found if isinstance(t, int)), None)
             if self._blank is None:
                 raise ValueError(
-                    f"{WHO}(kind='blank'): no config in {type(session.module).__name__} names a mask_token_id; expected the"
+                    f"{WHO}(noise='blank'): no config in {type(session.module).__name__} names a mask_token_id; expected the"
                     " token that stands for none. Give blank_token_id=, such as the tokenizer's for unknown words."
                 )
         named = self.special_tokens

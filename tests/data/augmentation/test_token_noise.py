@@ -164,9 +164,9 @@ def test_what_cannot_be_noised_is_refused(take: Any, batch: Any, message: str) -
 
 
 def test_a_blank_must_be_known() -> None:
-    with pytest.raises(ValueError, match=r"TokenNoise\(kind='blank'\): no config in TinyGPT names a mask_token_id"):
-        train(module("tiny_gpt"), eff.TokenNoise(kind="blank"), data=[make_batch("tiny_gpt")])
-    technique = eff.TokenNoise(kind="blank", blank_token_id=3, rate=0.5)
+    with pytest.raises(ValueError, match=r"TokenNoise\(noise='blank'\): no config in TinyGPT names a mask_token_id"):
+        train(module("tiny_gpt"), eff.TokenNoise(noise="blank"), data=[make_batch("tiny_gpt")])
+    technique = eff.TokenNoise(noise="blank", blank_token_id=3, rate=0.5)
     net = Seen()
     train(net, technique, data=[make_batch("tiny_gpt")])
     ids = make_batch("tiny_gpt")["input_ids"]
@@ -178,9 +178,9 @@ def test_a_blank_must_be_known() -> None:
     ("arguments", "message"),
     [
         ({"rate": 1.5}, r"rate=1.5\): expected a number in \[0, 1\]"),
-        ({"kind": "swap"}, r"kind='swap'\): expected one of 'unigram', 'blank'"),
+        ({"noise": "swap"}, r"noise='swap'\): expected one of 'unigram', 'blank'"),
         ({"blank_token_id": -1}, r"blank_token_id=-1\): expected an integer >= 0"),
-        ({"blank_token_id": 3}, r"kind='unigram', blank_token_id=3\): noise of this kind has no blank"),
+        ({"blank_token_id": 3}, r"noise='unigram', blank_token_id=3\): noise of this kind has no blank"),
         ({"special_tokens": [1, "a"]}, r"special_tokens='a'\): expected an integer"),
         ({"keys": "input_ids"}, r"keys='input_ids'\): expected a list"),
         ({"labels": "labels"}, r"labels='labels'\): expected a list"),
