@@ -35,7 +35,7 @@ def several(once: Once, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
         folder = tmp_path_factory.mktemp("several")
         recipes = {
             "copy": arm(),
-            "slow": arm(callbacks=lambda: [Delay(0.01)]),
+            "slow": arm(callbacks=lambda: [Delay(0.02)]),
             "faster": arm(lambda: Small(lr=0.2)),
         }
         results = bench(recipes, folder, ladder=[0.5, 2.0]).run(progress=False, report=False)
