@@ -74,8 +74,6 @@ RESOLUTIONS = {"progressive_resizing", "efficient_train", "fix_res"}
 WEIGHTS = {"muon", "soap", "schedule_free", "moving_average", "batch_warmup", "rate_schedule"}
 MEMORY = {"rematerialization", "activation_compression", "activation_offload", "optimizer_offload"}
 TOKENS = {
-    "auto_prog",
-    "compound_growth",
     "random_ltd",
     "patch_dropout",
     "token_dropping",

@@ -71,7 +71,6 @@ class Dropping(Technique):
         self._stacks: list[BlockStack] = []
         self._learnt: list[dict[str, Any]] = []
         self._drawn: list[tuple[list[float], list[int]]] = []  # of the window that a checkpoint was saved in
-        self._only_blocks_train = False
         self._dropped = 0
         self._passes, self._passed_over = 0, 0
         self._where = ""
@@ -123,8 +122,6 @@ class Dropping(Technique):
             )
         if self.skips:
             refuse_reentrant(session, stacks, who=who)
-        inside = {id(p) for block in blocks for p in block.parameters()}
-        self._only_blocks_train = not any(p.requires_grad and id(p) not in inside for p in session.module.parameters())
         if len(self._learnt) == len(stacks):
             for stack, learnt in zip(stacks, self._learnt, strict=True):
                 stack.load_state_dict(learnt)
@@ -153,13 +150,16 @@ class Dropping(Technique):
         assert self._stacks, "on_model has found the blocks"
         keep = self.probabilities(session, sum(stack.active for stack in self._stacks))
         numbers = session.generator(self.name(), session.trainer.global_step)
+        needed = self._needed(session)
         at = 0
         for i, stack in enumerate(self._stacks):
             stack.keep, at = keep[at : at + stack.active], at + stack.active
             if stack.carries is None:  # no block has run yet, so what a dropped one must return is not known
                 stack.keep = [1.0] * stack.active
-            elif stack.carries or (self._only_blocks_train and i == 0):
+            elif stack.carries:
                 stack.keep[0] = 1.0
+            if needed is not None and needed[0] == i:
+                stack.keep[needed[1]] = 1.0
             for index in stack.reshapes:
                 stack.keep[index : index + 1] = [1.0] * (index < stack.active)
             stack.dropped = draw(stack.keep, numbers)
@@ -170,6 +170,15 @@ class Dropping(Technique):
                 " is given; expected some that can be passed over. Name other stacks by layers=, or take the technique"
                 " out."
             )
+
+    def _needed(self, session: Session) -> tuple[int, int] | None:
+        """The stack and the block in it without which no parameter would take a gradient: where only blocks train, the first."""
+        blocks = [(i, j, block) for i, stack in enumerate(self._stacks) for j, block in enumerate(stack.blocks)]
+        inside = {id(p) for _, _, block in blocks for p in block.parameters()}
+        if any(p.requires_grad and id(p) not in inside for p in session.module.parameters()):
+            return None
+        active = [(i, j, block) for i, j, block in blocks if j < self._stacks[i].active]
+        return next(((i, j) for i, j, block in active if any(p.requires_grad for p in block.parameters())), None)
 
     @override
     def on_batch_end(self, session: Session, batch_idx: int) -> None:

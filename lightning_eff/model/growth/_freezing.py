@@ -123,6 +123,9 @@ class Freezing(Technique):
             return
         self._plan = plan
         self._apply(session)
+        for technique in session.working:
+            if technique.drops_blocks:  # it keeps one that trains
+                technique.on_blocks_changed(session)
         session.rewrap()
 
     def _apply(self, session: Session) -> None:

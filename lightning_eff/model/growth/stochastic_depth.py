@@ -71,9 +71,9 @@ class StochasticDepth(Dropping):
 
     A residual network for images has stages of several widths: all stacks of the class that most blocks are of take part,
     ``l`` counts through them, and blocks that change their input's shape are always kept. Whole blocks are dropped, with
-    whatever stands in them: a ReLU behind the sum, or a post-norm. In "batch" mode, where blocks hand tensors on beside the
-    hidden state (T5's position bias), and where nothing outside the blocks is trained, the first one is always kept, and DDP
-    runs with ``find_unused_parameters``.
+    whatever stands in them: a ReLU behind the sum, or a post-norm. In "batch" mode DDP runs with
+    ``find_unused_parameters``; and where blocks hand tensors on beside the hidden state (T5's position bias), the first one is
+    always kept; where nothing outside the blocks is trained (adapters, freezing), the first of those that train.
 
     Logged: ``layers_dropped``, the number of blocks that the step passed over (0 in "sample" mode), and ``drop``.
 

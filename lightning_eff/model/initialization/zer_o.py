@@ -85,6 +85,7 @@ class ZerO(OfMaps):
     )
     conflicts: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("LSUV", "OrthogonalInit", "TFixup"), MAPS_ARE_RIVALS),
+        "ZeroProjections": "residual branches end at zero with ZerO by itself",
         "ACTPrecision": UNSEEN,
     }
 

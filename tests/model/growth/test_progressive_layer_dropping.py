@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_eff import ProgressiveLayerDropping, ProgressiveStacking, SharpnessAwareMinimization
+from lightning_eff import LayerFreezing, ProgressiveLayerDropping, ProgressiveStacking, SharpnessAwareMinimization
 from lightning_eff._core.blocks import BlockStack, find_stack
 from lightning_eff._core.rng import keyed_generator
 from lightning_eff._core.session import Session
@@ -319,6 +319,22 @@ def test_where_only_blocks_train_the_first_is_kept() -> None:
     trainer(technique, calls, max_steps=30).fit(net, loader("tiny_gpt"))  # else some step had nothing to train
     assert all(0 in row["called"] for row in calls.rows)
     assert any(1 in row["dropped"] for row in calls.rows)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_where_only_blocks_train_the_first_that_trains_is_kept(first: bool) -> None:
+    """Whichever of the two acts first at a batch: a block that is frozen from this step on is needed no more."""
+    net = TinyGPT(num_layers=3)
+    for name, p in net.named_parameters():
+        p.requires_grad_(name.startswith("blocks.") and name.endswith("bias"))
+    technique = dropping(theta_min=0.01)
+    freezing = LayerFreezing(start=0.3, end=0.7)
+    calls = Calls(technique)
+    both = [technique, freezing] if first else [freezing, technique]
+    trainer(*both, calls, max_steps=30).fit(net, loader("tiny_gpt"))  # else some step had nothing to train
+    kept = [set(row["called"]) for row in calls.rows]
+    assert all(0 in some for some in kept[:9]) and all(2 in some for some in kept[-5:])
+    assert any(0 not in some for some in kept)
 
 
 def test_evaluation_runs_all_blocks_unscaled() -> None:

@@ -106,7 +106,8 @@ def resumed(directory: str) -> dict[str, Any]:
     whole = _trained(OrthogonalInit(), steps=3, save=f"{directory}/ours.ckpt")
     again = OrthogonalInit()
     went_on = _trained(again, steps=3, resume=f"{directory}/ours.ckpt")
-    plain = _trained(None, steps=3, save=f"{directory}/plain.ckpt")
+    _trained(None, steps=3, save=f"{directory}/plain.ckpt")
+    plain = _trained(None, steps=3, resume=f"{directory}/plain.ckpt")
     left = _trained(OrthogonalInit(), steps=3, resume=f"{directory}/plain.ckpt")
     refused = ""
     try:

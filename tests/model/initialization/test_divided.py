@@ -38,6 +38,7 @@ def test_two_processes_set_what_one_sets(model: str, tmp_path: Path) -> None:
     assert not found
 
 
+@pytest.mark.slow
 def test_a_checkpoints_weights_stay(tmp_path: Path) -> None:
     found = launch("tests.model.initialization.divided_jobs", "resumed", str(tmp_path), world_size=2, timeout=500)
     assert "expected weights that can be set before. Load them into the module" in found.pop("refused")
