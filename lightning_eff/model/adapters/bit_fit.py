@@ -69,6 +69,7 @@ class BitFit(Adapter):
     conflicts: ClassVar[Mapping[str, str]] = {
         "LoRA": RIVALS,
         "GradientCentralization": "it centres the gradients of maps' weights, which are frozen here",
+        "ReplaceOptimizer": "it steps hidden matrices, which are frozen here",
         "KFAC": "it preconditions the weights of maps, which are frozen here",
         **DEAD,
     }

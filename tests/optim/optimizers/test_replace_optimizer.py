@@ -24,7 +24,7 @@ from lightning_eff._core.optimizers import copy_state, keeps_state
 from lightning_eff.optim.optimizers._matrices import hidden_matrices
 from lightning_eff.optim.optimizers._replacing.kinds import kinds_of
 from tests.cases import Case, no_blocks
-from tests.models import flat, hugging_face, loader, module, trainer
+from tests.models import TinyGPT, flat, hugging_face, loader, module, trainer
 from tests.runs import differences, final_state, fit
 
 
@@ -716,3 +716,12 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
         fit("tiny_gpt", lambda: [ReplaceOptimizer(Muon, "all")], resume=muon)
     with pytest.raises(ValueError, match="was saved of AdamW and Muon, and to be loaded into AdamW and SGD; expected"):
         fit("tiny_gpt", lambda: [ReplaceOptimizer(torch.optim.SGD)], resume=muon)
+
+
+def test_matrices_that_are_frozen_are_none() -> None:
+    """Else the other optimizer would step nothing, in silence."""
+    net = TinyGPT()
+    for name, p in net.named_parameters():
+        p.requires_grad_(name.endswith("bias"))
+    with pytest.raises(ValueError, match=r"no hidden matrix among .*'vector': 25.*; 28 others are frozen"):
+        trainer(ReplaceOptimizer(Muon), max_steps=1).fit(net, loader("tiny_gpt"))

@@ -48,7 +48,7 @@ def shares(
         group_lr: rates by kind or pattern; the first that matches counts.
 
     Raises:
-        ValueError: where there is no hidden matrix, or a pattern matches nothing.
+        ValueError: where there is no hidden matrix that trains, or a pattern matches nothing.
     """
     name_of = {id(p): name for name, p in module.named_parameters()}
     matrices = hidden_matrices(module)
@@ -59,11 +59,13 @@ def shares(
         for pattern in patterns:
             if not any(matches(pattern, name, kinds[name]) for name in known):
                 raise unmatched(argument, pattern, kinds, known)
-    if parameters == "matrices" and not any(kinds[name] == "matrix" for name in known):
-        present = {kind: sum(kinds[name] == kind for name in known) for kind in sorted({kinds[name] for name in known})}
+    train = [name for _, name, p in held if name is not None and p.requires_grad]
+    if parameters == "matrices" and not any(kinds[name] == "matrix" for name in train):
+        present = {kind: sum(kinds[name] == kind for name in train) for kind in sorted({kinds[name] for name in train})}
+        frozen = f"; {len(known) - len(train)} others are frozen" if len(train) < len(known) else ""
         raise ValueError(
             f"ReplaceOptimizer(parameters='matrices'): {type(module).__name__} has no hidden matrix among the {len(held)}"
-            f" parameters of its {type(optimizer).__name__} ({present}); expected weights of linear maps or convolutions in"
+            f" parameters of its {type(optimizer).__name__} ({present}{frozen}); expected weights of linear maps or convolutions in"
             " repeated blocks, or between the first and the last. Name what you mean, parameters=['layers.*.weight'], or"
             " parameters='all'."
         )
