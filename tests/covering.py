@@ -5,6 +5,8 @@ A covering design in the sense of combinatorial testing: sets are built greedily
 computed.
 """
 
+import math
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import combinations, pairwise
 
@@ -121,20 +123,22 @@ def watched(
     return found
 
 
-def smallest(names: Sequence[str], fails: Callable[[Stack], bool]) -> Stack:
+def smallest(names: Sequence[str], fails: Callable[[Stack], bool], seconds: float = math.inf) -> Stack:
     """A smallest part of ``names`` that fails: without any one of its names it does not (ddmin).
 
     Args:
         names: fail together.
         fails: of some of the names, in their order; never asked twice about the same.
+        seconds: after which no part is tried any more, and the smallest one that was found by then is returned.
     """
     known: dict[Stack, bool] = {tuple(names): True}
+    end = time.monotonic() + seconds
 
     def failing(some: Sequence[str]) -> bool:
         key = tuple(some)
-        if key not in known:
+        if key not in known and time.monotonic() < end:
             known[key] = bool(key) and fails(key)
-        return known[key]
+        return known.get(key, False)
 
     current, parts = list(names), 2
     while len(current) > 1:

@@ -25,6 +25,7 @@ from tests.runs import NUM_STEPS, SaveBatches, differences, final_state, fit
 MODEL = "tiny_gpt"
 RESUMED = (3, 6, 9)  # of 12 steps, in epochs of 5 batches
 EARLY = 3  # batches in which most techniques have changed weights
+CUTTING_SECONDS = 120  # in which what fails is cut down, well below the time that a test may take
 FEW = 3  # a name is looked at beside its partners alone where these with it are less than one in so many of a stack
 
 
@@ -323,9 +324,9 @@ def cut_down(names: Stack, wrong: Callable[[Stack], str | None]) -> None:
     """
     text = _told(wrong, names)
     if text is not None:
-        part = smallest(names, lambda some: _told(wrong, some) is not None)
-        text = _told(wrong, part) if part != names else text
-        raise AssertionError(f"{' + '.join(part)} {text}\n(cut down from {' + '.join(names)})")
+        part = smallest(names, lambda some: _told(wrong, some) is not None, CUTTING_SECONDS)
+        told = _told(wrong, part) if part != names else text
+        raise AssertionError(f"{' + '.join(part)} {told}\n(cut down from {' + '.join(names)}, which {text})")
 
 
 def _told(wrong: Callable[[Stack], str | None], names: Stack) -> str | None:

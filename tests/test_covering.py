@@ -95,6 +95,10 @@ def test_the_smallest_failing_part_is_found(culprits: Stack) -> None:
     assert len(asked) == len(set(asked)) <= 60
 
 
+def test_what_is_not_found_within_the_time_is_not_looked_for() -> None:
+    assert smallest("abcdefghij", lambda some: "b" in some, seconds=0.0) == (*"abcdefghij",)
+
+
 # -- two techniques that break each other in silence
 
 
