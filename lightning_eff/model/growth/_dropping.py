@@ -172,7 +172,7 @@ class Dropping(Technique):
             )
 
     def _needed(self, session: Session) -> tuple[int, int] | None:
-        """The stack and the block in it without which no parameter would take a gradient: where only blocks train, the first."""
+        """The stack and the block without which no parameter would take a gradient: where only blocks train, the first."""
         blocks = [(i, j, block) for i, stack in enumerate(self._stacks) for j, block in enumerate(stack.blocks)]
         inside = {id(p) for _, _, block in blocks for p in block.parameters()}
         if any(p.requires_grad and id(p) not in inside for p in session.module.parameters()):

@@ -48,8 +48,8 @@ class ProgressiveLayerDropping(Dropping):
     the expectation is that of the full block. Validation, test and prediction run all blocks, unscaled.
 
     Where blocks hand tensors on beside the hidden state (T5's position bias), the first block is always kept; where nothing
-    outside the blocks is trained (adapters, freezing), the first of those that train. With :class:`ProgressiveStacking`, ``L`` counts the blocks that run. Under
-    DDP, ``find_unused_parameters`` is switched on.
+    outside the blocks is trained (adapters, freezing), the first of those that train. With
+    :class:`ProgressiveStacking`, ``L`` counts the blocks that run. Under DDP, ``find_unused_parameters`` is switched on.
 
     Logged: ``theta``, and ``layers_dropped``, the number of blocks that the step passed over.
 

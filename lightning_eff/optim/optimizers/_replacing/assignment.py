@@ -65,9 +65,9 @@ def shares(
         frozen = f"; {len(known) - len(train)} others are frozen" if len(train) < len(known) else ""
         raise ValueError(
             f"ReplaceOptimizer(parameters='matrices'): {type(module).__name__} has no hidden matrix among the {len(held)}"
-            f" parameters of its {type(optimizer).__name__} ({present}{frozen}); expected weights of linear maps or convolutions in"
-            " repeated blocks, or between the first and the last. Name what you mean, parameters=['layers.*.weight'], or"
-            " parameters='all'."
+            f" parameters of its {type(optimizer).__name__} ({present}{frozen}); expected weights of linear maps or"
+            " convolutions in repeated blocks, or between the first and the last. Name what you mean,"
+            " parameters=['layers.*.weight'], or parameters='all'."
         )
     decays = [group.get("weight_decay", 0.0) for group in optimizer.param_groups]
     found: dict[tuple[int, bool, float | None], list[tuple[str, Tensor]]] = {}
