@@ -80,6 +80,10 @@ from lightning_eff.model.initialization.skip_init import SkipInit as SkipInit
 from lightning_eff.model.initialization.t_fixup import TFixup as TFixup
 from lightning_eff.model.initialization.zer_o import ZerO as ZerO
 from lightning_eff.model.initialization.zero_projections import ZeroProjections as ZeroProjections
+from lightning_eff.model.layers.approximate_random_dropout import ApproximateRandomDropout as ApproximateRandomDropout
+from lightning_eff.model.layers.butterfly_linear import ButterflyLinear as ButterflyLinear
+from lightning_eff.model.layers.fused_norms import FusedNorms as FusedNorms
+from lightning_eff.model.layers.ghost_norm import GhostNorm as GhostNorm
 from lightning_eff.model.layers.logit_softcap import LogitSoftcap as LogitSoftcap
 from lightning_eff.model.layers.low_rank_conv import LowRankConv as LowRankConv
 from lightning_eff.model.layers.low_rank_linear import LowRankLinear as LowRankLinear
@@ -87,6 +91,7 @@ from lightning_eff.model.layers.ngram_embedding import NgramEmbedding as NgramEm
 from lightning_eff.model.layers.qk_norm import QKNorm as QKNorm
 from lightning_eff.model.layers.remove_qkv_bias import RemoveQKVBias as RemoveQKVBias
 from lightning_eff.model.layers.rms_normalization import RMSNormalization as RMSNormalization
+from lightning_eff.model.layers.seq_norm import SeqNorm as SeqNorm
 from lightning_eff.model.layers.swap_activation import SwapActivation as SwapActivation
 from lightning_eff.monitor.efficiency_monitor import EfficiencyMonitor as EfficiencyMonitor
 from lightning_eff.optim.averaging.exponential_moving_average import (

@@ -142,6 +142,7 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
         begun["DataDrivenInit"] = "is neither a language model"
     if name in ("mamba", "rwkv"):
         begun["TFixup"] = "expected a transformer"
+    begun |= dict.fromkeys(("GhostNorm", "SeqNorm"), "has no BatchNorm to act on")
     if kind != "image":
         begun["LowRankConv"] = "has no convolution to factor"
     if name in _OWN_ATTENTION.split():
@@ -227,7 +228,7 @@ _OTHER_BLOCKS = dict.fromkeys(
     r"block \d of .* is to be a copy of block 0, and has other parameters",
 )
 _NO_STACK = "found no stack of repeated blocks"
-_NO_FFN = {"CompoundGrowth": "found no feed-forward network"}
+_NO_FFN = dict.fromkeys(("CompoundGrowth", "ApproximateRandomDropout"), "found no feed-forward network")
 _GROWN = ("ShallowToDeep", "CompoundGrowth", "DropIn", "AutoProg")  # techniques of one stack
 _ALBERT = dict.fromkeys(
     (*_ON_BLOCKS, *_GROWN, "StochasticDepth", "LayerFreezing", "GreedyLayerwise", "RegionalCompilation"), _NO_STACK
@@ -237,6 +238,7 @@ _NO_LINEAR = dict.fromkeys(
 )
 _SQUEEZEBERT = {"pp2": "A block returned dict", "Rematerialization": r"in the order \[\]; expected each", **_NO_LINEAR}
 _SQUEEZEBERT |= {"RegionalCompilation": "called none of the blocks", **_NO_FFN}
+_SQUEEZEBERT |= {"ButterflyLinear": "has no linear map to make factors of"}
 _SQUEEZEBERT |= {"LowRankLinear": "has no linear map to factor", "LoRA": "has no linear map to put factors beside"}
 _NO_TOKENS = dict.fromkeys(("RandomLTD", "PatchDropout", "TokenDropping", "TokenMerging"), _NOT_FEWER)
 _NO_TOKENS |= {"SequencePacking": _NO_MASK, "PartialTokenTraining": _NO_TUBES}
@@ -246,7 +248,14 @@ FAMILIES: dict[str, Family] = {
     # the gradient of a key's bias is rounding alone, of which Adam makes whole steps: other ones in each layout
     "opt": _family("opt", enable_bias=False, ffn_dim=64, word_embed_proj_dim=32),
     "openai-gpt": _family("openai-gpt", "causal", _FLOAT_BUFFERS),
-    "olmo": _family("olmo", "causal", {"ReplaceOptimizer": r"group_lr='vector'\): no parameter .* is of this kind"}),
+    "olmo": _family(
+        "olmo",
+        "causal",
+        {
+            "ReplaceOptimizer": r"group_lr='vector'\): no parameter .* is of this kind",
+            "FusedNorms": "norms of OlmoLayerNorm",  # whose forward takes no gain, and has no parameters to be told by
+        },
+    ),
     "mixtral": _family("mixtral", "causal", _NO_FFN),
     "olmoe": _family("olmoe", "causal", _NO_FFN),
     "qwen3_moe": _family("qwen3_moe", "causal", _NO_FFN),
@@ -271,7 +280,8 @@ FAMILIES: dict[str, Family] = {
         | _SAY_LAYERS
         | dict.fromkeys(_GROWN, "layers=")
         | {"AttentionWindowWarmup": "is on 4 tokens", "SpanMasking": _NO_DECODER}
-        | {"GatedPositionalAttention": _NO_PATCHES},
+        | {"GatedPositionalAttention": _NO_PATCHES}
+        | dict.fromkeys(("GhostNorm", "SeqNorm"), "has no BatchNorm to act on"),
     ),
     **{name: _family(name, "speech", _NO_SEQUENCE) for name in ["wav2vec2", "hubert", "unispeech"]},
     "resnet": Family(
@@ -285,6 +295,7 @@ FAMILIES: dict[str, Family] = {
         | {"GatedPositionalAttention": _NO_PATCHES}
         | {"LoRA": "has no linear map to put factors beside"}
         | {"LowRankLinear": "has no linear map to factor", "RMSNormalization": "has no LayerNorm"}
+        | {"ButterflyLinear": "has no linear map to make factors of", "FusedNorms": "has no LayerNorm or RMSNorm"}
         | {"QKNorm": _NOT_NORMED, "RemoveQKVBias": _NO_BIAS},
         by_batch=True,
     ),

@@ -54,15 +54,23 @@ class TinyGPT(pl.LightningModule):
 
     Args:
         built: where the blocks are made: "init", "setup" or "configure_model".
+        batch_norm: norm each feature over samples and tokens behind the blocks.
     """
 
     def __init__(
-        self, num_layers: int = 4, dim: int = 16, dropout: float = 0.1, built: str = "init", lr: float = 1e-2
+        self,
+        num_layers: int = 4,
+        dim: int = 16,
+        dropout: float = 0.1,
+        built: str = "init",
+        lr: float = 1e-2,
+        batch_norm: bool = False,
     ) -> None:
         super().__init__()
         self.num_layers, self.dim, self.dropout, self.built, self.lr = num_layers, dim, dropout, built, lr
         self.embed, self.position = nn.Embedding(VOCAB, dim), nn.Embedding(LENGTH, dim)
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, VOCAB, bias=False)
+        self.batch_norm = nn.BatchNorm1d(dim) if batch_norm else None
         self.blocks: nn.ModuleList | None = self._blocks() if built == "init" else None
 
     def _blocks(self) -> nn.ModuleList:
@@ -81,6 +89,8 @@ class TinyGPT(pl.LightningModule):
         assert self.blocks is not None
         for block in self.blocks:
             x = block(x)
+        if self.batch_norm is not None:
+            x = self.batch_norm(x.transpose(1, 2)).transpose(1, 2)
         return self.head(self.norm(x))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -279,7 +289,7 @@ class VideoMAE(HuggingFace):
 
 
 def make_batch(name: str, size: int = 4, length: int = LENGTH, seed: int = 0) -> Any:
-    """A batch for ``tiny_gpt``, ``padded``, ``translator``, ``classifier`` or a Hugging Face name, which can be learnt."""
+    """A learnable batch for ``tiny_gpt``, ``normed``, ``padded``, ``translator``, ``classifier`` or a Hugging Face name."""
     g = torch.Generator().manual_seed(seed)
     if name == "classifier":
         x = torch.randn(size, 8, generator=g)
@@ -296,7 +306,7 @@ def make_batch(name: str, size: int = 4, length: int = LENGTH, seed: int = 0) ->
     start = torch.randint(0, VOCAB, (size, 1), generator=g)
     step = torch.randint(1, 4, (size, 1), generator=g)
     ids = (start + step * torch.arange(length + 1)) % VOCAB
-    if name == "tiny_gpt":
+    if name in ("tiny_gpt", "normed"):
         return {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
     if name == "padded":
         keep = torch.arange(length) < torch.randint(length // 8, length // 2, (size, 1), generator=g)
@@ -342,6 +352,8 @@ def module(name: str, **kwargs: Any) -> pl.LightningModule:
     """The module that ``make_batch(name)`` is for."""
     if name in ("tiny_gpt", "padded"):
         return TinyGPT(**kwargs)
+    if name == "normed":
+        return TinyGPT(batch_norm=True, **kwargs)
     if name == "translator":
         return Translator(**kwargs)
     return TinyClassifier(**kwargs) if name == "classifier" else hugging_face(name, **kwargs)

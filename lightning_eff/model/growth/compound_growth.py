@@ -9,13 +9,13 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._branches.ffns import FFN, Part, check_names
 from lightning_eff._core._run.ranks import on_all_ranks
 from lightning_eff._core.blocks import BlockStack
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform, needs_blocks
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control
-from lightning_eff.model.growth._ffn.finding import FFN, Part, check_names
 from lightning_eff.model.growth._ffn.looking import narrowed
 from lightning_eff.model.growth._ffn.width import Width
 from lightning_eff.model.growth._sizes.depth import blocks_of, check_length, copied, copy_with_state, show_trained

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import MixtralConfig, MixtralForCausalLM, ModernBertConfig, ModernBertForMaskedLM
 
 from lightning_eff import CompoundGrowth
-from lightning_eff.model.growth._ffn.finding import Part
+from lightning_eff._core._branches.ffns import Part
 from lightning_eff.model.growth._ffn.tiling import apart, tiled, tiled_state
 from lightning_eff.model.growth._sizes.depth import copied
 from tests.cases import Case, no_blocks

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_eff._core._branches.ffns import FFN, find_ffns, given_ffns
 from lightning_eff._core._branches.graph import Graph, Node
 from lightning_eff._core._branches.tracing import traced
 from lightning_eff._core._run.words import first_line
 from lightning_eff._core.passes import loss_of, unseen
 from lightning_eff._core.session import Session
-from lightning_eff.model.growth._ffn.finding import FFN, find_ffns, given_ffns
 from lightning_eff.model.growth._ffn.width import Width
 
 Seen = dict[str, list[Tensor]]

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from lightning_eff.model.growth._ffn.finding import Part
+from lightning_eff._core._branches.ffns import Part
 
 # by what power of the gradient a tensor of an optimizer's state goes; others are repeated as they are
 _POWERS = {"exp_avg": 1, "momentum_buffer": 1, "exp_inf": 1, "acc_delta": 0, "ax": 0} | dict.fromkeys(

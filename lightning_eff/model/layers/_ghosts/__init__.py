@@ -1,0 +1,1 @@
+"""Batch norms by parts of a batch."""

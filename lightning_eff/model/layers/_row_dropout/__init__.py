@@ -1,0 +1,1 @@
+"""Dropout of hidden units by regular patterns, of which products are smaller."""

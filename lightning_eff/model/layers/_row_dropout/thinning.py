@@ -1,0 +1,123 @@
+"""Feed-forward networks that compute with some of their hidden units for a step, while their parameters have all of them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_eff._core._architecture.linear_maps import is_conv1d
+from lightning_eff._core._branches.ffns import FFN, Part
+from lightning_eff._core._stack.showing import Worn, put_on, take_off, worn_by
+from lightning_eff.model.layers._row_dropout.patterns import Pattern, kept
+
+WHOLE = Pattern(1, 0)
+
+
+class Thin(Worn):
+    """A module that computes with the kept hidden units along its parameters."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own ``forward`` on a part of its parameters."""
+        assert isinstance(self, nn.Module)
+        thinned: Thinned = worn_by(cast(Any, self))
+        return thinned.run(self, self._plain, args, kwargs)
+
+
+class Thinned:
+    """Which hidden units of feed-forward networks are kept.
+
+    Attributes:
+        ffns: the networks.
+        patterns: of each of them.
+
+    Args:
+        root: the module.
+        ffns: its feed-forward networks.
+    """
+
+    def __init__(self, root: nn.Module, ffns: Sequence[FFN]) -> None:
+        self.ffns = list(ffns)
+        self.patterns = [WHOLE] * len(self.ffns)
+        parameters = dict(root.named_parameters())
+        self._parts: dict[int, tuple[Part, int]] = {
+            id(parameters[part.name]): (part, i) for i, ffn in enumerate(ffns) for part in ffn.parts
+        }
+        self._owners: dict[int, tuple[nn.Module, list[str]]] = {}
+        for m in root.modules():
+            names = [name for name, p in m._parameters.items() if id(p) in self._parts]
+            if names:
+                self._owners[id(m)] = m, names
+        self._last = [
+            (parameters[ffn.parts[-1].name], ffn.parts[-1], root.get_submodule(ffn.parts[-1].name.rpartition(".")[0]))
+            for ffn in ffns
+        ]
+
+    @contextmanager
+    def view(self, training: bool) -> Iterator[None]:
+        """Let modules compute with the kept units in training, until the context ends."""
+        some = training and any(pattern.period > 1 for pattern in self.patterns)
+        worn = [m for m, _ in self._owners.values()] if some else []
+        for m in worn:
+            put_on(m, Thin, cast(Any, self))
+        try:
+            yield
+        finally:
+            for m in worn:
+                take_off(m)
+
+    def run(self, m: nn.Module, plain: type[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """``plain.forward`` of ``m`` with what is kept in place of its own parameters."""
+        names = self._owners[id(m)][1]
+        held: dict[str, Any] = m._parameters
+        before, nf = {name: held[name] for name in names}, m.__dict__.get("nf")
+        held.update({name: self._taken(p) for name, p in before.items()})
+        if is_conv1d(m):
+            m.__dict__["nf"] = held["weight"].shape[1]
+        try:
+            return plain.forward(m, *args, **kwargs)
+        finally:
+            held.update(before)
+            if is_conv1d(m):
+                m.__dict__["nf"] = nf
+
+    def _taken(self, p: Tensor) -> Tensor:
+        part, i = self._parts[id(p)]
+        pattern = self.patterns[i]
+        if pattern.period == 1:
+            return p
+        taken = kept(p, part.dim, part.groups, pattern)
+        return taken * pattern.period if part.last else taken
+
+    # -- the look
+
+    @contextmanager
+    def masked(self) -> Iterator[None]:
+        """The plain network with dropped units' weights to the stream at zero, and those of kept ones ``period`` times."""
+        values = [(p, p.detach().clone()) for p, _, _ in self._last]
+        try:
+            with torch.no_grad():
+                for (p, part, _), pattern in zip(self._last, self.patterns, strict=True):
+                    whole = p.detach().clone()
+                    p.zero_()
+                    kept(p, part.dim, 1, pattern).copy_(kept(whole, part.dim, 1, pattern) * pattern.period)
+            yield
+        finally:
+            with torch.no_grad():
+                for p, value in values:
+                    p.copy_(value)
+
+    @contextmanager
+    def watched(self) -> Iterator[dict[str, list[Tensor]]]:
+        """What the last maps return, by their weights' names."""
+        seen: dict[str, list[Tensor]] = {}
+        with ExitStack() as scope:
+            for _, part, m in self._last:
+
+                def hook(_: nn.Module, args: Any, output: Any, name: str = part.name) -> None:
+                    if isinstance(output, Tensor):
+                        seen.setdefault(name, []).append(output.detach())
+
+                scope.callback(m.register_forward_hook(hook).remove)
+            yield seen
