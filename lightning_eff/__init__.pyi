@@ -35,7 +35,9 @@ from lightning_eff.data.curriculum.sequence_length_warmup import SequenceLengthW
 from lightning_eff.data.curriculum.token_budget_batches import TokenBudgetBatches as TokenBudgetBatches
 from lightning_eff.data.exact_resume import ExactResume as ExactResume
 from lightning_eff.data.loader_tuning import LoaderTuning as LoaderTuning
+from lightning_eff.data.selection.data_pruning import DataPruning as DataPruning
 from lightning_eff.data.selection.importance_sampling import ImportanceSampling as ImportanceSampling
+from lightning_eff.data.selection.sample_subset import SampleSubset as SampleSubset
 from lightning_eff.data.selection.selective_backprop import SelectiveBackprop as SelectiveBackprop
 from lightning_eff.data.tokens.fused_linear_cross_entropy import FusedLinearCrossEntropy as FusedLinearCrossEntropy
 from lightning_eff.data.tokens.mask_rate_schedule import MaskRateSchedule as MaskRateSchedule

@@ -12,6 +12,7 @@ _USAGE = """\
 usage: lightning-eff {fit,validate,test,predict} --config recipe.yaml [options of LightningCLI]
        lightning-eff bench --baseline a.yaml --recipe b.yaml --target val_loss --budget 120s --seeds 3
        lightning-eff tune --baseline a.yaml --target val_loss --budget 120s --search 2h
+       lightning-eff select dsir --raw crawl.txt --target books.txt --keep 0.1 --out kept.npz
        lightning-eff plan --config recipe.yaml --gpus 512 --gpu h200
        lightning-eff budget --hours 5000 --gpu h100
        lightning-eff techniques --search memory
@@ -22,6 +23,8 @@ usage: lightning-eff {fit,validate,test,predict} --config recipe.yaml [options o
   bench                          does a recipe pay, by how much, and how sure is that? More: lightning-eff bench --help
   tune                           the recipe that wins on a config, searched and confirmed; or what could be tried, and why not.
                                  More: lightning-eff tune --help
+  select                         which samples of a data set to train on, by text or by a module's scores, written for
+                                 SampleSubset. More: lightning-eff select --help
   plan                           which layout trains a recipe's module fastest on so many accelerators, by simulation;
                                  needs none of them. More: lightning-eff plan --help
   budget                         the size and the tokens that FLOPs, accelerator-hours or money are best spent on.
@@ -31,7 +34,7 @@ usage: lightning-eff {fit,validate,test,predict} --config recipe.yaml [options o
 
 Modules are looked up from the current folder too. Errors are told in a paragraph; --debug gives the traceback.
 """
-COMMANDS = ("fit", "validate", "test", "predict", "bench", "tune", "plan", "budget", "techniques")
+COMMANDS = ("fit", "validate", "test", "predict", "bench", "tune", "select", "plan", "budget", "techniques")
 
 
 def techniques_table(width: int, word: str = "", group: str = "") -> str:
@@ -92,6 +95,10 @@ def _run(argv: list[str], *, debug: bool) -> None:
         from lightning_eff.tune.command import main as tune
 
         tune(rest, debug=debug)
+    elif command == "select":
+        from lightning_eff._select import main as select
+
+        select(rest, debug=debug)
     elif command == "plan":
         from lightning_eff.planner.command import main as plan
 

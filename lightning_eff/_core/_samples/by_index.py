@@ -1,6 +1,6 @@
 """A number for each sample of the training data set, found once: of the sample itself, or by its loss, forward only."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,7 +41,9 @@ def of_each_sample(session: Session, fn: Callable[[Any], float], *, who: str) ->
     return _put_together(session, loader, own, problem, torch.tensor(values, dtype=torch.float64))
 
 
-def losses_of_each_sample(session: Session, scorer: Scorer, reference: nn.Module | None = None) -> Tensor:
+def losses_of_each_sample(
+    session: Session, scorer: Scorer, reference: nn.Module | None = None, *, among: Sequence[int] | None = None
+) -> Tensor:
     """Every sample's own mean loss, shape (N,), float64, the same on all ranks, each of which runs its share.
 
     In evaluation mode and in the precision of a training step, by the unchanged ``training_step`` (or by the scorer's
@@ -52,12 +54,13 @@ def losses_of_each_sample(session: Session, scorer: Scorer, reference: nn.Module
         session: the run, whose training loader is there.
         scorer: takes the losses apart.
         reference: the module whose losses they are, which is on the run's device meanwhile; None for the run's own.
+        among: indices of the samples, of all ranks, whose losses are found; those of others are nan. None for all.
 
     Raises:
         ValueError: on all ranks, if a loss cannot be taken apart by sample, or is nan or infinite.
     """
     loader = _loader(session)
-    own = _own(session, loader)
+    own = _own(session, loader, among)
     module: Any = session.module if reference is None else reference
     if reference is None:
         step, with_index = session._evaluation(session.chain.original), takes_index(session.chain.original)
@@ -118,9 +121,10 @@ def _loader(session: Session) -> ResumableLoader:
     return loader
 
 
-def _own(session: Session, loader: ResumableLoader) -> list[int]:
-    """This rank's share of the data set's indices, as many as each other rank's."""
-    return share(torch.arange(len(loader.dataset)), session.rank, session.trainer.world_size, drop_last=False).tolist()
+def _own(session: Session, loader: ResumableLoader, among: Sequence[int] | None = None) -> list[int]:
+    """This rank's share of the data set's indices, or of those of ``among``, as many as each other rank's."""
+    indices = torch.arange(len(loader.dataset)) if among is None else torch.tensor([*among])
+    return share(indices, session.rank, session.trainer.world_size, drop_last=False).tolist()
 
 
 def _over(loader: ResumableLoader, own: list[int], *, batch_size: int | None, collate: Any) -> Iterator[Any]:
