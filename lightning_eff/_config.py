@@ -8,10 +8,12 @@ import pkgutil
 import re
 import sys
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
@@ -37,7 +39,7 @@ class ConfigParser(LightningArgumentParser):
     """Raises :class:`ConfigError`, and takes options only where they are written out."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+        super().__init__(*args, **{"allow_abbrev": False, "prog": "lightning-eff", **kwargs})
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -47,14 +49,39 @@ class ConfigParser(LightningArgumentParser):
         raise ConfigError(explained(message, parser)) from ex
 
 
-class ConfigCLI(LightningCLI):
-    """LightningCLI over any module and data named by class path; short names of everything exported are known."""
+class EpochBar(RichProgressBar):
+    """Lightning's bar, which tells of how many epochs only where the run has a number of them: else it says "Epoch 0/-2"."""
 
-    def __init__(self, args: list[str], **kwargs: Any) -> None:
+    @override
+    def _get_train_description(self, current_epoch: int) -> str:
+        text = super()._get_train_description(current_epoch)
+        return text if self.trainer.max_epochs != -1 else text.replace("/-2", "").ljust(len(text))
+
+
+class ConfigCLI(LightningCLI):
+    """LightningCLI over any module and data named by class path; short names of everything exported are known.
+
+    Args:
+        args: those of the command line.
+        last: callbacks that come after all others, the progress bar too.
+        kwargs: LightningCLI's.
+    """
+
+    def __init__(self, args: list[str], last: Sequence[Callback] = (), **kwargs: Any) -> None:
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
+        self.last = last
         # without a class of datamodules any one may be named, and none need be: a module may have loaders of its own
         super().__init__(LightningModule, subclass_mode_model=True, parser_class=ConfigParser, args=args, **kwargs)
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        trainer = super().instantiate_trainer(**kwargs)
+        for bar in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+            if type(bar) is RichProgressBar:
+                bar.__class__ = EpochBar  # with the settings that it was given
+        trainer.callbacks.extend(self.last)  # pyright: ignore[reportAttributeAccessIssue]
+        return trainer
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 _OWN = str(Path(__file__).parent)
 _LIBRARIES = tuple({str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib", "platlib")})
+_COMMON = {"A", "An", "Cannot", "Expected", "Got", "No", "Nothing", "The", "There", "This"}
 _CANNOT_START = (ValueError, TypeError, ImportError, OSError)
 
 
@@ -118,8 +119,14 @@ def told(command: str, *, debug: bool = False) -> Iterator[None]:
                 raise
             raise root from None  # as it was raised, without those who handed it on
         words = str(error if isinstance(error, UsageError) and not _is_own(root) else root)
-        print(f"{command}: {words.strip() or type(root).__name__}", file=sys.stderr)
+        print(f"{command}: {_in_a_sentence(words.strip()) or type(root).__name__}", file=sys.stderr)
         raise SystemExit(status(root)) from None
+
+
+def _in_a_sentence(words: str) -> str:
+    """``words`` as they stand after a colon: a small letter, unless they begin with a name."""
+    first = words.partition(" ")[0]
+    return words[0].lower() + words[1:] if first in _COMMON else words
 
 
 def original(error: BaseException) -> BaseException:

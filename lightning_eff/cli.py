@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+import warnings
 from collections.abc import Sequence
 
 from lightning_eff._catalogue import catalogue
@@ -128,7 +129,9 @@ def _lightning(argv: list[str]) -> None:
 
     from lightning_eff.report import TrainingReport
 
-    ConfigCLI(argv, save_config_kwargs={"overwrite": True}, trainer_defaults={"callbacks": [TrainingReport()]})
+    # Lightning asks torch in a way that torch is about to drop: nothing that who trains here could mend
+    warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
+    ConfigCLI(argv, last=[TrainingReport()], save_config_kwargs={"overwrite": True})
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ class TrainingReport(Callback):
         self._batches = 0
         self._began = self._paused = self._outside = 0.0
         self._seconds = 0.0
+        self._text = ""
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -55,7 +56,13 @@ class TrainingReport(Callback):
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero and self._batches:
-            print(self.text(trainer, pl_module), flush=True)
+            self._text = self.text(trainer, pl_module)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._text:  # now that the progress bar, which comes before, writes no more
+            print(self._text, flush=True)
+            self._text = ""
 
     def text(self, trainer: Trainer, pl_module: LightningModule) -> str:
         """The report, a line for each thing."""

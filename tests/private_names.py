@@ -80,6 +80,7 @@ ON_MODULES_AND_CLASSES = {
     "_fused_sdp_choice": "torch",
     "_get_iterator": "torch.utils.data:DataLoader",
     "_get_fsdp_state": "torch.distributed.fsdp:FSDPModule",
+    "_get_train_description": "lightning.pytorch.callbacks:RichProgressBar",
     "_global_backward_hooks": "torch.nn.modules.module",
     "_global_backward_pre_hooks": "torch.nn.modules.module",
     "_global_forward_hooks": "torch.nn.modules.module",

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,21 @@ def test_fit_with_short_names_ends_in_a_report(
     assert "11 forward" in report, "one scoring pass a step, and three that look at the first batch"
 
 
+def test_the_bar_counts_no_epochs_that_there_are_not_and_the_report_comes_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And nothing is warned of at the start: warnings are errors here."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # for the bar to be drawn without a terminal
+    warnings.filterwarnings("error", ".*LeafSpec")  # Lightning's of torch, which the command keeps from its users
+    cli.main(["fit", "--config", config(tmp_path, [], max_steps=2, enable_progress_bar=True)])
+    out = capsys.readouterr().out
+    assert "Epoch 0" in out and "/-" not in out
+    assert out.rindex("Epoch 0") < out.index("What this run did")
+    cli.main(["fit", "--config", config(tmp_path, [], max_steps=-1, max_epochs=1, enable_progress_bar=True)])
+    assert "Epoch 0/0" in capsys.readouterr().out
+
+
 def test_resume_and_validate_from_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,7 +121,13 @@ def test_techniques_lists_every_one(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_names_the_subcommands(capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["--help"])
     out = capsys.readouterr().out
-    assert all(word in out for word in ("fit", "validate", "test", "predict", "techniques"))
+    assert all(word in out for word in cli.COMMANDS)
+
+
+def test_help_of_a_subcommand_is_called_by_the_commands_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["fit", "--help"])
+    assert capsys.readouterr().out.startswith("usage: lightning-eff ")
 
 
 @pytest.mark.parametrize("example", ["gpt", "vit", "huggingface"])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_eff import cli
+from lightning_eff import _errors, cli
 
 ROOT = Path(__file__).parent.parent
 BASE: dict[str, Any] = {
@@ -253,6 +253,21 @@ def test_an_error_as_the_users_module_is_imported_keeps_its_traceback(
 def test_debug_gives_the_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"SelectiveBackprop\(keep=1.5\)"):
         run([*FIT, "--debug"], callback("SelectiveBackprop", keep=1.5), tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("Got 3; expected 4.", "got 3; expected 4."),
+        ("There is no such file.", "there is no such file."),
+        ("SelectiveBackprop(keep=1.5): expected less.", "SelectiveBackprop(keep=1.5): expected less."),
+        ("ImportanceSampling and SAM cannot train together.", "ImportanceSampling and SAM cannot train together."),
+    ],
+)
+def test_what_is_told_goes_on_the_commands_name(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit), _errors.told("lightning-eff fit"):
+        raise _errors.UsageError(words)
+    assert capsys.readouterr().err == f"lightning-eff fit: {told}\n"
 
 
 def test_a_run_that_fails_ends_with_status_1(

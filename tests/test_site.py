@@ -17,8 +17,9 @@ from lightning.pytorch import callbacks
 from torch.optim import Optimizer
 
 import lightning_eff
+from benchmarks import evidence_page as evidence
 from docs.making import cards, facts, pages, picture, prose
-from lightning_eff import _public, cli
+from lightning_eff import _public
 from lightning_eff._techniques import technique_classes
 
 ROOT = Path(__file__).parent.parent
@@ -56,7 +57,7 @@ def test_every_public_technique_has_a_card(made: dict[str, str]) -> None:
         n for n in lightning_eff.__all__ if inspect.isclass(c := _public.found(n)) and issubclass(c, Optimizer)
     }
     names = {cls.__name__ for cls in technique_classes()} | optimizers
-    assert set(cards.names()) == names
+    assert cards.names() == sorted(names)
     files = [cards.file_of(name) for name in names]
     assert len(set(files)) == len(files) and set(files) <= made.keys()
     overview = made["techniques/index.md"]
@@ -67,7 +68,14 @@ def test_a_card_has_its_parts(made: dict[str, str]) -> None:
     for name in cards.names():
         text = made[cards.file_of(name)]
         assert text.startswith(f"# {name}\n")
-        for part in ("How to use it", "What it saves", "Measured here", "With other techniques", "Sources"):
+        for part in (
+            "How to use it",
+            "What it saves",
+            "Measured here",
+            "With other techniques",
+            "When to use it, and when not",
+            "Sources",
+        ):
             assert f"\n## {part}" in text, (name, part)
         cls = _public.found(name)
         assert getattr(cls, "constraints", "") in text and getattr(cls, "paper", "") in text
@@ -95,6 +103,30 @@ def test_the_figures_of_a_card_are_those_of_the_results(made: dict[str, str]) ->
         assert bool(wanted) != (cards.BUSY in section), name
         seen += len(wanted)
     assert seen > 50
+
+
+def test_advice_follows_the_results(made: dict[str, str]) -> None:
+    """Every card has some; it names the tasks where the results show a gain or a loss, and hand-written words keep silent."""
+    verdicts = {"faster": "It gained", "slower": "It lost", "no difference shown": "Nothing was shown"}
+    for name in cards.names():
+        text = made[cards.file_of(name)]
+        advice = text.partition("## When to use it, and when not\n")[2].partition("\n## ")[0]
+        assert len(advice.strip()) > 20, f"{name}: expected a row in docs/verdicts.md that says when"
+        assert "ot measured here" not in advice
+        assert text.count("\n- **Refuses:**") <= 3, name
+        for words in verdicts.values():
+            lines = re.findall(rf"- {words} here, at equal time, on: (.*)\.", advice)
+            said = {task for line in lines for task in line.split("; ")}
+            found = {
+                evidence.TASKS[task]
+                for recipe, task, _, results in facts.measurements(name)
+                if verdicts[results["summary"][recipe]["verdict"]] == words
+            }
+            assert said == found, (name, words)
+    for line in cards.VERDICTS.read_text().splitlines():
+        cells = line.split(" | ")
+        if line.startswith("| `") and re.search(r"\d\.\d\d \[", cells[min(2, len(cells) - 1)]):
+            assert "ot measured here" not in cells[-1], line
 
 
 def test_what_refuses_what_is_on_both_cards(made: dict[str, str]) -> None:
@@ -213,39 +245,6 @@ def test_a_public_name_without_a_docstring_fails() -> None:
 
     with pytest.raises(ValueError, match="Bare has no docstring; expected one"):
         prose.read(Bare)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("text", every("yaml"))
-def test_yaml_in_a_page_runs(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps of it, on the GPT example where it names no module of its own."""
-    config = yaml.safe_load(text)
-    if "trainer" not in config:
-        pytest.skip("no recipe")
-    monkeypatch.chdir(ROOT)
-    small = {"dim": 16, "num_layers": 12, "num_heads": 2, "block_size": 32}
-    data = {"class_path": "examples.gpt.data.StdlibText", "init_args": {"block_size": 32, "max_bytes": 100_000}}
-    config["model"] = {"class_path": "examples.gpt.module.GPT", "init_args": small}
-    config["data"] = data
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(config))
-    short = ["--trainer.max_steps=2", "--trainer.limit_val_batches=1", "--trainer.enable_progress_bar=false"]
-    short += [f"--trainer.default_root_dir={tmp_path}", "--trainer.accelerator=cpu", "--trainer.devices=1"]
-    cli.main(["fit", "--config", str(tmp_path / "recipe.yaml"), *short])
-
-
-@pytest.mark.slow
-def test_python_in_pages_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What stands for the reader's own is a small module; strategies of several devices and benches are left out."""
-    from tests.models import TinyClassifier
-
-    monkeypatch.chdir(tmp_path)
-    for name, text in WRITTEN.items():
-        for code in blocks(text, "python"):
-            if "devices=8" in code or "Benchmark" in code or "def configure_optimizers" in code:
-                continue
-            lines = [line for line in code.splitlines() if not line.startswith("trainer.fit(")]
-            start = "import lightning as L\nfrom lightning_eff import *\n" if "import " not in code else ""
-            exec(compile(start + "\n".join(lines), name, "exec"), {"MyModule": TinyClassifier, "__name__": "page"})
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ BUSY = "It was not held against a tuned baseline here. What it gains on the refe
 
 def names() -> list[str]:
     """What has a card: every callback, precision plugin, strategy and optimizer that is exported."""
-    return sorted(name for entry in catalogue.entries() for name in entry.by)
+    return sorted({name for entry in catalogue.entries() for name in entry.by})
 
 
 def file_of(name: str) -> str:
@@ -58,8 +58,7 @@ def card(name: str) -> str:
     doc = prose.read(cls)
     entry = next(entry for entry in catalogue.entries() if name in entry.by)
     lines = [f"# {name}", "", doc.summary, ""]
-    if name in told():
-        lines += [f"In short: {told()[name][0]}.", ""]
+    lines += [f"In short: {told()[name][0]}.", ""]
     lines += ["## How to use it", "", *use(name), ""]
     lines += ["## What it does", "", doc.text, ""] if doc.text else []
     if rules := list(_rules(cls)):
@@ -81,8 +80,7 @@ def card(name: str) -> str:
     if control := getattr(cls, "control", None):
         lines += [f"**An honest comparison holds it against:** {control.text}.", ""]
     lines += ["## With other techniques", "", *company(name), ""]
-    if name in told():
-        lines += ["## When not to use it", "", told()[name][1], ""]
+    lines += ["## When to use it, and when not", "", *advice(name), ""]
     lines += ["## Sources", "", f"- {getattr(cls, 'paper', '') or entry.source}"]
     survey = getattr(cls, "survey", None)
     lines += [f"- In the surveys: {survey}."] if survey else []
@@ -179,6 +177,33 @@ def measured(name: str) -> list[str]:
         lines.append(f"| {evidence.TASKS[task]} | {evidence.cell(results['summary'][recipe])} | {held} | {budget} |")
     lines += ["", "Below 1 is slower. All figures, with what they mean: [Evidence](../evidence.md).", ""]
     return [*lines, f"**What its paper claims:** {found[0][2]}."]
+
+
+def advice(name: str) -> list[str]:
+    """What others found, and where it lost or its control did as well here."""
+    others = re.sub(r" ?Not measured here( yet)?\.", "", told()[name][1]).strip()
+    lines = [f"- {others}"] if others else []
+    found = [
+        (task, results["summary"][recipe], evidence.controls(results, recipe))
+        for recipe, task, _, results in facts.measurements(name)
+    ]
+    gains = [
+        (evidence.TASKS[task], one["speedup"], one["verdict"], held) for task, one, held in found if one["speedup"]
+    ]
+    for words, verdict in (
+        ("It gained", "faster"),
+        ("It lost", "slower"),
+        ("Nothing was shown", "no difference shown"),
+    ):
+        tasks = dict.fromkeys(task for task, _, said, _ in gains if said == verdict)
+        lines += [f"- {words} here, at equal time, on: {'; '.join(tasks)}."] if tasks else []
+    for task, speed, said, held in gains:
+        level = [arm for arm, one in held if one["speedup"] and one["speedup"]["estimate"] >= speed["estimate"]]
+        if level and said != "slower":
+            lines.append(
+                f"- {task[0].upper()}{task[1:]}: its control ({'; '.join(level)}) did as well or better. Take that."
+            )
+    return lines
 
 
 def company(name: str) -> list[str]:

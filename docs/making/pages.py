@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from docs.making import cards, prose
+from docs.making import cards, notebook, prose
 from lightning_eff import _public
 from lightning_eff._catalogue import catalogue
 
@@ -30,7 +30,11 @@ ROOMS = {
 def generated() -> dict[str, str]:
     """The pages that are made, by their path."""
     pages = {cards.file_of(name): cards.card(name) for name in cards.names()}
-    pages |= {"techniques/index.md": cards.overview(), "catalogue.md": cards.whole_catalogue()}
+    pages |= {
+        "techniques/index.md": cards.overview(),
+        "catalogue.md": cards.whole_catalogue(),
+        notebook.PAGE: notebook.page(),
+    }
     rooms: dict[str, list[str]] = {}
     for name, home in sorted(_public.HOMES.items()):
         prose.read(_public.found(name))  # a public name without a docstring fails here

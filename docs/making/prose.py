@@ -4,7 +4,7 @@ import inspect
 import re
 from dataclasses import dataclass, field
 
-SECTIONS = ("Args", "Returns", "Raises", "Attributes", "Yields", "Note")
+SECTIONS = ("Args", "Returns", "Raises", "Attributes", "Yields", "Note", "Sources", "Source")
 
 
 @dataclass

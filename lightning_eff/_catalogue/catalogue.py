@@ -60,7 +60,7 @@ class Entry:
 
     def matches(self, word: str) -> bool:
         """Whether a text stands anywhere in it, in upper or lower case."""
-        return word.casefold() in json.dumps(asdict(self), ensure_ascii=False).casefold()
+        return word.casefold() in json.dumps([*asdict(self).values()], ensure_ascii=False).casefold()
 
 
 @cache

@@ -150,7 +150,7 @@ _TEXT = """\
 
 Written by `python -m tests.planner.page`; a test holds the figures to what the planner predicts now.
 
-```
+```bash
 lightning-eff plan --config recipe.yaml --gpus 512 --gpu h200
 ```
 
@@ -159,7 +159,7 @@ assumed, and draws the first one's step (`--timeline`). `--out plan.yaml` writes
 with every argument, processes, accumulation and the loader's batch. It stands beside the recipe's, whose own callbacks it
 keeps, and is run as it is:
 
-```
+```bash
 lightning-eff fit --config recipe.yaml --config plan.yaml
 ```
 
