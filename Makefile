@@ -41,7 +41,7 @@ evidence: $(STAMP)  ## every technique on the reference tasks, hours; and docs/e
 
 docs: $(VENV)/.docs  ## build the site into build/site: a broken link fails
 	$(BIN)/python -W ignore -m docs.making pages build
-	$(BIN)/python -m mkdocs build --strict --quiet --clean --config-file build/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --clean --config-file build/mkdocs.yml
 
 $(VENV)/.docs: $(STAMP)
 	$(PIP) install -c constraints.txt -e '.[docs]'

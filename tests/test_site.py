@@ -254,5 +254,6 @@ def test_the_strict_build(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(tmp_path / "mkdocs.yml")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "site" / "how" / "less_memory.html").is_file()
+    page = (tmp_path / "site" / "how" / "less_memory.html").read_text()
+    assert 'src="../assets/iframe-worker.js"' in page and not re.search(r'(src|<link[^>]*href)="https?:', page)
     assert "Rematerialization" in (tmp_path / "site" / "search" / "search_index.json").read_text()

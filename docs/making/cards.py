@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import yaml
 from lightning.pytorch.plugins import Precision
@@ -94,8 +95,9 @@ def card(name: str) -> str:
 
 def use(name: str) -> list[str]:
     """A recipe in YAML and the same in Python, with the settings of its case: those of a short run."""
-    trainer = test_exported.recipe(name) if name in CASES or name in PLUGINS or name not in _cases() else {}
+    trainer, own = _recipe(name)
     text = yaml.safe_dump({"trainer": trainer}, sort_keys=False, default_flow_style=None, width=100)
+    text = re.sub(r"\{(class_path: \w+)\}", r"\1", text)
     lines = ["```yaml", *text.strip().splitlines(), "```", ""]
     cls = _public.found(name)
     if issubclass(cls, Optimizer):
@@ -119,7 +121,7 @@ def use(name: str) -> list[str]:
     place = f"{kind}={call}" if issubclass(cls, Strategy) else f"{kind}=[{call}]"
     note = (
         ["", "These are the settings of its tests, for a run of a few steps; defaults and advice stand below."]
-        if given
+        if own
         else []
     )
     return [
@@ -132,6 +134,29 @@ def use(name: str) -> list[str]:
         "```",
         *note,
     ]
+
+
+def _recipe(name: str) -> tuple[dict[str, Any], bool]:
+    """The trainer's part of a config: with the defaults where these act, else with its case's settings, which it says."""
+    trainer = test_exported.recipe(name)
+    ((kind, what),) = trainer.items()
+    if name not in CASES or "init_args" not in what[0]:
+        return trainer, "init_args" in (what[0] if isinstance(what, list) else what)
+    needs = any(
+        p.default is p.empty
+        for p in inspect.signature(_public.found(name)).parameters.values()
+        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    )
+    if needs or _public.found(name)().neutral:
+        return trainer, True
+    return {kind: [{"class_path": what[0]["class_path"]}]}, False
+
+
+def _range(space: Any) -> str:
+    """What a search tries of a setting, in words."""
+    if hasattr(space, "values"):
+        return ", ".join(f"`{value!r}`" for value in space.values)
+    return f"`{space.low!r}` to `{space.high!r}`{', evenly by ratio' if space.log else ''}"
 
 
 def _cases() -> set[str]:
@@ -155,7 +180,7 @@ def _settings(cls: type, doc: prose.Doc) -> Iterator[str]:
     for name, text in doc.sections.get("Args", {}).items():
         parameter = parameters.get(name.strip("*"))
         default = "–" if parameter is None or parameter.default is parameter.empty else f"`{parameter.default!r}`"
-        tries = f"`{space[name]}`" if name in space else ""
+        tries = _range(space[name]) if name in space else ""
         yield f"| `{name}` | {prose.cell(default)} | {prose.cell(text)} | {prose.cell(tries)} |"
 
 

@@ -13,6 +13,7 @@ from lightning_eff._catalogue import catalogue
 
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
+FILES = (".png", ".svg", ".js")  #: what is copied as it is
 ROOMS = {
     "data": "Data",
     "model": "Model",
@@ -96,7 +97,7 @@ def write(folder: Path) -> list[Path]:
     if clash:
         raise ValueError(f"{sorted(clash)}: written by hand and made too; expected one of the two.")
     pages |= written()
-    known = {*pages, *(p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*") if p.suffix in (".png", ".svg"))}
+    known = {*pages, *(p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*") if p.suffix in FILES)}
     target = folder / "pages"
     shutil.rmtree(target, ignore_errors=True)
     made = []
