@@ -54,6 +54,11 @@ def _run(argv: list[str]) -> None:
     kinds[argv[0]](argv[1:])
 
 
+def parser(kind: str) -> Arguments:
+    """What ``lightning-eff select dsir`` or ``prune`` takes."""
+    return {"dsir": _dsir_options, "prune": _prune_options}[kind]()
+
+
 def _options(kind: str, description: str) -> Arguments:
     options = Arguments(
         f"lightning-eff select {kind}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -72,8 +77,7 @@ def _checked_out(out: Path) -> None:
 # -- text
 
 
-def _dsir(argv: Sequence[str]) -> None:
-    """Choose documents."""
+def _dsir_options() -> Arguments:
     options = _options("dsir", _DSIR)
     add = options.add_argument
     several: dict[str, Any] = {"nargs": "+", "required": True, "metavar": "FILE"}
@@ -82,9 +86,15 @@ def _dsir(argv: Sequence[str]) -> None:
     add("--keep", required=True, type=float, help="how many documents: a share below 1, or a number")
     add("--field", default="text", help="of the objects in .jsonl files (default: text)")
     add("--buckets", type=int, default=10_000, help="that features are hashed into (default: 10000)")
-    add("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: one on each core)")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    add("--jobs", type=int, default=cores, help="processes (default: one on each core)")
     add("--config", action="append", default=[], metavar="CONFIG", help="of the training, whose data set is compared")
-    asked = options.parse_args(argv)
+    return options
+
+
+def _dsir(argv: Sequence[str]) -> None:
+    """Choose documents."""
+    asked = _dsir_options().parse_args(argv)
     _checked_out(asked.out)
     for path in (*asked.raw, *asked.target):
         if not Path(path).is_file():
@@ -165,8 +175,7 @@ def _data_set(configs: Sequence[str]) -> tuple[int, str]:
 # -- a module's scores
 
 
-def _prune(argv: Sequence[str]) -> None:
-    """Choose samples by a module's scores."""
+def _prune_options() -> Arguments:
     options = _options("prune", _PRUNE)
     add = options.add_argument
     add("--config", action="append", required=True, metavar="CONFIG", help="of LightningCLI; several are merged")
@@ -179,7 +188,12 @@ def _prune(argv: Sequence[str]) -> None:
     add("--gradients", default="head", choices=("head", "all"), help="of grand (default: head)")
     add("--scores", type=Path, metavar="FILE", help="write each sample's score, too, for DataPruning(score=FILE)")
     add("--ckpt-path", metavar="FILE", help="a checkpoint, whose weights are loaded first")
-    asked = options.parse_args(argv)
+    return options
+
+
+def _prune(argv: Sequence[str]) -> None:
+    """Choose samples by a module's scores."""
+    asked = _prune_options().parse_args(argv)
     _checked_out(asked.out)
     if not 0 < asked.keep < 1:
         raise UsageError(f"--keep {asked.keep:g}: expected a share of the samples in (0, 1), such as 0.5.")

@@ -21,10 +21,12 @@ from torch import Tensor, nn
 
 import lightning_eff
 from docs.making import cards, notebook, pages
+from lightning_eff import _select as select
 from lightning_eff import cli
 from lightning_eff._core.steps import Stage
 from lightning_eff._core.technique import Technique
 from lightning_eff.bench import command as bench
+from lightning_eff.data.selection._offline.files import save
 from lightning_eff.planner._launch import arguments as plan
 from lightning_eff.tune import command as tune
 from tests import models, runs
@@ -247,8 +249,10 @@ def test_the_notebook_prints_what_it_shows() -> None:
 def test_yaml_in_a_page_trains(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the command line reads it, on a small GPT; where it names an example, on a small one."""
     monkeypatch.chdir(ROOT)
+    data_set = models.loader("tiny_gpt").dataset
+    save(tmp_path / "kept.npz", num_samples=len(data_set), fingerprint="", indices=range(8))  # pyright: ignore[reportArgumentType]
     for text in blocks(page, "yaml"):
-        config = yaml.safe_load(text)
+        config = yaml.safe_load(text.replace("kept.npz", str(tmp_path / "kept.npz")))
         short = {"max_steps": 2, "accelerator": "cpu", "devices": 1, "limit_val_batches": 0, "logger": False}
         quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
         config["trainer"] = {**config["trainer"], **short, **quiet}
@@ -301,6 +305,8 @@ def check(command: str) -> None:
         if words[:2] not in (["bench", "report"], ["bench", "compare"]):
             parser = {"bench": bench.parser, "tune": tune.parser, "plan": plan.parser}[words[0]]()
             parser.parse_args(words[1:])
+    elif words[0] == "select":
+        select.parser(words[1]).parse_args(words[2:])
     elif words[0] in ("fit", "validate", "test", "predict"):
         assert words[1::2] == ["--config"] * len(words[1::2]), command
         for path in words[2::2]:
