@@ -75,7 +75,7 @@ class TrainingReport(Callback):
         rows += [
             (name, f"{float(value):.4f}")
             for name, value in sorted(trainer.callback_metrics.items())
-            if name.startswith("val") or "/val" in name
+            if name.startswith("val") or ("/val" in name and not name.startswith("eff/"))
         ]
         rows.append(("peak memory", _peak_memory(pl_module.device)))
         techniques = techniques_of(trainer)

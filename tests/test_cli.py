@@ -57,6 +57,7 @@ def test_fit_with_short_names_ends_in_a_report(
         {"class_path": "LatestWeightAveraging", "init_args": {"window": 2, "interval": 2}},
         {"class_path": "lightning_eff.SequenceLengthWarmup", "init_args": {"start": 16, "until": 0.5}},
         {"class_path": "SelectiveBackprop", "init_args": {"keep": 0.5}},
+        {"class_path": "EfficiencyMonitor"},
     ]
     cli.main(["fit", "--config", config(tmp_path, callbacks)])
     out = capsys.readouterr().out
@@ -64,6 +65,7 @@ def test_fit_with_short_names_ends_in_a_report(
     lines = {line.split()[0]: line for line in report.splitlines()[1:] if line.startswith("  ")}
     assert "1,024 in 8 steps" in report  # 8 steps of 4 x 32 tokens
     assert float(report.split("val_loss")[1].split()[0]) > 0
+    assert "eff/" not in report, "what a monitor logs is no result of validation"
     assert "MiB" in report
     assert "2" in lines["ProgressiveStacking"] and "4" in lines["ProgressiveStacking"]
     assert "mean of the last 2" in lines["LatestWeightAveraging"]

@@ -58,6 +58,8 @@ def linked(page: str, text: str, known: set[str]) -> str:
 
     def mend(match: re.Match[str]) -> str:
         words, target = match[1], match[2]
+        if target.endswith(notebook.FILE.name):  # which is a page, too
+            return f"[{words}]({'../' * (len(PurePosixPath(page).parts) - 1)}{notebook.PAGE})"
         if re.match(r"https?:|mailto:|#", target):
             return match[0]
         parts: list[str] = []
