@@ -113,7 +113,7 @@ def test_advice_follows_the_results(made: dict[str, str]) -> None:
         advice = text.partition("## When to use it, and when not\n")[2].partition("\n## ")[0]
         assert len(advice.strip()) > 20, f"{name}: expected a row in docs/verdicts.md that says when"
         assert "ot measured here" not in advice
-        assert text.count("\n- **Refuses:**") <= 3, name
+        assert text.count("\n- **Refused:**") <= 3, name
         for words in verdicts.values():
             lines = re.findall(rf"- {words} here, at equal time, on: (.*)\.", advice)
             said = {task for line in lines for task in line.split("; ")}

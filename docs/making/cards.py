@@ -76,7 +76,7 @@ def card(name: str) -> str:
     lines += ["## What it saves, and where it does not work", ""]
     lines += [f"- **Saves:** {cls.saves}." if getattr(cls, "saves", "") else "- **Saves:** see the measurements below."]
     lines += [f"- **Needs, and limits:** {cls.constraints}."] if getattr(cls, "constraints", "") else []
-    lines += [f"- **Refuses:** {prose.cell(text)}" for text in doc.sections.get("Raises", {}).values()]
+    lines += [f"- **Refused:** {prose.cell(text)}" for text in doc.sections.get("Raises", {}).values()]
     lines += ["", "## Measured here", "", *measured(name), ""]
     if control := getattr(cls, "control", None):
         lines += [f"**An honest comparison holds it against:** {control.text}.", ""]
@@ -96,12 +96,17 @@ def card(name: str) -> str:
 def use(name: str) -> list[str]:
     """A recipe in YAML and the same in Python, with the settings of its case: those of a short run."""
     trainer, own = _recipe(name)
+    cls = _public.found(name)
+    rate = 0.01
+    if issubclass(cls, Optimizer):
+        default = inspect.signature(cls).parameters["lr"].default
+        rate = rate if default is inspect.Parameter.empty else default
+        trainer["callbacks"][0]["init_args"]["optimizer"]["init_args"] = {"lr": rate}
     text = yaml.safe_dump({"trainer": trainer}, sort_keys=False, default_flow_style=None, width=100)
     text = re.sub(r"\{(class_path: \w+)\}", r"\1", text)
     lines = ["```yaml", *text.strip().splitlines(), "```", ""]
-    cls = _public.found(name)
     if issubclass(cls, Optimizer):
-        call = f"ReplaceOptimizer(functools.partial({name}, lr=0.01))"
+        call = f"ReplaceOptimizer(functools.partial({name}, lr={rate}))"
         return [
             *lines,
             "```python",
@@ -294,7 +299,7 @@ def whole_catalogue() -> str:
             links = ", ".join(f"[{name}]({file_of(name)})" for name in entry.by)
             here = f"{links}{f', {entry.how}' if entry.how else ''}" if links else f"**{entry.status}**"
             here += f": {entry.why or entry.how}" if not links and (entry.why or entry.how) else ""
-            tests = f"`{entry.tests}`" if entry.tests else "–"
+            tests = "<br>".join(f"`{part}`" for part in re.split(r"(?<=/)(?=\w+\.py$)", entry.tests) if part) or "–"
             lines.append(f"| {entry.name} ({entry.source or '–'}) | {here} | {tests} | {catalogue.verdict(entry)} |")
         lines.append("")
     return "\n".join(lines)

@@ -13,7 +13,7 @@ from lightning_eff._catalogue import catalogue
 
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
-FILES = (".png", ".svg", ".js")  #: what is copied as it is
+FILES = (".png", ".svg", ".js", ".css")  #: what is copied as it is
 ROOMS = {
     "data": "Data",
     "model": "Model",
