@@ -48,9 +48,10 @@ def generated() -> dict[str, str]:
 
 
 def written() -> dict[str, str]:
-    """The pages that are written by hand or by the benchmarks, by their path; CONTRIBUTING.md among them."""
+    """The pages that are written by hand or by the benchmarks, by their path; two from above ``docs`` among them."""
     pages = {path.relative_to(DOCS).as_posix(): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
-    return pages | {"contributing.md": (ROOT / "CONTRIBUTING.md").read_text()}
+    above = {f"{name.lower()}.md": (ROOT / f"{name}.md").read_text() for name in ("CONTRIBUTING", "CHANGELOG")}
+    return pages | {name: text.replace("](docs/", "](") for name, text in above.items()}
 
 
 def linked(page: str, text: str, known: set[str]) -> str:
