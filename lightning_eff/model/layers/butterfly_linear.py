@@ -81,6 +81,7 @@ class ButterflyLinear(Architecture):
     )
     conflicts: ClassVar[Mapping[str, str]] = {
         "LowRankLinear": "each makes two factors of the same maps; expected one of the two",
+        "CompoundGrowth": "feed-forward networks of its factors are none whose hidden units could be tiled",
     }
     change_at: ClassVar[Change] = Change.STRUCTURE
     _count = 0

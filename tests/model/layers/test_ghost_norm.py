@@ -17,7 +17,7 @@ from tests.cases import Case
 from tests.models import TinyClassifier, TinyGPT, flat, loader, module, trainer
 from tests.runs import fit, fit_yaml
 
-_NONE = dict.fromkeys(("tiny_gpt", "gpt2", "llama", "bert", "vit"), "has no BatchNorm to act on")
+_NONE: dict[str, str] = dict.fromkeys(("tiny_gpt", "gpt2", "llama", "bert", "vit"), "has no BatchNorm to act on")
 CASES = {
     "GhostNorm": Case(
         active=lambda: GhostNorm(2),
