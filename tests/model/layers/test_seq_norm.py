@@ -19,7 +19,8 @@ from tests.runs import fit, fit_yaml
 _NONE: dict[str, str] = dict.fromkeys(("tiny_gpt", "gpt2", "llama", "bert", "vit"), "has no BatchNorm to act on")
 CASES = {
     "SeqNorm": Case(
-        active=lambda: SeqNorm(2),
+        active=lambda: SeqNorm(8),
+        on_classifier=lambda: SeqNorm(2),
         neutral=lambda: SeqNorm(names=[]),
         model="normed",
         architecture=True,
