@@ -54,7 +54,7 @@ class TinyGPT(pl.LightningModule):
 
     Args:
         built: where the blocks are made: "init", "setup" or "configure_model".
-        batch_norm: norm each feature over samples and tokens behind the blocks.
+        batch_norm: norm each feature over the tokens of all samples behind the blocks.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class TinyGPT(pl.LightningModule):
         for block in self.blocks:
             x = block(x)
         if self.batch_norm is not None:
-            x = self.batch_norm(x.transpose(1, 2)).transpose(1, 2)
+            x = self.batch_norm(x.flatten(0, 1)).view_as(x)
         return self.head(self.norm(x))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:

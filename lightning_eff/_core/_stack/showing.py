@@ -5,7 +5,6 @@ sets hooks on all modules of a kind) finds every block. Whatever walks the *sequ
 slices) finds the network that runs. A block that does not run hands its input on, however it has been reached.
 """
 
-import copyreg
 import functools
 import operator
 from collections import OrderedDict
@@ -76,11 +75,15 @@ class _Worn:
         """Not the module's class's own, which may register subclasses or wrap their methods, as transformers does."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        function, arguments, *rest = super().__reduce_ex__(protocol)
-        if function is not copyreg.__newobj__ or not isinstance(rest[0], dict):  # pyright: ignore[reportAttributeAccessIssue]
-            return (function, arguments, *rest)
-        state = {name: value for name, value in rest[0].items() if name != _BY}
-        return (function, (self._plain, *arguments[1:]), state, *rest[1:])
+        worn, by = type(self), self.__dict__[_BY]
+        take_off(self)  # pyright: ignore[reportArgumentType] -- so that the module's class sees itself
+        try:
+            function, arguments, *rest = self.__reduce_ex__(protocol)  # pyright: ignore[reportGeneralTypeIssues]
+            rest = [dict(part) if part is self.__dict__ else part for part in rest]
+        finally:
+            object.__setattr__(self, "__class__", worn)
+            self.__dict__[_BY] = by
+        return (function, arguments, *rest)
 
 
 class Sequence(_Worn):

@@ -23,6 +23,7 @@ from lightning_eff.model.layers._row_dropout.thinning import Thinned
 WHO = "ApproximateRandomDropout"
 _FP8 = ("FP8Precision", "INT8Precision", "S2FP8Precision", "Wang2018FP8Precision")
 _FACTORS = ("LowRankLinear", "ButterflyLinear")
+_BESIDE = ("Fixup", "LoRA")
 
 
 class ApproximateRandomDropout(Technique):
@@ -75,6 +76,9 @@ class ApproximateRandomDropout(Technique):
         "RegionalCompilation": "blocks whose widths change would be compiled anew for each pattern",
         "KFAC": "its factors are of all hidden units, of which a step has some",
         **dict.fromkeys(_FACTORS, "its maps are factors, whose channels would be taken for hidden units"),
+        **dict.fromkeys(
+            _BESIDE, "its maps have scalars or factors beside them, and are not seen to be feed-forward networks"
+        ),
         **dict.fromkeys(
             _FP8, "its maps run in an arithmetic of their own, which does not see what is kept of a weight"
         ),

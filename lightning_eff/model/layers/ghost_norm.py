@@ -125,7 +125,7 @@ class GhostNorm(Technique):
         if not session.fitting:
             return
         found, left = chosen(session.module, self.names, who=WHO)
-        self._norms, self._count = [*found.values()], len(found)
+        self._norms, self._count = list[nn.Module](found.values()), len(found)
         session.views.append(self._view)
         if left:
             listed = "; ".join(f"{path} ({reason})" for path, reason in left.items())

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
+import lightning_eff as eff
 from lightning_eff import ApproximateRandomDropout
 from lightning_eff._core._branches.ffns import FFN, Part
 from lightning_eff.model.layers._row_dropout.patterns import Pattern, draw, kept, probabilities
@@ -133,11 +134,11 @@ class Counting(pl.Callback):
         self.flops: list[int] = []
         self.kept: list[float] = []
 
-    def on_train_batch_start(self, *args: Any) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.counter = FlopCounterMode(display=False)
         self.counter.__enter__()
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         self.counter.__exit__(None, None, None)
         self.flops.append(self.counter.get_total_flops())
         technique: Any = trainer.callbacks[0]  # pyright: ignore[reportAttributeAccessIssue]
@@ -175,7 +176,7 @@ def test_hugging_faces_networks(name: str, count: int) -> None:
 
 
 def test_the_look_leaves_no_trace_and_evaluation_is_plain() -> None:
-    validated = {"max_steps": 2, "limit_val_batches": 2, "val_check_interval": 2}
+    validated: Any = {"max_steps": 2, "limit_val_batches": 2, "val_check_interval": 2}
     net, t = fit("tiny_gpt", lambda: [ApproximateRandomDropout(0.5)], **validated)
     batch = make_batch("tiny_gpt", 8, seed=5)
     logits = net.eval()(batch["input_ids"]).flatten(0, 1)
@@ -184,6 +185,21 @@ def test_the_look_leaves_no_trace_and_evaluation_is_plain() -> None:
     whole = 1e-9  # so seldom that no pattern of 12 steps drops anything: the run is plain training, and the look shows nothing
     net, _ = fit("tiny_gpt", lambda: [ApproximateRandomDropout(whole)])
     assert torch.equal(flat(net), flat(plain("tiny_gpt")[0]))
+
+
+def test_copies_made_within_a_step_are_of_the_plain_module() -> None:
+    """Also of maps whose class is made by another technique, which looks at its own bases to be copied."""
+    net = eff.apply(TinyGPT(2, dropout=0.0), eff.ReZero())
+    maps = {"blocks.0.mlp.0.weight": (0, False), "blocks.0.mlp.2.weight": (1, True)}
+    parts = [Part(name, dim, 1, last) for name, (dim, last) in maps.items()]
+    made = Thinned(net, [FFN(64, (Part("blocks.0.mlp.0.bias", 0, 1, False), *parts))])
+    made.patterns = [Pattern(2, 0)]
+    with made.view(True):
+        twin = copy.deepcopy(net)
+        assert [type(m) for m in twin.modules()] != [type(m) for m in net.modules()]
+    assert [type(m) for m in twin.modules()] == [type(m) for m in net.modules()]
+    assert twin.state_dict().keys() == net.state_dict().keys()
+    assert all(sorted(a.__dict__) == sorted(b.__dict__) for a, b in zip(twin.modules(), net.modules(), strict=True))
 
 
 def test_what_cannot_be_says_why() -> None:
@@ -209,7 +225,7 @@ class Summed(TinyGPT):
     def __init__(self) -> None:
         super().__init__(2)
         for block in self.blocks or ():
-            block.mlp[1] = nn.Softmax(-1)  # pyright: ignore[reportIndexIssue]
+            block.mlp[1] = nn.Softmax(-1)  # pyright: ignore[reportIndexIssue, reportArgumentType]
 
 
 def test_networks_that_mix_their_units_are_refused() -> None:

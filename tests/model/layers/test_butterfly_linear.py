@@ -23,7 +23,7 @@ from tests.runs import fit, fit_yaml
 
 CASES = {
     "ButterflyLinear": Case(
-        active=lambda: ButterflyLinear(blocks=4, min_features=8),
+        active=lambda: ButterflyLinear(blocks=4, rank=2, min_features=8),  # a map of each block stays, for plugins
         neutral=lambda: ButterflyLinear(names=[]),
         architecture=True,
         sharded=True,

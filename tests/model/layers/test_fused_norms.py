@@ -78,7 +78,7 @@ def test_norms_are_told_by_what_they_compute() -> None:
     assert kind_of(RMS(8)) == Kind(False, 1e-5, 0.0, "scale", None)
     assert kind_of(LayerNormByHand(8)) == Kind(True, 1e-4, 0.0, "gamma", "beta")
     assert kind_of(RMSNormBySum(8)) is None and kind_of(NormOfSample(8)) is None
-    assert "over 2 dimensions" in str(kind_of(nn.LayerNorm((3, 8))))
+    assert "over 2 dimensions" in str(kind_of(nn.LayerNorm([3, 8])))
     assert "8,193 elements, and the kernels take 8,192" in str(kind_of(nn.RMSNorm(8193)))
     net = nn.Sequential(nn.Linear(4, 4), RMS(4), MyRMSNorm(4), nn.BatchNorm1d(4), nn.GroupNorm(2, 4))
     assert list(norms(net)) == ["2"], "norms by name alone are looked at"
@@ -163,7 +163,7 @@ def test_the_module_afterwards_and_in_evaluation_is_plain() -> None:
     inside = []
 
     class Look(pl.Callback):
-        def on_validation_batch_start(self, *args: Any) -> None:
+        def on_validation_batch_start(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
             inside.append({path: type(m) for path, m in net.named_modules()} == before)
 
     data = loaded(families.batch("qwen3", 2))
@@ -185,7 +185,7 @@ def test_what_cannot_be_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"none of the 9 norms of TinyGPT; .*Nearest: .*norm1"):
         fit("tiny_gpt", lambda: [FusedNorms(names=["nrm1"])])
     net: Any = classifier()
-    net.norm = nn.Sequential(nn.Unflatten(1, (2, 4)), nn.LayerNorm((2, 4)), nn.Flatten())
+    net.norm = nn.Sequential(nn.Unflatten(1, (2, 4)), nn.LayerNorm([2, 4]), nn.Flatten())
     with pytest.raises(ValueError, match=r"no LayerNorm or RMSNorm to act on; norm.1: it norms over 2 dimensions"):
         trainer(FusedNorms(), max_steps=1).fit(net, loader("classifier"))
     with pytest.raises(ValueError, match=r"norm.1 \(LayerNorm\) is left: it norms over 2 dimensions.*Leave it out"):

@@ -17,10 +17,11 @@ from tests.cases import Case
 from tests.models import TinyClassifier, TinyGPT, flat, loader, module, trainer
 from tests.runs import fit, fit_yaml
 
-_NONE = dict.fromkeys(("tiny_gpt", "gpt2", "llama", "bert", "vit"), "has no BatchNorm to act on")
+_NONE: dict[str, str] = dict.fromkeys(("tiny_gpt", "gpt2", "llama", "bert", "vit"), "has no BatchNorm to act on")
 CASES = {
     "GhostNorm": Case(
-        active=lambda: GhostNorm(2),
+        active=lambda: GhostNorm(8),
+        on_classifier=lambda: GhostNorm(2),
         neutral=lambda: GhostNorm(names=[]),
         model="normed",
         refuses=_NONE,
@@ -177,5 +178,5 @@ def test_in_a_config(tmp_path: Path) -> None:
 
 
 def test_groups_change_what_is_learnt() -> None:
-    nets = [fit("normed", lambda t=t: [t], max_steps=3)[0] for t in (GhostNorm(2), GhostNorm(names=[]))]
+    nets = [fit("normed", lambda t=t: [t], max_steps=3)[0] for t in (GhostNorm(8), GhostNorm(names=[]))]
     assert not torch.equal(*map(flat, nets)) and module("normed").load_state_dict(nets[0].state_dict())

@@ -16,10 +16,11 @@ from tests.cases import Case
 from tests.models import TinyClassifier, TinyGPT, flat, loader, module, trainer
 from tests.runs import fit, fit_yaml
 
-_NONE = dict.fromkeys(("tiny_gpt", "gpt2", "llama", "bert", "vit"), "has no BatchNorm to act on")
+_NONE: dict[str, str] = dict.fromkeys(("tiny_gpt", "gpt2", "llama", "bert", "vit"), "has no BatchNorm to act on")
 CASES = {
     "SeqNorm": Case(
-        active=lambda: SeqNorm(2),
+        active=lambda: SeqNorm(8),
+        on_classifier=lambda: SeqNorm(2),
         neutral=lambda: SeqNorm(names=[]),
         model="normed",
         architecture=True,

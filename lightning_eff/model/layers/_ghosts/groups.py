@@ -71,8 +71,8 @@ def ghost_batch_norm(
         made.append(F.batch_norm(part, mean, var, weight, bias, True, 1.0, eps))
     for running, found in ((running_mean, means), (running_var, variances)):
         if running is not None:
-            share = sum(n / len(x) * value for n, value in zip(sizes, found, strict=True))
-            running.lerp_(share, momentum)  # pyright: ignore[reportArgumentType]
+            parts = [n / len(x) * value for n, value in zip(sizes, found, strict=True)]
+            running.lerp_(torch.stack(parts).sum(0), momentum)
     return torch.cat(made)
 
 

@@ -21,6 +21,8 @@ class MonarchLinear(nn.Module):
         bias: the plain module's, taken as the same parameter; or None.
     """
 
+    bias: nn.Parameter | None
+
     def __init__(
         self,
         in_features: int,
