@@ -57,6 +57,17 @@ from lightning_eff.memory.rematerialization import Rematerialization as Remateri
 from lightning_eff.model.adapters.bit_fit import BitFit as BitFit
 from lightning_eff.model.adapters.export_adapter import export_adapter as export_adapter
 from lightning_eff.model.adapters.lo_ra import LoRA as LoRA
+from lightning_eff.model.attention.a3_attention import A3Attention as A3Attention
+from lightning_eff.model.attention.dota_attention import DOTAAttention as DOTAAttention
+from lightning_eff.model.attention.elsa_attention import ELSAAttention as ELSAAttention
+from lightning_eff.model.attention.fastformer import Fastformer as Fastformer
+from lightning_eff.model.attention.linformer import Linformer as Linformer
+from lightning_eff.model.attention.memory_efficient_attention import (
+    MemoryEfficientAttention as MemoryEfficientAttention,
+)
+from lightning_eff.model.attention.performer import Performer as Performer
+from lightning_eff.model.attention.reformer import Reformer as Reformer
+from lightning_eff.model.attention.sanger_attention import SangerAttention as SangerAttention
 from lightning_eff.model.execution.channels_last import ChannelsLast as ChannelsLast
 from lightning_eff.model.execution.regional_compilation import RegionalCompilation as RegionalCompilation
 from lightning_eff.model.growth.auto_prog import AutoProg as AutoProg

@@ -164,9 +164,33 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
     return Family(
         kind,
         {**base, **settings},
-        images | fewer | norms | masks | windows | begun | {**(refused or {})},
+        images | fewer | norms | masks | windows | begun | attention_of(name, kind) | {**(refused or {})},
         _NOT_FINITE.get(name, frozenset()),
     )
+
+
+# Attention that is written as a softmax of scores, or none.
+_BY_HAND = "bloom deberta-v2 gemma2 mpnet mpt openai-gpt rembert roformer squeezebert mamba resnet rwkv"
+_REPLACED = ("MemoryEfficientAttention", "SangerAttention", "A3Attention", "ELSAAttention", "Performer", "Reformer")
+_INSIDE = ("DOTAAttention", "Linformer", "Fastformer")  # which have parameters in the modules that attend
+
+
+def attention_of(name: str, kind: str) -> dict[str, str]:
+    """Which techniques of attention a family refuses, by whether it is causal, and by its masks."""
+    if name in _BY_HAND.split():
+        return {**dict.fromkeys(_REPLACED, "saw no attention"), **dict.fromkeys(_INSIDE, "found no attention")}
+    found: dict[str, str] = {}
+    if name == "albert":  # one layer that is run several times
+        return dict.fromkeys(_INSIDE, "attends several times in a pass")
+    if kind == "speech":
+        return dict.fromkeys(_INSIDE, "has hooks")
+    if name in ("t5", "swin"):
+        found = dict.fromkeys(("Performer", "Reformer", *_INSIDE[1:]), "says more than which keys are padding")
+    elif kind in ("causal", "seq2seq"):
+        found = dict.fromkeys(_INSIDE[1:], "it is causal")
+    elif kind == "masked":
+        found["Linformer"] = "give length=32"
+    return found
 
 
 # Two bits of activations leave these without a finite gradient.
@@ -281,7 +305,8 @@ FAMILIES: dict[str, Family] = {
         | dict.fromkeys(_GROWN, "layers=")
         | {"AttentionWindowWarmup": "is on 4 tokens", "SpanMasking": _NO_DECODER}
         | {"GatedPositionalAttention": _NO_PATCHES}
-        | dict.fromkeys(("GhostNorm", "SeqNorm"), "has no BatchNorm to act on"),
+        | dict.fromkeys(("GhostNorm", "SeqNorm"), "has no BatchNorm to act on")
+        | attention_of("swin", "image"),
     ),
     **{name: _family(name, "speech", _NO_SEQUENCE) for name in ["wav2vec2", "hubert", "unispeech"]},
     "resnet": Family(
@@ -296,7 +321,8 @@ FAMILIES: dict[str, Family] = {
         | {"LoRA": "has no linear map to put factors beside"}
         | {"LowRankLinear": "has no linear map to factor", "RMSNormalization": "has no LayerNorm"}
         | {"ButterflyLinear": "has no linear map to make factors of", "FusedNorms": "has no LayerNorm or RMSNorm"}
-        | {"QKNorm": _NOT_NORMED, "RemoveQKVBias": _NO_BIAS},
+        | {"QKNorm": _NOT_NORMED, "RemoveQKVBias": _NO_BIAS}
+        | attention_of("resnet", "own"),
         by_batch=True,
     ),
 }

@@ -27,7 +27,7 @@ LAYERS = (
     Row(
         "FlashAttention",
         "Dao et al. 2022",
-        how="torch's own scaled_dot_product_attention takes it where the machine has it",
+        how="torch's own scaled_dot_product_attention takes it where the machine has it; MemoryEfficientAttention says so",
     ),
     Row("self-attention in less than O(n²) memory", "Rabe & Staats 2021", ("MemoryEfficientAttention",)),
     Row("Linformer", "Wang et al. 2020", ("Linformer",)),

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_eff._core._targets.calls import Change, TargetCall
+from lightning_eff._core._targets.edges import backward_by_edges
 from lightning_eff._core._targets.following import Follower
 from lightning_eff._core.batches import lies_at, num_samples, tensors
 from lightning_eff._core.losses import LOSSES, LossNotVisible, bind_loss, loss_of, observed
@@ -320,27 +320,6 @@ class Targets:
             self._checked = self._agree(problem, ready=loss is not None)
         elif problem is not None:
             raise problem
-
-
-def backward_by_edges(
-    tensors: Any, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, **kwargs: Any
-) -> None:
-    """``torch.autograd.backward`` in terms of edges of the graph, which it does not hand to modes as it does tensors."""
-    tensors = (tensors,) if isinstance(tensors, Tensor | GradientEdge) else tuple(tensors)
-    gradients = kwargs.pop("grad_tensors", gradient)
-    gradients = (gradients,) * len(tensors) if gradients is None or isinstance(gradients, Tensor) else gradients
-    inputs = kwargs.pop("inputs", None)
-    torch.autograd.backward(
-        [t if isinstance(t, GradientEdge) else get_gradient_edge(t) for t in tensors],
-        [
-            torch.ones_like(t) if g is None and isinstance(t, Tensor) and t.numel() == 1 else g
-            for t, g in zip(tensors, gradients, strict=True)
-        ],
-        retain_graph=retain_graph,
-        create_graph=create_graph,
-        inputs=None if inputs is None else [t if isinstance(t, GradientEdge) else get_gradient_edge(t) for t in inputs],
-        **kwargs,
-    )
 
 
 def _leave(window: _Window) -> None:

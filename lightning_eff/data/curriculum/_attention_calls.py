@@ -7,47 +7,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from lightning_eff._core._targets.window import backward_by_edges
+from lightning_eff._core._targets.edges import backward_by_edges, grad_by_edges
 from lightning_eff.data.curriculum._window import band, windowed_attention, within
 
 _FUSED = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
 _MODULE = inspect.signature(F.multi_head_attention_forward)
-
-
-def grad_by_edges(
-    outputs: Any,
-    inputs: Any,
-    grad_outputs: Any = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    only_inputs: bool = True,
-    allow_unused: bool | None = None,
-    is_grads_batched: bool = False,
-    materialize_grads: bool = False,
-) -> tuple[Tensor | None, ...]:
-    """``torch.autograd.grad`` in terms of edges of the graph, which it does not hand to modes as it does tensors."""
-    outputs, inputs = ((t,) if isinstance(t, Tensor | GradientEdge) else tuple(t) for t in (outputs, inputs))
-    given = (grad_outputs,) * len(outputs) if grad_outputs is None or isinstance(grad_outputs, Tensor) else grad_outputs
-    found = torch.autograd.grad(
-        [t if isinstance(t, GradientEdge) else get_gradient_edge(t) for t in outputs],
-        [t if isinstance(t, GradientEdge) else get_gradient_edge(t) for t in inputs],
-        [
-            torch.ones_like(t) if g is None and isinstance(t, Tensor) and t.numel() == 1 else g
-            for t, g in zip(outputs, given, strict=True)
-        ],
-        retain_graph=retain_graph,
-        create_graph=create_graph,
-        allow_unused=allow_unused or materialize_grads,
-        is_grads_batched=is_grads_batched,
-    )
-    if not materialize_grads:
-        return found
-    return tuple(torch.zeros_like(t) if g is None else g for t, g in zip(inputs, found, strict=True))
 
 
 class WindowedAttention(TorchFunctionMode):

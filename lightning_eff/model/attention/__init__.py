@@ -1,0 +1,1 @@
+"""Attention computed otherwise: exactly in less memory, sparsely, by random features, by hashing, or linearly."""

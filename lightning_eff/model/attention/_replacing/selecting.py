@@ -1,0 +1,89 @@
+"""Attention to some of the keys: a method chooses them, and the weights of those sum to one again."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_eff._core.technique import Control
+from lightning_eff.model.attention._replacing.calls import Call
+from lightning_eff.model.attention._replacing.technique import CONFLICTS, ReplacedAttention
+
+#: What those that choose must be held against.
+SLOWER = Control(
+    "the baseline for as many seconds with its learning rate decayed to zero, since a step costs more here"
+)
+
+
+def with_best(keep: Tensor, estimate: Tensor, seen: Tensor | None) -> Tensor:
+    """``keep``, and for each query of which it holds no key that may be seen the one of the highest estimate.
+
+    Args:
+        keep: (B, H, L, S), bool.
+        estimate: of how much each key matters, likewise.
+        seen: which keys may be seen, or None for all; broadcasts to it.
+    """
+    if seen is not None:
+        keep = keep & seen
+        estimate = estimate.masked_fill(~seen, -torch.inf)
+    best = torch.zeros_like(keep).scatter_(-1, estimate.argmax(-1, keepdim=True), True)
+    best = best if seen is None else best & seen
+    return keep | (best & ~keep.any(-1, keepdim=True))
+
+
+class SelectedKeys(ReplacedAttention):
+    """Each query sees the keys alone that :meth:`keep` chooses, exactly; what others chose before it stays out.
+
+    Choosing takes no gradient. It goes over all pairs, and so does what computes attention then: nothing is saved but where
+    hardware passes over pairs one by one.
+    """
+
+    conflicts: ClassVar[Mapping[str, str]] = CONFLICTS
+
+    _kept: Tensor | float = 0.0  # shares of pairs, summed over calls of the last step
+    _chosen = 0
+
+    @abstractmethod
+    def keep(self, call: Call) -> Tensor:
+        """Which keys each query keeps, (B, H, L, S), bool; a query must keep one of those that it may see."""
+
+    @override
+    def begin(self) -> None:
+        self._kept, self._chosen = 0.0, 0
+
+    @override
+    def attend(self, call: Call) -> Tensor:
+        with torch.no_grad():
+            narrowed = call.of_keys(self.keep(call))
+            if self._modes and not self._modes[0].again:
+                seen, left = call.may_see(), narrowed.may_see()
+                assert left is not None
+                all_pairs = call.query.shape[0] * call.query.shape[1] * call.query.shape[2] * call.key.shape[2]
+                whole = all_pairs if seen is None else seen.expand(left.shape).sum()
+                self._kept = self._kept + left.sum() / whole
+                self._chosen += 1
+        if call.mask is not None and call.mask.requires_grad:  # its gradient is that of the pairs that are left
+            narrowed = call.of_keys(narrowed.may_see())  # pyright: ignore[reportArgumentType]
+        return narrowed.run()
+
+    @override
+    def report(self) -> dict[str, float | int | Tensor]:
+        return {**super().report(), "kept": self._kept / max(self._chosen, 1)}
+
+    @override
+    def summary(self) -> str:
+        if not self._chosen:
+            return "no step taken"
+        return f"{float(self.report()['kept']):.0%} of the pairs of {self._calls} calls of attention kept"
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "kept": float(self._kept), "chosen": self._chosen}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._kept, self._chosen = state_dict["kept"], state_dict["chosen"]

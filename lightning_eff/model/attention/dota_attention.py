@@ -1,0 +1,221 @@
+"""DOTA: the strongest pairs as a detector of low rank sees them, which is trained along (Qu et al. 2022, ASPLOS)."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_eff._core._architecture.record import swap_of
+from lightning_eff._core._architecture.surgeon import Surgeon
+from lightning_eff._core._architecture.technique import Architecture, Change
+from lightning_eff._core.losses import loss_of
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey
+from lightning_eff._core.session import Session
+from lightning_eff._core.steps import Proceed, Stage, Step
+from lightning_eff._core.technique import Control
+from lightning_eff.model.attention._replacing.calls import Call
+from lightning_eff.model.attention._replacing.inside import Inside, places, put_inside
+from lightning_eff.model.attention._replacing.selecting import SLOWER
+from lightning_eff.model.attention._replacing.technique import CONFLICTS, no_sequences
+
+WHO = "DOTAAttention"
+QUERY, KEY, PROJECTION = "dota_query", "dota_key", "dota_projection"
+_NO_PAIRS = "it has no weight for each pair that the detector's choice could be applied to"
+
+
+def sparse_projection(width: int, rank: int) -> Tensor:
+    """P, (width, rank): entries ``sqrt(3 / rank)`` times 1, 0 and -1, in parts of 1/6, 2/3 and 1/6 (Achlioptas 2003)."""
+    drawn = torch.rand(width, rank, dtype=torch.float32)
+    signs = (drawn < 1 / 6).to(drawn.dtype) - (drawn >= 5 / 6).to(drawn.dtype)
+    return math.sqrt(3 / rank) * signs
+
+
+def strongest(scores: Tensor, share: float) -> Tensor:
+    """Of each row the largest ``ceil(share n)`` of its n scores above ``-inf``, as bool: as many of each row of as many.
+
+    Args:
+        scores: (.., L, S).
+        share: in (0, 1].
+    """
+    counts = ((scores > -torch.inf).sum(-1, keepdim=True) * share).ceil()
+    place = scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+    return (place < counts) & (scores > -torch.inf)
+
+
+class Detecting(Inside):
+    """Attention to the pairs that a detector finds strongest."""
+
+    share: float
+    collected: list[Tensor] | None
+
+    def detected(self, call: Call) -> Tensor:
+        """``S~ = (Q P W_q) (K P W_k)^T scale`` with the mask, (B, H, L, S)."""
+        p = cast(Tensor, self._buffers[PROJECTION]).to(call.query.dtype)
+        w_q, w_k = (cast(Tensor, self._parameters[name]).to(p.dtype) for name in (QUERY, KEY))
+        q, k = call.query @ p @ w_q, call.key @ p @ w_k
+        return call.scores_of(q, k.repeat_interleave(call.groups, dim=1))
+
+    @override
+    def attends(self, call: Call) -> Tensor:
+        found = self.detected(call)
+        collected = self.__dict__.get("collected")
+        if collected is not None and torch.is_grad_enabled():
+            exact = call.scores()
+            there = (exact > -torch.inf).expand(found.shape)
+            error = (exact - found).masked_fill(~there, 0.0).float()
+            collected.append(error.square().sum() / there.sum())
+        return call.of_keys(strongest(found.detach(), self.share)).run()
+
+    def reset_parameters(self) -> None:
+        """The class's own, and the detector as it begins."""
+        reset = getattr(super(), "reset_parameters", None)
+        if reset is not None:
+            reset()
+        self.begin()
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """The projection is drawn, and the detector's maps are the identity: scores are right on average over draws."""
+        p = cast(Tensor, self._buffers[PROJECTION])
+        p.copy_(sparse_projection(*p.shape))
+        for name in (QUERY, KEY):
+            maps = cast(Tensor, self._parameters[name])
+            maps.copy_(torch.eye(maps.shape[-1]).expand_as(maps))
+
+
+def _any_call(call: Call) -> None:
+    return None
+
+
+class DOTAAttention(Architecture):
+    """Let each query see a share of its keys alone, those that a small detector, trained along, takes for the strongest.
+
+    The detector of a layer computes ``S~ = (Q P W_q) (K P W_k)^T / sqrt(d)`` for each head, with a sparse random projection P
+    of the head's features to ``rank`` numbers and learnt maps W (rank, rank). Of each row the largest ``ceil(share n)``
+    scores of the n keys that may be seen stay, as many for each query, and attention on these is exact: its weights sum to
+    one again. The step's loss has ``weight`` times the mean square of ``S - S~`` over pairs, averaged over layers, which
+    trains the detector and, as in the paper, pulls the scores S themselves towards what it can see. Masks, causal attention,
+    grouped queries and dropout of weights go along.
+
+    Done otherwise than in the paper: the detector looks at a head's queries and keys, and not at the layer's input, which a
+    call of attention does not show, and it computes in the module's own numbers, and not in 4 bits.
+
+    **It saves nothing on a CPU or GPU**: the detector looks at all pairs, and attention runs on all of them with a mask, which
+    costs more than the fused kernel without one; in training the exact scores of all pairs are needed for the loss besides. The
+    paper's 152.6 times are its own chip's. Another model, with a detector: its checkpoints load into
+    ``lightning_eff.apply(plain, DOTAAttention(...))`` alone, and ``export`` refuses.
+
+    Logged: ``attentions``, how many; ``error``, the mean square that the loss has, of the last step.
+
+    Args:
+        share: of the keys of each query, in (0, 1]; the paper goes down to .1 and less in fine-tuning. 1 is plain training.
+        rank: numbers that the detector has of a head's features, >= 1.
+        weight: of the detector's error in the loss, >= 0; with 0 the detector stays as it began.
+
+    Raises:
+        ValueError: for other values; at setup or in ``apply``, where no attention is found; at the first batch where attention
+            was not seen in the training step.
+
+    Sources:
+        Qu et al. 2022, "DOTA: Detect and Omit Weak Attentions for Scalable Transformer Acceleration", ASPLOS,
+        doi:10.1145/3503222.3507738.
+    """
+
+    saves: ClassVar[str] = "products of attention on hardware that passes over pairs one by one; costs time elsewhere"
+    paper: ClassVar[str] = "Qu et al. 2022, doi:10.1145/3503222.3507738"
+    constraints: ClassVar[str] = (
+        "attention by scaled_dot_product_attention or nn.MultiheadAttention, not compiled; no faster on a CPU or GPU; a single"
+        " device or DDP"
+    )
+    survey: ClassVar[Survey | None] = Survey("sparse attention in hardware (DOTA)", zhuang="4")
+    search_space: ClassVar[SearchSpace | None] = SearchSpace({"share": Choice((0.1, 0.25, 0.5))}, no_sequences)
+    control: ClassVar[Control] = SLOWER
+    conflicts: ClassVar[Mapping[str, str]] = {
+        **CONFLICTS,
+        **dict.fromkeys(("Performer", "Linformer", "Fastformer"), _NO_PAIRS),
+    }
+    change_at: ClassVar[Change] = Change.ADAPT
+    stays: ClassVar[str] = "attention to all keys does not compute what it does to the detected ones"
+    any_strategy: ClassVar[bool] = False
+    needs_automatic_optimization: ClassVar[bool] = True
+
+    def __init__(self, *, share: float = 0.25, rank: int = 8, weight: float = 0.1) -> None:
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share <= 1.0:
+            raise ValueError(f"{WHO}({share=}): expected a share of the keys in (0, 1]; 1 is plain training.")
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+            raise ValueError(f"{WHO}({rank=}): expected an integer >= 1, numbers for each head's features.")
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0.0 <= weight < math.inf:
+            raise ValueError(f"{WHO}({weight=}): expected a finite number >= 0.")
+        self.share, self.rank, self.weight = float(share), rank, float(weight)
+        self._error: Tensor | float = 0.0
+        self._count = 0
+
+    @property
+    @override
+    def neutral(self) -> bool:
+        return self.share == 1.0
+
+    # -- the change
+
+    @override
+    def change(self, surgeon: Surgeon) -> None:
+        found = places(surgeon, who=WHO, unfit=_any_call)
+        by_id = {id(surgeon.root.get_submodule(path)): place for path, place in found.items()}
+
+        def build(plain: nn.Module) -> nn.Module:
+            made, place = cast(Detecting, put_inside(Detecting, plain, who=WHO, share=self.share)), by_id[id(plain)]
+            made.register_buffer(PROJECTION, torch.empty(place.width, self.rank))
+            for name, heads in ((QUERY, place.heads), (KEY, place.call.key.shape[1])):
+                made.register_parameter(name, nn.Parameter(torch.empty(heads, self.rank, self.rank)))
+            made.begin()
+            return made
+
+        surgeon.swap(lambda path, m: path in found, build, what="a module that attends")
+
+    # -- the detector's loss
+
+    @override
+    def attach(self, session: Session) -> None:
+        self._error, self._count = 0.0, 0
+        session.chain.add(Stage.REWEIGHT, self._link)
+
+    def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
+        detecting = [m for m in step.module.modules() if isinstance(m, Detecting) and swap_of(m)]
+        errors: list[Tensor] = []
+        for m in detecting:
+            m.__dict__["collected"] = errors if torch.is_grad_enabled() else None
+        try:
+            output = proceed(batch)
+        finally:  # what gradient checkpointing runs again has been counted
+            for m in detecting:
+                m.__dict__.pop("collected", None)
+        self._count = len(detecting)
+        loss = loss_of(output)
+        if loss is None or not errors:
+            return output
+        error = torch.stack(errors).mean()
+        self._error = error.detach()
+        if self.weight and not error.requires_grad:
+            raise ValueError(
+                f"{WHO}: attention runs where no graph is recorded, as in checkpoints with use_reentrant=True, so that the"
+                " detector would not be trained; expected use_reentrant=False. Or set weight=0.0."
+            )
+        whole = loss + self.weight * error.to(loss.dtype)
+        return {**output, "loss": whole} if isinstance(output, Mapping) else whole
+
+    @override
+    def report(self) -> dict[str, float | int | Tensor]:
+        return {"attentions": self._count, "error": self._error}
+
+    @override
+    def summary(self) -> str:
+        if not self._count:
+            return "no step taken"
+        return f"{self._count} attentions to {self.share:.0%} of their keys, detected to an error of {float(self._error):.3g}"
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_error": 0.0}

@@ -1,0 +1,229 @@
+"""Performer: softmax attention by positive orthogonal random features, linear in the length (Choromanski et al. 2020).
+
+The kernel ``exp(q k)`` is the mean of ``phi(q) phi(k)`` over draws of the features (:func:`positive_features`), so that
+
+    out_i = phi(q_i) (sum_j phi(k_j) v_j^T) / (phi(q_i) sum_j phi(k_j)),
+
+whose sums over j are taken once, or up to i in causal attention (:func:`linear_attention`).
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_eff._core import rng
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
+from lightning_eff._core.session import Session
+from lightning_eff._core.technique import Control
+from lightning_eff.model.attention._replacing.calls import Call, CannotReplace, keys_alone
+from lightning_eff.model.attention._replacing.projections import orthogonal_rows
+from lightning_eff.model.attention._replacing.technique import CONFLICTS, NO_DROPOUT, ReplacedAttention, no_sequences
+
+WHO = "Performer"
+NO_PAIRS = "it has no weight for each pair that the other's mask or choice could be applied to"
+CHUNK = 64  # queries of causal attention at a time
+
+
+def positive_features(x: Tensor, omega: Tensor, *, shift: Tensor | None = None) -> Tensor:
+    """``phi(x) = exp(omega x - |x|^2 / 2 - shift) / sqrt(m)``, so that ``E[phi(x) phi(y)] = exp(x y)`` without a shift.
+
+    Args:
+        x: (.., E).
+        omega: (m, E), rows like normal vectors.
+        shift: (.., 1), against overflow; it cancels out in attention where it is one for each query, or one for all keys.
+    """
+    exponent = x @ omega.T - x.square().sum(-1, keepdim=True) / 2
+    if shift is not None:
+        exponent = exponent - shift
+    return torch.exp(exponent) / math.sqrt(len(omega))
+
+
+def linear_attention(fq: Tensor, fk: Tensor, v: Tensor, *, causal: bool, chunk: int = CHUNK) -> Tensor:
+    """``fq_i (sum_j fk_j v_j^T) / (fq_i sum_j fk_j)`` over all j, or over j <= i: (.., L, E').
+
+    Causal sums are prefix sums: within a chunk over its own keys, with the sums over all chunks before it. Rows whose
+    denominator is nothing are zero.
+
+    Args:
+        fq: features of queries, (.., L, m).
+        fk: of keys, (.., S, m).
+        v: (.., S, E').
+        causal: whether j <= i alone counts.
+        chunk: queries at a time in causal attention.
+    """
+    ones = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1)  # the denominator is one more column
+    if not causal:
+        sums = fq @ (fk.transpose(-1, -2) @ ones)
+    else:
+        before = fk.new_zeros(*fk.shape[:-2], fk.shape[-1], ones.shape[-1])
+        found: list[Tensor] = []
+        start = 0
+        for q in fq.split(chunk, dim=-2):
+            k, some = (t[..., start : start + chunk, :] for t in (fk, ones))
+            inner = (q @ k.transpose(-1, -2)).tril()
+            found.append(inner @ some + q @ before)
+            before = before + k.transpose(-1, -2) @ some
+            start += chunk
+        sums = torch.cat(found, dim=-2)
+    top, bottom = sums[..., :-1], sums[..., -1:]
+    return top / torch.where(bottom > 0, bottom, 1.0)
+
+
+def _pointless(profile: RunProfile) -> str | None:
+    if (why := no_sequences(profile)) is not None:
+        return why
+    if profile.sequence_length is not None and profile.sequence_length < 512:
+        return f"in sequences of {profile.sequence_length} tokens exact attention is faster"
+    return None
+
+
+class Performer(ReplacedAttention):
+    """Compute attention by random features in time and memory that are linear in the length: an estimate, drawn anew at times.
+
+    Queries and keys, each times the root of attention's scale, have ``features`` positive features of orthogonal directions,
+    ``exp(omega x - |x|^2 / 2) / sqrt(m)``, whose products are softmax's kernel on average over draws. Sums over keys are taken
+    once; in causal attention they are prefix sums. Rows of the weights sum to one, as in softmax. Padding that hides keys, on
+    either side, is told from a mask, also of a causal one; grouped queries go along. Everything is computed in float32 or more.
+
+    **Where it pays.** For L tokens and heads of E features it takes about ``2 L m (E + 1)`` products in the place of
+    ``2 L^2 E``: none is saved below ``L = m``, and up to some 8,000 tokens fused exact attention is faster on a GPU, and exact.
+    It is another model: an error of the weights whose square falls with 1 / m, and is large where logits are. A module that is
+    pretrained with softmax must be trained on with it. No parameter changes; it acts in evaluation of a Trainer that has it,
+    and nowhere else.
+
+    Logged: ``attentions``, calls in the last step; ``features``, m of them; ``draws``, of how many draws it is the latest.
+
+    Args:
+        features: m >= 1; None for ``E log E``, rounded, for heads of E features; 0 is plain training.
+        redraw: optimizer steps after which features are drawn anew, >= 1, or None for one draw for the whole run.
+
+    Raises:
+        ValueError: for other values; at the first batch, before any weight has changed, where no attention is seen, or one
+            cannot be replaced, with the reason: dropout of weights, a mask that says more than what is padding and whether
+            it is causal, causal attention on other keys than queries; at setup for compiled modules. A later batch with such
+            a mask is an error too.
+
+    Sources:
+        Choromanski et al. 2020, "Rethinking Attention with Performers", arXiv:2009.14794.
+    """
+
+    saves: ClassVar[str] = "the square of the length in attention; above some 8,000 tokens, as an estimate"
+    paper: ClassVar[str] = "Choromanski et al. 2020, arXiv:2009.14794"
+    constraints: ClassVar[str] = (
+        "attention by scaled_dot_product_attention or nn.MultiheadAttention, without dropout of weights, not compiled; pays"
+        " for thousands of tokens"
+    )
+    survey: ClassVar[Survey | None] = Survey("linear attention (Performer)", zhuang="4", shen="4.1")
+    search_space: ClassVar[SearchSpace | None] = SearchSpace({"features": Choice((64, 256))}, _pointless)
+    control: ClassVar[Control] = Control(
+        "the baseline for as many seconds with its learning rate decayed to zero, with fused exact attention"
+    )
+    conflicts: ClassVar[Mapping[str, str]] = {
+        **CONFLICTS,
+        **dict.fromkeys(
+            (
+                "MemoryEfficientAttention",
+                "SangerAttention",
+                "A3Attention",
+                "ELSAAttention",
+                "AttentionWindowWarmup",
+                "NarrowAttention",
+            ),
+            NO_PAIRS,
+        ),
+    }
+    _features = 0
+
+    def __init__(self, *, features: int | None = None, redraw: int | None = 1000) -> None:
+        for name, value, least in (("features", features, 0), ("redraw", redraw, 1)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise ValueError(f"{WHO}({name}={value!r}): expected an integer >= {least}, or None.")
+        self.features, self.redraw = features, redraw
+        self._draw = 0
+        self._drawn: dict[tuple[int, int, str, torch.dtype], Tensor] = {}
+
+    @property
+    @override
+    def neutral(self) -> bool:
+        return self.features == 0
+
+    @override
+    def attach(self, session: Session) -> None:
+        super().attach(session)
+        self._draw, self._drawn, self._features = 0, {}, 0
+
+    @override
+    def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
+        draw = 0 if self.redraw is None else session.trainer.global_step // self.redraw
+        if draw != self._draw:
+            self._draw, self._drawn = draw, {}
+
+    def _omega(self, width: int, like: Tensor) -> Tensor:
+        at = self.seed, width, str(like.device), like.dtype
+        if at not in self._drawn:
+            rows = self.features or max(1, round(width * math.log(width)))
+            g = rng.keyed_generator(self.seed, WHO, width, self._draw)
+            self._drawn[at] = orthogonal_rows(rows, width, g, gaussian=True).to(like)
+        return self._drawn[at]
+
+    @override
+    def attend(self, call: Call) -> Tensor:
+        if call.dropout:
+            raise CannotReplace(NO_DROPOUT.format(call.dropout, WHO))
+        of_keys, causal = keys_alone(call, WHO)
+        if causal and call.query.shape[-2] != call.key.shape[-2]:
+            raise CannotReplace("it is causal, on other keys than queries")
+        kind = call.query.device.type
+        with torch.autocast(kind, enabled=False):
+            dtype = torch.float64 if call.query.dtype == torch.float64 else torch.float32
+            root = math.sqrt(call.scale)
+            q, k = call.query.to(dtype) * root, call.whole_key.to(dtype) * root
+            omega = self._omega(q.shape[-1], q)
+            self._features = len(omega)
+            hidden = None
+            if of_keys is not None and of_keys.dtype == torch.bool:
+                hidden = ~of_keys
+            elif of_keys is not None:
+                hidden = of_keys <= torch.finfo(of_keys.dtype).min / 2
+            fq, fk = self._safe(q, omega, (-1,), None), self._safe(k, omega, (-2, -1), hidden)
+            if of_keys is not None and of_keys.dtype != torch.bool:
+                assert hidden is not None
+                fk = fk * torch.exp(of_keys.to(dtype).masked_fill(hidden, 0.0))[..., None]
+            out = linear_attention(fq, fk, call.whole_value.to(dtype), causal=causal)
+        kept = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else call.value.dtype
+        return out.to(kept)
+
+    def _safe(self, x: Tensor, omega: Tensor, dims: tuple[int, ...], hidden: Tensor | None) -> Tensor:
+        """Positive features whose largest is of the size of one; those of what is hidden are zero."""
+        with torch.no_grad():
+            exponent = x @ omega.T
+            shift = exponent - x.square().sum(-1, keepdim=True) / 2
+            if hidden is not None:
+                shift = shift.masked_fill(hidden[..., None], -torch.inf)
+            shift = shift.amax(dims, keepdim=True)
+            shift = shift.masked_fill(shift == -torch.inf, 0.0)
+        found = positive_features(x, omega, shift=shift)
+        return found if hidden is None else found.masked_fill(hidden[..., None], 0.0)
+
+    @override
+    def report(self) -> dict[str, float | int | Tensor]:
+        return {**super().report(), "features": self._features, "draws": self._draw + 1}
+
+    @override
+    def summary(self) -> str:
+        if not self._features:
+            return "no step taken"
+        return f"{self._calls} calls of attention a step by {self._features} features, drawn {self._draw + 1} times"
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "draw": self._draw, "features": self._features}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._draw, self._features, self._drawn = state_dict["draw"], state_dict["features"], {}
