@@ -143,6 +143,8 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
     if name in ("mamba", "rwkv"):
         begun["TFixup"] = "expected a transformer"
     begun |= dict.fromkeys(("GhostNorm", "SeqNorm"), "has no BatchNorm to act on")
+    if name in ("esm", "squeezebert"):  # whose loss leaves a pooler, or another head, unused
+        begun |= dict.fromkeys(("SNIP", "GraSP"), "1 weights have no gradient on the 1 batches")
     if kind != "image":
         begun["LowRankConv"] = "has no convolution to factor"
     if name in _OWN_ATTENTION.split():

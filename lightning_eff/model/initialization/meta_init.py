@@ -19,7 +19,7 @@ from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import takes_index
 from lightning_eff._core.technique import Control
-from lightning_eff.model.initialization._derivatives.passes import differentiable, unshortened, watched
+from lightning_eff.model._derivatives.passes import differentiable, unshortened, watched
 from lightning_eff.model.initialization._maps import listed
 from lightning_eff.model.initialization._once import Initialization, Turn
 

@@ -1,0 +1,1 @@
+"""Weights that are zero: masks over the parameters of an unchanged module, and who chooses them."""

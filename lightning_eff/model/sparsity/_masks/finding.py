@@ -1,0 +1,178 @@
+"""Which parameters of any module can be masked: weights of linear maps and convolutions."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from lightning_eff._core._architecture.linear_maps import is_conv1d
+from lightning_eff._core._architecture.naming import meets, nearest
+
+Block = tuple[int, int]
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_ATTENTION = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter that is masked.
+
+    Attributes:
+        name: in ``module.named_parameters()``.
+        shape: of it.
+        stack: it is (k, ..., ...), a matrix for each of k experts.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stack: bool = False
+
+    @property
+    def numel(self) -> int:
+        """How many numbers it has."""
+        return prod(self.shape)
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The sizes of one map of it: inputs, outputs and the kernel's sides."""
+        return self.shape[1:] if self.stack else self.shape
+
+    @property
+    def _matrices(self) -> tuple[int, int, int]:
+        """It as (k, rows, columns)."""
+        if self.stack:
+            return self.shape[0], self.shape[1], self.shape[2]
+        return 1, self.shape[0], prod(self.shape[1:])
+
+    def num_blocks(self, block: Block) -> int:
+        """How many blocks it is made of."""
+        return self.numel // prod(block)
+
+    def divides(self, block: Block) -> bool:
+        """Whether it is made of whole blocks."""
+        _, rows, columns = self._matrices
+        return rows % block[0] == 0 and columns % block[1] == 0
+
+    def pool(self, values: Tensor, block: Block) -> Tensor:
+        """The sum of ``values``, of the weight's shape, in each block: (blocks,)."""
+        if block == (1, 1):
+            return values.reshape(-1)
+        k, rows, columns = self._matrices
+        return values.reshape(k, rows // block[0], block[0], columns // block[1], block[1]).sum((2, 4)).flatten()
+
+    def spread(self, blocks: Tensor, block: Block) -> Tensor:
+        """What ``blocks``, (blocks,), say of each number, in the weight's shape."""
+        if block == (1, 1):
+            return blocks.reshape(self.shape)
+        k, rows, columns = self._matrices
+        wide = blocks.view(k, rows // block[0], 1, columns // block[1], 1)
+        return wide.expand(-1, -1, block[0], -1, block[1]).reshape(self.shape)
+
+
+def prunable(module: nn.Module) -> dict[str, Weight]:
+    """The weights of linear maps and convolutions that train, by name, whatever the modules that hold them are called.
+
+    Those are torch's own modules, transformers' ``Conv1D``, modules that say ``in_features`` and ``out_features``, and
+    experts' matrices in one tensor. Never what is an embedding, too, as a tied head's weight is; norms, biases and tables.
+    """
+    tables = {id(p) for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) for p in m.parameters()}
+    found: dict[int, bool] = {}
+    for path, owner in module.named_modules():
+        for own, p in owner._parameters.items():
+            if p is None or p.ndim < 2 or id(p) in tables or not p.requires_grad or not p.is_floating_point():
+                continue
+            stack = _is_stack(path, own, p)
+            if stack or _is_map(owner, own):
+                found[id(p)] = stack
+    return {name: Weight(name, tuple(p.shape), found[id(p)]) for name, p in module.named_parameters() if id(p) in found}
+
+
+def _is_stack(path: str, own: str, p: Tensor) -> bool:
+    return p.ndim == 3 and min(p.shape) > 1 and "expert" in f"{path}.{own}".lower()
+
+
+def _is_map(owner: nn.Module, own: str) -> bool:
+    if isinstance(owner, nn.MultiheadAttention):
+        return own in _ATTENTION
+    if isinstance(owner, nn.RNNBase | nn.RNNCellBase):
+        return own.startswith("weight_")
+    if own != "weight":
+        return False
+    return (
+        isinstance(owner, (*_CONVOLUTIONS, nn.Bilinear))
+        or is_conv1d(owner)
+        or (hasattr(owner, "in_features") and hasattr(owner, "out_features"))
+    )
+
+
+def chosen(
+    module: nn.Module, names: Sequence[str] | None, dense: Sequence[str], block: Block, *, who: str
+) -> dict[str, Weight]:
+    """The weights that a technique masks, in the module's order.
+
+    Args:
+        module: the module.
+        names: patterns of weights or of the modules that hold them; None for all that :func:`prunable` finds. What it does
+            not find, such as an embedding, is masked if a pattern means it and none of those.
+        dense: patterns of weights that are left alone.
+        block: each weight must be made of whole ones.
+        who: the technique.
+
+    Raises:
+        ValueError: if a pattern means nothing, nothing is left, or a weight is not made of whole blocks.
+    """
+    maps = prunable(module)
+    every = {
+        alias: Weight(alias, tuple(p.shape))
+        for alias, p in module.named_parameters(remove_duplicate=False)
+        if p.ndim > 1 and p.requires_grad and p.is_floating_point()
+    }
+    firsts = {id(p): name for name, p in module.named_parameters()}
+    owners = {alias: firsts[id(p)] for alias, p in module.named_parameters(remove_duplicate=False)}
+    found = maps if names is None else {}
+    for pattern in names or ():
+        met = [name for name in maps if _means(name, pattern)] or [owners[a] for a in every if _means(a, pattern)]
+        if not met:
+            _refuse(pattern, "names", [*maps], [*every], module, who)
+        found |= {name: maps.get(name) or Weight(name, every[name].shape) for name in met}
+    for pattern in dense:
+        if not any(_means(name, pattern) for name in maps):
+            _refuse(pattern, "dense", [*maps], [*every], module, who)
+    order = [name for name, _ in module.named_parameters() if name in found]
+    left = {name: found[name] for name in order if not any(_means(name, pattern) for pattern in dense)}
+    if not left:
+        raise ValueError(
+            f"{who}: {type(module).__name__} has no weight of a linear map or a convolution that trains and could be masked"
+            f"{' beside those of dense=' + repr([*dense]) if dense else ''}; expected one or more, such as that of nn.Linear."
+            " Name the weights by names=, or take the technique out."
+        )
+    uneven = [f"{name} {w.shape}" for name, w in left.items() if not w.divides(block)]
+    if uneven:
+        raise ValueError(
+            f"{who}(block={block}): {len(uneven)} weights are not made of whole blocks, such as {uneven[0]}; expected rows and"
+            " columns that the block's sides divide. Leave them out by dense=, or give another block."
+        )
+    return left
+
+
+def _means(name: str, pattern: str) -> bool:
+    """Whether ``pattern`` is that of a weight, or of a module that holds it."""
+    return meets(name, pattern) or meets(name.rpartition(".")[0], pattern)
+
+
+def _refuse(pattern: str, argument: str, maps: list[str], every: list[str], module: nn.Module, who: str) -> None:
+    near = nearest(pattern, maps or every) or (maps or every)[:4]
+    raise ValueError(
+        f"{who}({argument}=[{pattern!r}, ...]): it means none of the {len(maps)} weights of linear maps and convolutions of"
+        f" {type(module).__name__}, and no other parameter of two dimensions that trains; expected a dotted path, its last"
+        f" part, or a pattern of one. Nearest: {', '.join(near) or 'none'}."
+    )
+
+
+def largest(scores: Tensor, count: int) -> Tensor:
+    """A mask of the ``count`` largest of ``scores``, (n,); of equal ones the first. NaN counts as the smallest."""
+    order = scores.nan_to_num(nan=-torch.inf).argsort(descending=True, stable=True)
+    return torch.zeros_like(scores, dtype=torch.bool).index_fill_(0, order[:count], True)

@@ -1,0 +1,160 @@
+"""Masks that change as the run goes on: some weights are dropped, and as many others grow from zero."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_eff._core.session import Session
+from lightning_eff.model.sparsity._masks.allotting import allotted
+from lightning_eff.model.sparsity._masks.finding import largest
+from lightning_eff.model.sparsity._masks.masked import Masked, agreed
+
+_OTHER_BASES = ("SOAP", "Shampoo")
+
+
+def drop_and_grow(magnitude: Tensor, growth: Tensor, kept: Tensor, fraction: float) -> Tensor:
+    """The next mask, which keeps as many as ``kept``.
+
+    ``k = floor(fraction |kept|)`` of those that are kept are dropped, the smallest of ``magnitude``; then of all that are not
+    kept, the dropped ones too, the ``k`` largest of ``growth`` are.
+
+    Args:
+        magnitude: ``|w|``, (n,).
+        growth: by what others grow, (n,), such as the gradient's magnitude.
+        kept: the mask, (n,).
+        fraction: in [0, 1].
+    """
+    count = int(kept.sum())
+    k = int(fraction * count)
+    # θ ← ArgTopK(|θ|, n − k) of those that are kept
+    stay = largest(magnitude.masked_fill(~kept, -torch.inf), count - k)
+    # grow ArgTopK_{i ∉ θ}(growth, k)
+    return stay | largest(growth.masked_fill(stay, -torch.inf), k)
+
+
+def random_masks(technique: Masked, session: Session) -> dict[str, Tensor]:
+    """A mask for each weight, drawn uniformly among those of its number of blocks."""
+    counts = allotted(technique.weights, technique.sparsity, technique.distribution, technique.block)
+    generator = session.generator("masks")
+    masks: dict[str, Tensor] = {}
+    for name, weight in technique.weights.items():
+        drawn = torch.rand(weight.num_blocks(technique.block), generator=generator, dtype=torch.float64)
+        masks[name] = weight.spread(largest(drawn, counts[name]), technique.block)
+    return masks
+
+
+class Rewired(Masked):
+    """A technique whose masks begin at random, and of which a part moves every ``interval`` optimizer steps.
+
+    Attributes:
+        interval: optimizer steps between two changes.
+        until: the share of the budget from which on masks stay.
+    """
+
+    interval: int
+    until: float
+    needs_budget: ClassVar[bool] = True
+
+    def _check_schedule(self, interval: int, fraction: float, until: float) -> None:
+        who = type(self).__name__
+        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+            raise ValueError(f"{who}({interval=}): expected a number of optimizer steps >= 1.")
+        if not 0.0 < fraction <= 1.0:
+            raise ValueError(f"{who}({fraction=}): expected the share of the kept weights that moves, in (0, 1].")
+        if not 0.0 < until <= 1.0:
+            raise ValueError(f"{who}({until=}): expected a share of the budget, in (0, 1], from which on masks stay.")
+
+    @override
+    def _reset(self) -> None:
+        super()._reset()
+        self._moved = self._changes = 0
+        self._growth: dict[str, Tensor] | None = None
+
+    @abstractmethod
+    def share(self, u: float) -> float:
+        """Which part of the kept weights moves at the share ``u`` of the budget."""
+
+    @abstractmethod
+    def growth(self, session: Session, name: str, step: int) -> Tensor | None:
+        """By what the numbers of a weight grow, in its shape; None to leave its mask as it is."""
+
+    @override
+    def asked(self) -> dict[str, Any]:
+        return {**super().asked(), "interval": self.interval, "until": self.until}
+
+    @override
+    def on_optimizers(self, session: Session) -> None:
+        super().on_optimizers(session)
+        for one in session.optimizers:
+            parts: list[Optimizer] = getattr(one, "parts", [one])
+            for part in parts:
+                if type(part).__name__ in _OTHER_BASES:
+                    raise ValueError(
+                        f"{type(self).__name__}: {type(part).__name__} keeps moments of sums of weights, so those of a weight"
+                        " that grows cannot be set to zero; expected an optimizer that keeps them weight by weight, such as"
+                        " AdamW or SGD. Use one, or take the technique out."
+                    )
+
+    @override
+    def begin(self, session: Session, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        return random_masks(self, session)
+
+    @override
+    def before_step(self, session: Session) -> None:
+        self._growth = None
+        step = session.trainer.global_step + 1
+        if not self.masks or step % self.interval or session.progress.u >= self.until:
+            return
+        found = {name: self.growth(session, name, step) for name in self.masks}
+        self._growth = {name: growth for name, growth in found.items() if growth is not None}
+
+    @override
+    @torch.no_grad()
+    def after_step(self, session: Session) -> None:
+        growth, self._growth = self._growth, None
+        if growth is None:
+            return
+        share, block = self.share(session.progress.u), self.block
+        new, changed = dict(self.masks), dict[str, Tensor]()
+        for name, scores in growth.items():
+            weight, mask = self.weights[name], self.masks[name]
+            magnitude = agreed(session, self.parameter(name).detach().abs())
+            kept = weight.pool(mask.float(), block) > 0
+            after = drop_and_grow(weight.pool(magnitude, block), weight.pool(scores, block), kept, share)
+            new[name] = weight.spread(after, block)
+            changed[name] = new[name] ^ mask
+        self._tell(changed)
+        self.put(new)
+        self.clear_state(session, changed)
+
+    def _tell(self, changed: Mapping[str, Tensor]) -> None:
+        self._moved = sum(int(one.sum()) for one in changed.values()) // 2
+        self._changes += 1
+
+    @override
+    def report(self) -> dict[str, float | int | Tensor]:
+        return {**super().report(), "moved": self._moved, "changes": self._changes}
+
+    @override
+    def summary(self) -> str:
+        return f"{super().summary()}; masks changed {self._changes:,} times, the last time by {self._moved:,}"
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "moved": [self._moved, self._changes]}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._moved, self._changes = state_dict["moved"]
+
+
+def drawn(session: Session, who: str, name: str, step: int, like: Tensor) -> Tensor:
+    """Numbers in [0, 1) of the shape of ``like``, the same on all ranks and after a resume."""
+    generator = session.generator(who, step, name)
+    return torch.rand(like.shape, generator=generator, dtype=torch.float32).to(like.device)

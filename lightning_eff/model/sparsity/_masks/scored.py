@@ -1,0 +1,148 @@
+"""Masks that follow from derivatives of the loss before the first step, and stay."""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from typing_extensions import override
+
+from lightning_eff._core import rng
+from lightning_eff._core._branches.pieces import step_of
+from lightning_eff._core._run.ranks import on_all_ranks
+from lightning_eff._core.batches import map_tensors, num_samples
+from lightning_eff._core.passes import training_batches
+from lightning_eff._core.session import Session
+from lightning_eff.model._derivatives.passes import differentiable, unshortened
+from lightning_eff.model.sparsity._masks.finding import largest
+from lightning_eff.model.sparsity._masks.masked import Masked, agreed
+
+#: What leaves weights without a gradient before the first step, for ``conflicts``.
+ZEROS: Mapping[str, str] = dict.fromkeys(
+    ("Fixup", "ReZero", "SkipInit", "ZerO", "ZeroProjections"),
+    "weights before maps of zeros have no gradient as training begins, by which they could be scored",
+)
+
+
+@contextmanager
+def _as_in_training(module: nn.Module) -> Iterator[None]:
+    """BatchNorm normalizes by the batch."""
+    norms = [(m, m.training) for m in module.modules() if isinstance(m, _BatchNorm)]
+    try:
+        for m, _ in norms:
+            m.training = True
+        yield
+    finally:
+        for m, training in norms:
+            m.training = training
+
+
+class Scored(Masked):
+    """A technique that scores each weight before the first step, and keeps the best of all together.
+
+    The module's own step runs beside the run, without a trace: in float32, without dropout, and with BatchNorm normalizing by
+    the batch. Gradients are means over batches and ranks.
+
+    Attributes:
+        batches: how many are scored on, on each rank.
+    """
+
+    batches: int
+    needs_automatic_optimization: ClassVar[bool] = True
+
+    def _check_batches(self, batches: int) -> None:
+        if isinstance(batches, bool) or not isinstance(batches, int) or batches < 1:
+            raise ValueError(f"{type(self).__name__}({batches=}): expected how many batches are scored on, >= 1.")
+        self.batches = batches
+
+    @abstractmethod
+    def scores(self, session: Session, data: Sequence[Any], batch_idx: int) -> dict[str, Tensor] | None:
+        """A score for each number of each weight, the larger the better, of which the mean over ranks counts.
+
+        None where the step passes over one of the batches.
+        """
+
+    @override
+    def begin(self, session: Session, batch: Any, batch_idx: int) -> dict[str, Tensor] | None:
+        if self.batches == 1:
+            data = [batch]
+        else:
+            with closing(training_batches(session, self.batches, epoch=0)) as every:
+                data = list(every)
+        data = [map_tensors(one, unshortened) for one in data]
+        with (
+            rng.keyed(session.seed, type(self).__name__, session.rank),
+            differentiable(session),
+            _as_in_training(session.module),
+        ):
+            found = self.scores(session, data, batch_idx)
+        if found is None:
+            return None
+        names = [*self.weights]
+        scores = torch.cat([found[name].flatten() for name in names])
+        count = max(round((1.0 - self.sparsity) * scores.numel()), 1)
+        parts = largest(scores, count).split([self.weights[name].numel for name in names])
+        return {name: part.view(self.weights[name].shape) for name, part in zip(names, parts, strict=True)}
+
+    def loss(self, session: Session, batch: Any, batch_idx: int, passes: int) -> Tensor | None:
+        """The loss of the module's own step, which is differentiated ``passes`` times; None for a batch it passes over."""
+        output = step_of(session, batch, batch_idx)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        cost = session.chain.cost
+        cost.forward_passes += 1
+        cost.backward_passes += passes
+        with suppress(ValueError):  # batches of no tensors have no samples to count
+            cost.forward_samples += num_samples(batch)
+        if loss is not None and (not isinstance(loss, Tensor) or loss.grad_fn is None):
+            raise ValueError(
+                f"{type(self).__name__}: training_step returned {type(loss).__name__} without a graph; expected a loss, by"
+                " whose derivatives weights are scored."
+            )
+        return loss
+
+    def gradients(self, session: Session, data: Sequence[Any], batch_idx: int) -> dict[str, Tensor] | None:
+        """The mean gradient of each weight over batches and ranks; None where the step passes over one of the batches.
+
+        Raises:
+            ValueError: if a weight, or an expert of one, has none.
+        """
+        total = on_all_ranks(session, lambda: self._own_gradients(session, data, batch_idx))
+        if any(session.gather(not total)):
+            return None
+        means = {name: agreed(session, g) for name, g in total.items()}
+        self._check_seen(means)
+        return means
+
+    def _own_gradients(self, session: Session, data: Sequence[Any], batch_idx: int) -> dict[str, Tensor]:
+        """This rank's means; empty where the step passes over a batch."""
+        total = {name: torch.zeros_like(self.parameter(name)) for name in self.weights}
+        missed = False
+        for batch in data:
+            loss = self.loss(session, batch, batch_idx, 1)
+            missed |= loss is None
+            if loss is not None:
+                parameters = [self.parameter(name) for name in total]
+                for name, g in zip(total, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True):
+                    total[name] += torch.zeros_like(total[name]) if g is None else g / len(data)
+        return {} if missed else total
+
+    def _check_seen(self, gradients: Mapping[str, Tensor]) -> None:
+        """Raise ``ValueError`` where nothing tells of a weight."""
+        unseen: list[str] = []
+        for name, g in gradients.items():
+            parts = g.flatten(1) if self.weights[name].stack else g.reshape(1, -1)
+            empty = [i for i, some in enumerate(parts.any(1).tolist()) if not some]
+            unseen += [f"{name}[{i}]" if self.weights[name].stack else name for i in empty]
+        if unseen:
+            raise ValueError(
+                f"{type(self).__name__}: {len(unseen)} weights have no gradient on the {self.batches} batches that they are"
+                f" scored on, such as {unseen[0]}, so that all of each would be pruned; expected one of every weight. Score"
+                " more by batches=, leave these out by dense=, or let no map begin at zero. No weight has changed."
+            )
+
+    @override
+    def asked(self) -> dict[str, Any]:
+        return {"sparsity": self.sparsity, "batches": self.batches}
