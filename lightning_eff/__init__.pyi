@@ -37,6 +37,10 @@ from lightning_eff.data.exact_resume import ExactResume as ExactResume
 from lightning_eff.data.loader_tuning import LoaderTuning as LoaderTuning
 from lightning_eff.data.selection.data_pruning import DataPruning as DataPruning
 from lightning_eff.data.selection.importance_sampling import ImportanceSampling as ImportanceSampling
+from lightning_eff.data.selection.loss_biased_sampling import LossBiasedSampling as LossBiasedSampling
+from lightning_eff.data.selection.ordered_sgd import OrderedSGD as OrderedSGD
+from lightning_eff.data.selection.proxy_selection import ProxySelection as ProxySelection
+from lightning_eff.data.selection.rho_loss import RHOLoss as RHOLoss
 from lightning_eff.data.selection.sample_subset import SampleSubset as SampleSubset
 from lightning_eff.data.selection.selective_backprop import SelectiveBackprop as SelectiveBackprop
 from lightning_eff.data.tokens.fused_linear_cross_entropy import FusedLinearCrossEntropy as FusedLinearCrossEntropy

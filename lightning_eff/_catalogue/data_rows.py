@@ -29,7 +29,7 @@ AUGMENTATION = (
 
 SELECTION = (
     Row("importance sampling by a gradient bound", "Katharopoulos & Fleuret 2018", ("ImportanceSampling",)),
-    Row("loss-biased importance sampling", "Katharopoulos & Fleuret 2017", ("ImportanceSampling",), "score='loss'"),
+    Row("loss-biased importance sampling", "Katharopoulos & Fleuret 2017", ("LossBiasedSampling",)),
     Row("robust approximate importance sampling (RAIS)", "Johnson & Guestrin 2018", ("RobustImportanceSampling",)),
     Row("selective backprop", "Jiang et al. 2019", ("SelectiveBackprop",)),
     Row("ordered SGD", "Kawaguchi & Lu 2020", ("OrderedSGD",)),

@@ -188,6 +188,28 @@ class BlockStack:
         finally:
             self._without = frozenset()
 
+    @contextmanager
+    def shortened(self, count: int) -> Iterator[None]:
+        """In a forward pass alone, within a step, go without the running blocks beyond the first ``count``, at least 1."""
+        first = {id(block) for block in self.blocks[:count]}
+        more = {
+            id(b): b for b in self.blocks[count : self._active] if id(b) not in first and not isinstance(b, Passing)
+        }
+        still, before = [block for block in more.values() if isinstance(block, Still)], self._away
+        self._away = before | more.keys()
+        for block in still:
+            take_off(block)
+        for block in more.values():
+            put_on(block, Passing, self)
+        try:
+            yield
+        finally:
+            for block in more.values():
+                take_off(block)
+            for block in still:
+                put_on(block, Still, self)
+            self._away = before
+
     def _waiting(self) -> list[nn.Module]:
         """The blocks that do not run, each once; one that also stands among those that run does run."""
         run = {id(block) for block in self.blocks[: self._active]}

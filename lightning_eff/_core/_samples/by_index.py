@@ -38,7 +38,7 @@ def of_each_sample(session: Session, fn: Callable[[Any], float], *, who: str) ->
             values = [float(value) for value in _over(loader, own, batch_size=None, collate=fn)]
         except ValueError as error:
             problem = error
-    return _put_together(session, loader, own, problem, torch.tensor(values, dtype=torch.float64))
+    return put_together(session, own, problem, torch.tensor(values, dtype=torch.float64))
 
 
 def losses_of_each_sample(
@@ -61,22 +61,38 @@ def losses_of_each_sample(
     """
     loader = _loader(session)
     own = _own(session, loader, among)
-    module: Any = session.module if reference is None else reference
+    assert loader.chosen is not None
+    problem, values = losses_of(session, scorer, own, loader.chosen.batch_size, reference)
+    return put_together(session, own, problem, torch.tensor(values, dtype=torch.float64))
+
+
+def losses_of(
+    session: Session, scorer: Scorer, own: list[int], size: int | None, reference: nn.Module | None = None
+) -> tuple[ValueError | None, list[float]]:
+    """The mean losses of the samples ``own`` in batches of ``size``, or what is wrong with one of them, of this rank alone.
+
+    As :func:`losses_of_each_sample` finds them, which puts those of all ranks together.
+    """
+    loader = _loader(session)
+    chain, module, with_index = chain_of(session, reference)
+    with at_hand(session, module), rng.keyed(session.seed, scorer.who, "samples"):
+        return _scored(session, loader, own, size, scorer, chain, module, with_index=with_index)
+
+
+def chain_of(session: Session, reference: nn.Module | None) -> tuple[StepChain, Any, bool]:
+    """The unchanged step of the run's module, or of another's, in no links; the module; and whether it takes an index."""
     if reference is None:
-        step, with_index = session._evaluation(session.chain.original), takes_index(session.chain.original)
-    else:
-        step = getattr(reference, "training_step", _no_step)
-        with_index = takes_index(step)
-    chain = StepChain(step, cost=session.chain.cost)
-    with _at_hand(session, module), rng.keyed(session.seed, scorer.who, "samples"):
-        problem, values = _scored(session, loader, own, scorer, chain, module, with_index=with_index)
-    return _put_together(session, loader, own, problem, torch.tensor(values, dtype=torch.float64))
+        original = session.chain.original
+        return StepChain(session._evaluation(original), cost=session.chain.cost), session.module, takes_index(original)
+    step = getattr(reference, "training_step", _no_step)
+    return StepChain(step, cost=session.chain.cost), reference, takes_index(step)
 
 
 def _scored(
     session: Session,
     loader: ResumableLoader,
     own: list[int],
+    size: int | None,
     scorer: Scorer,
     chain: StepChain,
     module: LightningModule,
@@ -84,14 +100,8 @@ def _scored(
     with_index: bool,
 ) -> tuple[ValueError | None, list[float]]:
     """The losses of the samples ``own``, or what is wrong with one of them."""
-    assert loader.chosen is not None
     trainer, values = session.trainer, list[float]()
-    size = loader.chosen.batch_size
-    batches = _over(loader, own, batch_size=size, collate=loader.collate_fn)
-    for number, batch in enumerate(batches):
-        batch = trainer.precision_plugin.convert_input(batch)
-        batch = session.module._on_before_batch_transfer(batch, dataloader_idx=0)
-        batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+    for number, batch in enumerate(batches_of(session, _over(loader, own, batch_size=size, collate=loader.collate_fn))):
         step = Step(chain, module, (number,) if with_index else (), number, trainer.global_step)
         got = num_samples(batch)
         expected = got if size is None else min(size, len(own) - len(values))
@@ -121,6 +131,21 @@ def _loader(session: Session) -> ResumableLoader:
     return loader
 
 
+def batches_of(session: Session, loader: Any) -> Iterator[Any]:
+    """The batches of a loader as a training step gets them, on the run's device."""
+    trainer = session.trainer
+    for batch in loader:
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = session.module._on_before_batch_transfer(batch, dataloader_idx=0)
+        yield trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+
+def batches_by_index(session: Session, own: list[int], size: int) -> Iterator[Any]:
+    """Batches of ``size`` of the samples ``own`` of the training data, in their order, as a training step gets them."""
+    loader = _loader(session)
+    return batches_of(session, _over(loader, own, batch_size=size, collate=loader.collate_fn))
+
+
 def _own(session: Session, loader: ResumableLoader, among: Sequence[int] | None = None) -> list[int]:
     """This rank's share of the data set's indices, or of those of ``among``, as many as each other rank's."""
     indices = torch.arange(len(loader.dataset)) if among is None else torch.tensor([*among])
@@ -142,18 +167,16 @@ def _over(loader: ResumableLoader, own: list[int], *, batch_size: int | None, co
     )
 
 
-def _put_together(
-    session: Session, loader: ResumableLoader, own: list[int], problem: ValueError | None, values: Tensor
-) -> Tensor:
-    """The values of all ranks, by index, or the same error on all."""
-    found = torch.full((len(loader.dataset),), torch.nan, dtype=torch.float64)
+def put_together(session: Session, own: list[int], problem: ValueError | None, values: Tensor) -> Tensor:
+    """The values of all ranks, by index, or the same error on all; nan where no rank has one."""
+    found = torch.full((len(_loader(session).dataset),), torch.nan, dtype=torch.float64)
     for indices, some in agree(session, problem, (own, values)):
-        found[torch.tensor(indices)] = some
+        found[torch.tensor(indices, dtype=torch.long)] = some
     return found
 
 
 @contextmanager
-def _at_hand(session: Session, module: nn.Module) -> Iterator[None]:
+def at_hand(session: Session, module: nn.Module) -> Iterator[None]:
     """``module`` is on the run's device, and afterwards where it was."""
     first = next(module.parameters(), None)
     if module is session.module or first is None:

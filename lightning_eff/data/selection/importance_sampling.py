@@ -4,25 +4,18 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
-import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_eff._core._samples.scoring import Scorer, Scores, agree, sample_losses
+from lightning_eff._core._samples.scoring import Scorer, Scores, agree
 from lightning_eff._core.batches import num_samples
-from lightning_eff._core.losses import WeighLosses
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform, needs_samples
 from lightning_eff._core.session import Session
-from lightning_eff._core.steps import Around, Proceed, Stage, Step
+from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.data.selection._random_subset import RandomSubset
-
-
-def probabilities(scores: Tensor) -> Tensor:
-    """``p_i = g_i / sum_j g_j``, or ``1/B`` where all scores are 0; shape (B,), float64."""
-    g = scores.double()
-    return g / g.sum() if g.sum() > 0 else torch.full_like(g, 1 / len(g))
+from lightning_eff.data.selection._weighing import draw, negative, probabilities, weighing
 
 
 def variance_reduction(p: Tensor) -> float:
@@ -31,13 +24,6 @@ def variance_reduction(p: Tensor) -> float:
     ``1/tau = sqrt(1 - sum_i (p_i - 1/B)^2 / sum_i p_i^2)``, or ``tau = sqrt(B sum_i p_i^2)``, since ``sum_i p_i = 1``.
     """
     return max(1.0, math.sqrt(len(p) * p.double().square().sum().item()))
-
-
-def draw(p: Tensor, b: int, generator: torch.Generator) -> Tensor:
-    """``b`` indices, long, drawn with replacement with probabilities ``p``; never one whose ``p`` is 0."""
-    cdf = p.double().cumsum(0)
-    u = torch.rand(b, dtype=torch.float64, generator=generator) * cdf[-1]
-    return torch.searchsorted(cdf, u, right=True).clamp_max(int(p.nonzero().max()))
 
 
 def default_threshold(size: int, b: int) -> float:
@@ -177,7 +163,7 @@ class ImportanceSampling(Technique):
                 key = ("ImportanceSampling", step.global_step, step.batch_idx, self.session.rank)
                 index = draw(p, b, self.session.generator(*key))
                 w = 1 / (size * p[index])
-                step.around = self._weighing(step, w.float(), size, scores)
+                step.around = weighing(step, w.float(), size, scores, self.sample_loss)
                 output, trained = proceed(step.pick(batch, index, size)), b
         self._fraction = trained / size
         self._steps["on" if self._active else "off"] += 1
@@ -199,13 +185,8 @@ class ImportanceSampling(Technique):
         problem, p, tau = scores.problem, None, None
         if problem is None and len(scores.losses):
             g = scores.losses if scores.bounds is None else scores.bounds
-            if (g < 0).any():
-                at = ", ".join(map(str, (g < 0).nonzero().flatten().tolist()[:16]))
-                problem = ValueError(
-                    f"ImportanceSampling(score='loss'): the loss of sample(s) {at} of {size} is negative; expected"
-                    " losses >= 0, to which probabilities can be proportional. Use score='gradient_bound'."
-                )
-            else:
+            problem = negative("ImportanceSampling(score='loss')", g, "Use score='gradient_bound'.")
+            if problem is None:
                 p = probabilities(g)
                 tau = variance_reduction(p)
         ranks = agree(self.session, problem, (tau, default_threshold(size, b)))
@@ -216,23 +197,6 @@ class ImportanceSampling(Technique):
             threshold = max(threshold for _, threshold in ranks) if self.threshold is None else self.threshold
             self._on = self._tau > threshold or threshold < 1
         return p
-
-    def _weighing(self, step: Step, w: Tensor, size: int, scores: Scores) -> Around:
-        sample_loss = self.sample_loss
-        w = w.to(step.module.device)
-        if sample_loss is None:
-            mode = WeighLosses(w, size=size, totals=scores.totals)
-
-            def around(run: Proceed, batch: Any) -> Any:
-                with mode:
-                    return run(batch)
-        else:
-
-            def around(run: Proceed, batch: Any) -> Any:
-                losses = sample_losses(sample_loss, step.module, batch)
-                return (w * losses.reshape(len(w), -1).mean(dim=1)).mean()
-
-        return around
 
     @override
     def state_dict(self) -> dict[str, Any]:

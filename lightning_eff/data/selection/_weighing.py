@@ -1,0 +1,60 @@
+"""Drawing samples of a batch by their scores, and training on the weighted mean of the losses of those drawn."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_eff._core._samples.scoring import Scores, sample_losses
+from lightning_eff._core.losses import WeighLosses
+from lightning_eff._core.steps import Around, Proceed, Step
+
+
+def probabilities(scores: Tensor) -> Tensor:
+    """``p_i = g_i / sum_j g_j``, or ``1/B`` where all scores are 0; shape (B,), float64."""
+    g = scores.double()
+    return g / g.sum() if g.sum() > 0 else torch.full_like(g, 1 / len(g))
+
+
+def draw(p: Tensor, b: int, generator: torch.Generator) -> Tensor:
+    """``b`` indices, long, drawn with replacement with probabilities ``p``; never one whose ``p`` is 0."""
+    cdf = p.double().cumsum(0)
+    u = torch.rand(b, dtype=torch.float64, generator=generator) * cdf[-1]
+    return torch.searchsorted(cdf, u, right=True).clamp_max(int(p.nonzero().max()))
+
+
+def negative(who: str, losses: Tensor, mend: str) -> ValueError | None:
+    """What is wrong where a loss is negative, to which no probability can be proportional."""
+    if not (losses < 0).any():
+        return None
+    at = ", ".join(map(str, (losses < 0).nonzero().flatten().tolist()[:16]))
+    return ValueError(
+        f"{who}: the loss of sample(s) {at} of {len(losses)} is negative; expected losses >= 0, to which probabilities can be"
+        f" proportional. {mend}"
+    )
+
+
+def weighing(
+    step: Step,
+    w: Tensor,
+    size: int,
+    scores: Scores,
+    sample_loss: Callable[[LightningModule, Any], Tensor] | None,
+) -> Around:
+    """What stands around the user's step so that its loss is ``(1/b) sum_j w_j l_j`` over the b samples drawn of ``size``."""
+    w = w.to(step.module.device)
+    if sample_loss is None:
+        mode = WeighLosses(w, size=size, totals=scores.totals)
+
+        def around(run: Proceed, batch: Any) -> Any:
+            with mode:
+                return run(batch)
+    else:
+
+        def around(run: Proceed, batch: Any) -> Any:
+            losses = sample_losses(sample_loss, step.module, batch)
+            return (w * losses.reshape(len(w), -1).mean(dim=1)).mean()
+
+    return around
