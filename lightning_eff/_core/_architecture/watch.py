@@ -1,5 +1,6 @@
 """Whether a module's forward pass goes through what was swapped in, or uses its parameters past it."""
 
+import inspect
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
@@ -65,7 +66,8 @@ class BypassWatch(TorchFunctionMode):
     @override
     def __enter__(self) -> Self:
         for m in self._watched:
-            self._patches.set(m, "forward", self._noting(m))
+            if not isinstance(inspect.getattr_static(type(m), "forward"), property):  # else a block that does not run
+                self._patches.set(m, "forward", self._noting(m))
         return super().__enter__()
 
     @override

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from math import comb
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NoReturn
 
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
@@ -232,11 +232,13 @@ def _stages(keep: Any) -> list[tuple[float, float]]:
     Raises:
         ValueError: if it is neither a share, nor stages in order.
     """
-    if isinstance(keep, int | float | str) or keep is None:
-        check_keep("OrderedSGD", keep) if not isinstance(keep, str) else _refuse(keep)
+    if isinstance(keep, int | float):
+        check_keep("OrderedSGD", keep)
         return [(0.0, float(keep))]
-    stages = [tuple(stage) if isinstance(stage, Sequence) else (stage,) for stage in keep]
-    if not stages or any(len(stage) != 2 for stage in stages):
+    if isinstance(keep, str) or not isinstance(keep, Sequence):
+        _refuse(keep)
+    stages: list[tuple[Any, Any]] = [tuple(stage) for stage in keep if isinstance(stage, Sequence) and len(stage) == 2]
+    if not stages or len(stages) < len(keep):
         _refuse(keep)
     for _, share in stages:
         check_keep("OrderedSGD", share)
@@ -246,7 +248,7 @@ def _stages(keep: Any) -> list[tuple[float, float]]:
     return [(float(u), float(share)) for u, share in stages]
 
 
-def _refuse(keep: Any) -> None:
+def _refuse(keep: Any) -> NoReturn:
     raise ValueError(
         f"OrderedSGD({keep=}): expected a share in (0, 1], 'accuracy', or stages [(u, keep), ...] whose used shares u of the"
         " budget begin with 0 and rise below 1, such as [(0, 1.0), (0.5, 0.5)]."

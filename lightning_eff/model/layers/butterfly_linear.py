@@ -82,6 +82,7 @@ class ButterflyLinear(Architecture):
     conflicts: ClassVar[Mapping[str, str]] = {
         "LowRankLinear": "each makes two factors of the same maps; expected one of the two",
         "LayerScale": "it has a number for each channel that a map puts out, which it cannot tell in a factor",
+        "LoRA": "it puts factors beside whole maps, of which this leaves none",
         "CompoundGrowth": "feed-forward networks of its factors are none whose hidden units could be tiled",
     }
     change_at: ClassVar[Change] = Change.STRUCTURE

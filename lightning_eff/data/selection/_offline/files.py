@@ -71,7 +71,8 @@ def save(path: str | Path, *, num_samples: int, fingerprint: str, **values: Any)
         part.write_text(json.dumps(content) + "\n")
     else:
         with part.open("wb") as stream:
-            np.savez_compressed(stream, num_samples=num_samples, fingerprint=fingerprint, **{name: np.asarray(array)})
+            arrays: dict[str, Any] = {name: np.asarray(array)}
+            np.savez_compressed(stream, num_samples=num_samples, fingerprint=fingerprint, **arrays)
     os.replace(part, file)
 
 

@@ -55,7 +55,7 @@ def prototype_distances(embeddings: np.ndarray[Any, Any], clusters: int, seed: i
 
     x = np.asarray(embeddings, dtype=np.float64)
     with threadpool_limits(1):  # sums of several threads are rounded in another order each time
-        found = KMeans(clusters, n_init=4, random_state=seed % 2**32).fit(x)
+        found = KMeans(clusters, n_init=4, random_state=seed % 2**32).fit(x)  # pyright: ignore[reportArgumentType]
     return torch.from_numpy(np.linalg.norm(x - found.cluster_centers_[found.labels_], axis=1))
 
 

@@ -207,7 +207,8 @@ class DataScorer(Scorer):
                 loss = loss_of(output)
                 if loss is None:
                     self._check(ObserveLosses(1), loss)
-                gradients = torch.autograd.grad(loss, parameters, allow_unused=True)  # pyright: ignore[reportArgumentType]
+                assert loss is not None, "which has been checked"
+                gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
             norms.append(torch.stack([g.double().norm() for g in gradients if g is not None]).norm().detach())
             labels.extend(own.labels or [])
             targets.seen = own.seen
