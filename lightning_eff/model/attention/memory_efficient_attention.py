@@ -130,7 +130,7 @@ class MemoryEfficientAttention(ReplacedAttention):
     @override
     def attend(self, call: Call) -> Tensor:
         kernel = kernel_of(call) if self.kernel == "auto" else CHUNKS
-        if self._modes and not self._modes[0].again:
+        if self._modes and not self._modes[0].rerunning:
             self._kernels[kernel] = self._kernels.get(kernel, 0) + 1
         if kernel != CHUNKS:
             return call.run()

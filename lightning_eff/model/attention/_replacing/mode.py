@@ -34,7 +34,7 @@ class Replacing(TorchFunctionMode):
     Attributes:
         calls: how many were seen.
         by_hand: how many times scores (B, H, L, S) went through a softmax, as where attention is written by hand.
-        again: whether a backward pass is under way.
+        rerunning: whether a backward pass is under way.
     """
 
     apart_from_compiled = True  # sees nothing in compiled code, which need not be compiled with it
@@ -43,7 +43,7 @@ class Replacing(TorchFunctionMode):
         super().__init__()
         self.attend, self.who = attend, who
         self.calls = self.by_hand = 0
-        self.again = False
+        self.rerunning = False
 
     @override
     def __torch_function__(
@@ -53,17 +53,17 @@ class Replacing(TorchFunctionMode):
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)
         if func in (Tensor.backward, torch.autograd.backward, torch.autograd.grad):
-            around, self.again = self.again, True
+            around, self.rerunning = self.rerunning, True
             try:
                 with self:  # torch has put the mode aside, and what checkpoints run again is to be seen, too
                     return (grad_by_edges if func is torch.autograd.grad else backward_by_edges)(*args, **kwargs)
             finally:
-                self.again = around
+                self.rerunning = around
         if func is F.scaled_dot_product_attention:
             return self.replace(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             return self._of_module(args, kwargs)
-        if func in _SOFTMAX and not self.again:
+        if func in _SOFTMAX and not self.rerunning:
             scores = args[0] if args else kwargs.get("input")
             self.by_hand += isinstance(scores, Tensor) and scores.ndim == 4 and min(scores.shape[-2:]) > 1
         return func(*args, **kwargs)
@@ -72,7 +72,7 @@ class Replacing(TorchFunctionMode):
         """What a call with these arguments of ``F.scaled_dot_product_attention`` returns."""
         try:
             call, front = read(args, kwargs)
-            self.calls += not self.again
+            self.calls += not self.rerunning
             output = self.attend(call)
         except CannotReplace as e:
             raise CannotReplace(

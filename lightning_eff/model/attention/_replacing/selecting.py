@@ -58,7 +58,7 @@ class SelectedKeys(ReplacedAttention):
     def attend(self, call: Call) -> Tensor:
         with torch.no_grad():
             narrowed = call.of_keys(self.keep(call))
-            if self._modes and not self._modes[0].again:
+            if self._modes and not self._modes[0].rerunning:
                 seen, left = call.may_see(), narrowed.may_see()
                 assert left is not None
                 all_pairs = call.query.shape[0] * call.query.shape[1] * call.query.shape[2] * call.key.shape[2]
