@@ -86,6 +86,11 @@ class Detecting(Inside):
             maps.copy_(torch.eye(maps.shape[-1]).expand_as(maps))
 
 
+def _forget(detecting: list[Detecting]) -> None:
+    for m in detecting:
+        m.__dict__.pop("collected", None)
+
+
 def _any_call(call: Call) -> None:
     return None
 
@@ -183,15 +188,16 @@ class DOTAAttention(Architecture):
         session.chain.add(Stage.REWEIGHT, self._link)
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
+        if not torch.is_grad_enabled():
+            return proceed(batch)
         detecting = [m for m in step.module.modules() if isinstance(m, Detecting) and swap_of(m)]
-        errors: list[Tensor] = []
+        collected: list[Tensor] = []
         for m in detecting:
-            m.__dict__["collected"] = errors if torch.is_grad_enabled() else None
-        try:
-            output = proceed(batch)
-        finally:  # what gradient checkpointing runs again has been counted
-            for m in detecting:
-                m.__dict__.pop("collected", None)
+            m.__dict__["collected"] = collected
+        # until the backward pass is over: what gradient checkpointing runs again must compute the same
+        self.session.when_step_ends(lambda: _forget(detecting))
+        output = proceed(batch)
+        errors = list(collected)
         self._count = len(detecting)
         loss = loss_of(output)
         if loss is None or not errors:

@@ -26,7 +26,7 @@ def sign_hash(x: Tensor, projections: Tensor) -> Tensor:
         x: (.., E).
         projections: R, (bits, E).
     """
-    return torch.where(x @ projections.to(x.dtype).T >= 0, 1.0, -1.0)
+    return 2.0 * (x @ projections.to(x.dtype).T >= 0).to(x.dtype) - 1.0
 
 
 def estimated_angles(hq: Tensor, hk: Tensor, correction: float) -> Tensor:

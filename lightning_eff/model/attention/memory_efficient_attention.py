@@ -17,7 +17,7 @@ from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.attention._replacing.calls import Call
 from lightning_eff.model.attention._replacing.chunks import chunked_attention
-from lightning_eff.model.attention._replacing.technique import CONFLICTS, ReplacedAttention, no_sequences
+from lightning_eff.model.attention._replacing.technique import OUTSIDE, ReplacedAttention, no_sequences
 
 WHO = "MemoryEfficientAttention"
 #: What torch calls its kernels, in the words of the summary.
@@ -103,7 +103,10 @@ class MemoryEfficientAttention(ReplacedAttention):
     control: ClassVar[Control] = Control(
         "the baseline for as many seconds: torch's own scaled_dot_product_attention is the same function"
     )
-    conflicts: ClassVar[Mapping[str, str]] = CONFLICTS
+    conflicts: ClassVar[Mapping[str, str]] = {
+        **OUTSIDE,
+        "MetaInit": "its search takes gradients of gradients, which attention in chunks has none of",
+    }
     turn: ClassVar[int] = 0  # what others leave of a call
 
     def __init__(self, *, chunk: int = 128, kernel: Literal["auto", "chunks", "torch"] = "auto") -> None:

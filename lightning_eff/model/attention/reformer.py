@@ -16,7 +16,7 @@ from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.attention._replacing.calls import Call, CannotReplace, keys_alone
 from lightning_eff.model.attention._replacing.hashing import buckets_of, hashed_attention
-from lightning_eff.model.attention._replacing.technique import CONFLICTS, NO_DROPOUT, ReplacedAttention, no_sequences
+from lightning_eff.model.attention._replacing.technique import NO_DROPOUT, OUTSIDE, ReplacedAttention, no_sequences
 
 WHO = "Reformer"
 _NO_PAIRS = "it has no weight for each pair that the other's mask or choice could be applied to"
@@ -78,7 +78,7 @@ class Reformer(ReplacedAttention):
         "the baseline for as many seconds with its learning rate decayed to zero, with fused exact attention"
     )
     conflicts: ClassVar[Mapping[str, str]] = {
-        **CONFLICTS,
+        **OUTSIDE,
         **dict.fromkeys(
             (
                 "MemoryEfficientAttention",

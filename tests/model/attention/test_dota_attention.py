@@ -13,7 +13,7 @@ import lightning_eff as eff
 from lightning_eff import DOTAAttention
 from lightning_eff.model.attention.dota_attention import KEY, QUERY, Detecting, sparse_projection, strongest
 from tests.cases import Case, classifier
-from tests.model.attention.nets import HUGGING, Net, a_call, loss_of, reference, weights_of
+from tests.model.attention.nets import HUGGING, Checkpointed, Net, a_call, loss_of, reference, weights_of
 from tests.models import TinyGPT, loader, trainer
 from tests.runs import fit_yaml
 
@@ -122,6 +122,15 @@ def test_the_error_is_the_mean_square_over_pairs_that_may_be_seen_times_its_weig
         net = Nothing(num_layers=1, dropout=0.0)
         trainer(DOTAAttention(rank=2, weight=weight), max_steps=1).fit(net, loader("tiny_gpt", shuffle=False))
     assert seen[0] == 0.0 < seen[1] and seen[2] == pytest.approx(2 * seen[1], rel=1e-4)
+
+    class Again(Nothing, Checkpointed):
+        """Its blocks run again in the backward pass."""
+
+    torch.manual_seed(0)
+    net = Again(num_layers=1, dropout=0.0)
+    trainer(DOTAAttention(rank=2, weight=1.0), max_steps=1).fit(net, loader("tiny_gpt", shuffle=False))
+    assert seen[3] == pytest.approx(seen[2], rel=1e-5)
+    assert not any("collected" in m.__dict__ for m in net.modules())
     made, call = detecting(0.5), a_call(causal=True)
     made.__dict__["collected"] = found = list[Tensor]()
     made.attends(call)

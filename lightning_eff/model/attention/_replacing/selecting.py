@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lightning_eff._core.technique import Control
 from lightning_eff.model.attention._replacing.calls import Call
-from lightning_eff.model.attention._replacing.technique import CONFLICTS, ReplacedAttention
+from lightning_eff.model.attention._replacing.technique import OUTSIDE, ReplacedAttention
 
 #: What those that choose must be held against.
 SLOWER = Control(
@@ -41,7 +41,7 @@ class SelectedKeys(ReplacedAttention):
     hardware passes over pairs one by one.
     """
 
-    conflicts: ClassVar[Mapping[str, str]] = CONFLICTS
+    conflicts: ClassVar[Mapping[str, str]] = OUTSIDE
 
     _kept: Tensor | float = 0.0  # shares of pairs, summed over calls of the last step
     _chosen = 0

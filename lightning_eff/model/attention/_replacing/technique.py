@@ -23,6 +23,14 @@ CONFLICTS: Mapping[str, str] = {
     "RegionalCompilation": "attention inside of compiled blocks cannot be seen",
     "SequencePacking": "samples that share a row are told apart in the very call that is replaced",
 }
+#: With these, too, what is not changed inside of modules.
+OUTSIDE: Mapping[str, str] = {
+    **CONFLICTS,
+    **dict.fromkeys(
+        ("ActivationCompression", "ACTPrecision"),
+        "its attention runs again by the kernel of the plain call, which is not the one that is computed",
+    ),
+}
 NO_DROPOUT = "it drops {:.0%} of its weights, and {} has none to drop: set the dropout of attention to 0"
 
 
