@@ -61,7 +61,9 @@ class DataPruning(SampleChooser):
     counted with the run's extra passes. What the data set draws at random is drawn for them apart from the run. The kept ones
     are the hardest, as the papers have it where data is plentiful; ``easy=True`` keeps the easiest, for few data (Sorscher et
     al.) or wrong labels, which are hard samples too. Epochs then have fewer batches, in the user's own order: a run of so many
-    epochs takes less time, one of so many steps or seconds sees each sample more often.
+    epochs takes less time, one of so many steps or seconds sees each sample more often. Schedules that ask the Trainer before
+    for how many steps there will be count whole epochs, so say how long the run is by ``max_steps``; and where a last batch of
+    one sample is too small (BatchNorm), give the loader ``drop_last``.
 
     GraNd and EL2N before any training (``epochs=0``) say little: the published results at initialization did not replicate.
 

@@ -37,7 +37,9 @@ class SampleSubset(SampleChooser):
     The user's own loader, sampler and order stay: of what its sampler gives in an epoch, the samples outside the subset are
     left out, and the rest is cut into batches anew, over all ranks. So epochs are shorter, and a run of so many epochs takes
     less time; one of so many steps or seconds sees each sample more often. What a custom batch sampler puts together is not
-    kept together.
+    kept together. Schedules that ask the Trainer before for how many steps there will be count the whole data set's, so say how
+    long the run is by ``max_steps``; and where a last batch of one sample is too small (BatchNorm), give the loader
+    ``drop_last``.
 
     The file is written by ``lightning-eff select`` or by hand. As ``.json`` it is
 

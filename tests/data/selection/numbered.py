@@ -53,6 +53,22 @@ class Net(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.05)
 
 
+def in_two_processes(*scores: str) -> dict[str, Any]:
+    """What each process trains on, and the scores that it has, of pruned runs under DDP."""
+    from lightning_eff import DataPruning
+
+    found: dict[str, Any] = {}
+    for score in scores:
+        technique = DataPruning(score, 0.4, epochs=0, clusters=2, balance=1.0)
+        net = run(technique, strategy="ddp", devices=2, max_epochs=1, max_steps=-1)
+        state = technique.state_dict()
+        seen = [i for batch in net._seen for i in batch]
+        every: list[Any] = [None, None]
+        torch.distributed.all_gather_object(every, (state["sum"].tolist(), state["kept"].tolist(), seen))
+        found[score] = every
+    return found
+
+
 def run(
     callbacks: Callback | Sequence[Callback],
     data: Any = None,
