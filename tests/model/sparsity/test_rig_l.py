@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_eff import SOAP, Muon, RigL
+from lightning_eff import SOAP, LayerFreezing, Muon, RigL
 from lightning_eff.model.sparsity._masks.allotting import erk
 from lightning_eff.model.sparsity._masks.finding import Weight, prunable
 from lightning_eff.model.sparsity._masks.rewired import drop_and_grow
@@ -19,7 +19,7 @@ from tests.cases import Case, no_map
 from tests.families import module as family
 from tests.model.sparsity.sparse import Counts, fit_on, sparsity_of
 from tests.models import TinyClassifier, TinyGPT, hugging_face, loader, make_batch, trainer
-from tests.runs import fit, fit_yaml
+from tests.runs import SaveBatches, differences, final_state, fit, fit_yaml
 
 CASES = {
     "RigL": Case(
@@ -225,6 +225,14 @@ def test_checkpoints_have_the_zeros_and_other_settings_are_refused(tmp_path: Pat
     fit("classifier", list, max_steps=2)[1].save_checkpoint(tmp_path / "b.ckpt")
     with pytest.raises(ValueError, match="saved without it"):
         fit("classifier", lambda: [RigL(sparsity=0.5)], resume=tmp_path / "b.ckpt")
+
+
+def test_resumes_where_another_has_frozen_what_is_masked(tmp_path: Path) -> None:
+    def build() -> list[Any]:
+        return [LayerFreezing(start=0.0, end=0.3), RigL(sparsity=0.5, interval=2)]
+
+    whole = final_state(*fit("tiny_gpt", build, callbacks=[SaveBatches(tmp_path, [6])], max_steps=8))
+    assert differences(whole, final_state(*fit("tiny_gpt", build, resume=tmp_path / "batch=6.ckpt", max_steps=8))) == []
 
 
 @pytest.mark.parametrize(

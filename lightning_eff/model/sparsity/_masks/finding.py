@@ -1,6 +1,6 @@
 """Which parameters of any module can be masked: weights of linear maps and convolutions."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -72,22 +72,34 @@ class Weight:
         return wide.expand(-1, -1, block[0], -1, block[1]).reshape(self.shape)
 
 
-def prunable(module: nn.Module) -> dict[str, Weight]:
+def prunable(module: nn.Module, masked: Container[str] = ()) -> dict[str, Weight]:
     """The weights of linear maps and convolutions that train, by name, whatever the modules that hold them are called.
 
     Those are torch's own modules, transformers' ``Conv1D``, modules that say ``in_features`` and ``out_features``, and
     experts' matrices in one tensor. Never what is an embedding, too, as a tied head's weight is; norms, biases and tables.
+
+    Args:
+        module: the module.
+        masked: names of what is masked already, which may be frozen by now.
     """
+    trains = _training(module, masked)
     tables = {id(p) for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) for p in m.parameters()}
     found: dict[int, bool] = {}
     for path, owner in module.named_modules():
         for own, p in owner._parameters.items():
-            if p is None or p.ndim < 2 or id(p) in tables or not p.requires_grad or not p.is_floating_point():
+            if p is None or p.ndim < 2 or id(p) in tables or id(p) not in trains:
                 continue
             stack = _is_stack(path, own, p)
             if stack or _is_map(owner, own):
                 found[id(p)] = stack
     return {name: Weight(name, tuple(p.shape), found[id(p)]) for name, p in module.named_parameters() if id(p) in found}
+
+
+def _training(module: nn.Module, masked: Container[str]) -> set[int]:
+    """The ids of parameters that train, or are masked already."""
+    return {
+        id(p) for name, p in module.named_parameters() if p.is_floating_point() and (p.requires_grad or name in masked)
+    }
 
 
 def _is_stack(path: str, own: str, p: Tensor) -> bool:
@@ -109,7 +121,13 @@ def _is_map(owner: nn.Module, own: str) -> bool:
 
 
 def chosen(
-    module: nn.Module, names: Sequence[str] | None, dense: Sequence[str], block: Block, *, who: str
+    module: nn.Module,
+    names: Sequence[str] | None,
+    dense: Sequence[str],
+    block: Block,
+    *,
+    who: str,
+    masked: Container[str] = (),
 ) -> dict[str, Weight]:
     """The weights that a technique masks, in the module's order.
 
@@ -120,15 +138,16 @@ def chosen(
         dense: patterns of weights that are left alone.
         block: each weight must be made of whole ones.
         who: the technique.
+        masked: names of what a checkpoint's masks are for, which may be frozen by now.
 
     Raises:
         ValueError: if a pattern means nothing, nothing is left, or a weight is not made of whole blocks.
     """
-    maps = prunable(module)
+    maps, trains = prunable(module, masked), _training(module, masked)
     every = {
         alias: Weight(alias, tuple(p.shape))
         for alias, p in module.named_parameters(remove_duplicate=False)
-        if p.ndim > 1 and p.requires_grad and p.is_floating_point()
+        if p.ndim > 1 and id(p) in trains
     }
     firsts = {id(p): name for name, p in module.named_parameters()}
     owners = {alias: firsts[id(p)] for alias, p in module.named_parameters(remove_duplicate=False)}

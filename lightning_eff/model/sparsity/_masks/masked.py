@@ -26,6 +26,7 @@ _AVERAGES = (
     "LatestWeightAveraging",
     "Lookahead",
     "RegularizedNonlinearAcceleration",
+    "ScheduleFree",
     "StochasticWeightAveraging",
     "TrainableWeightAveraging",
 )
@@ -227,7 +228,7 @@ class Masked(Technique):
         Raises:
             ValueError: if there is nothing, or a name means nothing.
         """
-        return chosen(module, self.names, self.dense, self.block, who=type(self).__name__)
+        return chosen(module, self.names, self.dense, self.block, who=type(self).__name__, masked=self.masks)
 
     @override
     def on_optimizers(self, session: Session) -> None:
