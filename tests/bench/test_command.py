@@ -159,7 +159,7 @@ def test_numbers_that_are_none(
 ) -> None:
     with pytest.raises(SystemExit) as stop:
         main([*options(configs, tmp_path / "out"), f"{option}={value}"])
-    assert stop.value.code == 2 and f"Got {option} {value!r}" in capsys.readouterr().err
+    assert stop.value.code == 2 and f"got {option} {value!r}" in capsys.readouterr().err
 
 
 def test_names_must_differ(configs: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -159,10 +159,10 @@ def test_a_module_that_sets_its_rate_by_itself_is_tuned_from_outside(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--memory=lots"], "Got memory 'lots'"),
-        (["--budget=soon"], "Got budget 'soon'"),
+        (["--memory=lots"], "got memory 'lots'"),
+        (["--budget=soon"], "got budget 'soon'"),
         (["--space=nowhere.yaml"], "--space nowhere.yaml: there is no such file"),
-        (["--baseline=nowhere.yaml"], "Got the baseline 'nowhere.yaml'"),
+        (["--baseline=nowhere.yaml"], "got the baseline 'nowhere.yaml'"),
         (["--jobs=-1"], "jobs=-1"),
     ],
 )
