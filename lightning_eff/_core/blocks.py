@@ -108,6 +108,7 @@ class BlockStack:
         self._root = root
         self._active = len(self.blocks)
         self._made: Made | None = None
+        self._made_short: tuple[int, Made] | None = None
         self._arity: int | None = None
         self._opaque: TypeError | None = None
         self._carried: tuple[Any, ...] | None = None
@@ -190,25 +191,37 @@ class BlockStack:
 
     @contextmanager
     def shortened(self, count: int) -> Iterator[None]:
-        """In a forward pass alone, within a step, go without the running blocks beyond the first ``count``, at least 1."""
-        first = {id(block) for block in self.blocks[:count]}
-        more = {
-            id(b): b for b in self.blocks[count : self._active] if id(b) not in first and not isinstance(b, Passing)
-        }
-        still, before = [block for block in more.values() if isinstance(block, Still)], self._away
-        self._away = before | more.keys()
+        """In a forward pass alone, within a step, show the first ``count`` of the running blocks, at least 1."""
+        if count >= self._active:
+            yield
+            return
+        active, away, worn = self._active, self._away, isinstance(self.container, Sequence)
+        if self._root is not None and (self._made_short is None or self._made_short[0] != count):
+            self._made_short = count, Made(self._root, self.blocks, count)
+        made = self._made_short
+        self._active = count
+        more = [block for block in self._waiting() if not isinstance(block, Passing)]
+        still = [block for block in more if isinstance(block, Still)]
+        self._away = away | set(map(id, more))
+        if made is not None:
+            made[1].begin()
         for block in still:
             take_off(block)
-        for block in more.values():
+        for block in more:
             put_on(block, Passing, self)
+        if not worn:
+            put_on(self.container, Sequence, self)
         try:
             yield
         finally:
-            for block in more.values():
-                take_off(block)
+            for module in (*more, *(() if worn else (self.container,))):
+                take_off(module)
             for block in still:
                 put_on(block, Still, self)
-            self._away = before
+            self._active, self._away = active, away
+            if made is not None:
+                made[1].end()
+                made[1].forget()
 
     def _waiting(self) -> list[nn.Module]:
         """The blocks that do not run, each once; one that also stands among those that run does run."""
@@ -265,7 +278,7 @@ class BlockStack:
     def _forget(self) -> None:
         if self._made is not None:
             self._made.forget()
-            self._made = None
+        self._made = self._made_short = None
 
     def state_dict(self) -> dict[str, Any]:
         """What has been learnt of the blocks' output; how many are active is for the technique that says so to save."""

@@ -1,6 +1,7 @@
 """A3: a greedy search for the keys that may matter, and only the near-best of those (Ham et al. 2020, arXiv:2002.10941)."""
 
 import math
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -11,7 +12,7 @@ from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.technique import Control
 from lightning_eff.model.attention._replacing.calls import Call
 from lightning_eff.model.attention._replacing.selecting import SLOWER, SelectedKeys, with_best
-from lightning_eff.model.attention._replacing.technique import no_sequences
+from lightning_eff.model.attention._replacing.technique import OUTSIDE, SOME_KEYS, no_sequences
 
 WHO = "A3Attention"
 _MOST = 2**22  # products that are looked through at a time
@@ -94,6 +95,7 @@ class A3Attention(SelectedKeys):
         {"search": Choice((0.125, 0.5)), "cut": Choice((0.05, 0.1))}, no_sequences
     )
     control: ClassVar[Control] = SLOWER
+    conflicts: ClassVar[Mapping[str, str]] = {**OUTSIDE, **SOME_KEYS}
 
     def __init__(self, *, search: float | None = 0.5, cut: float = 0.05) -> None:
         number = isinstance(search, int | float) and not isinstance(search, bool)

@@ -19,7 +19,7 @@ from lightning_eff._core.technique import Control
 from lightning_eff.model.attention._replacing.calls import Call
 from lightning_eff.model.attention._replacing.inside import Inside, places, put_inside
 from lightning_eff.model.attention._replacing.selecting import SLOWER
-from lightning_eff.model.attention._replacing.technique import CONFLICTS, no_sequences
+from lightning_eff.model.attention._replacing.technique import CONFLICTS, SOME_KEYS, no_sequences
 
 WHO = "DOTAAttention"
 QUERY, KEY, PROJECTION = "dota_query", "dota_key", "dota_projection"
@@ -140,6 +140,7 @@ class DOTAAttention(Architecture):
     control: ClassVar[Control] = SLOWER
     conflicts: ClassVar[Mapping[str, str]] = {
         **CONFLICTS,
+        **SOME_KEYS,
         **dict.fromkeys(("Performer", "Linformer", "Fastformer"), _NO_PAIRS),
     }
     change_at: ClassVar[Change] = Change.ADAPT

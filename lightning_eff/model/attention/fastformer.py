@@ -164,6 +164,7 @@ class Fastformer(Architecture):
                 "NarrowAttention",
                 "TokenMerging",
                 "Linformer",
+                "QKNorm",
             ),
             _NO_WEIGHTS,
         ),

@@ -1,6 +1,7 @@
 """Sanger: pairs whose weight, predicted in 4 bits, exceeds a threshold (Lu et al. 2021, MICRO)."""
 
 import math
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -11,7 +12,7 @@ from lightning_eff._core.search_space import SearchSpace, Survey, Uniform
 from lightning_eff._core.technique import Control
 from lightning_eff.model.attention._replacing.calls import Call
 from lightning_eff.model.attention._replacing.selecting import SLOWER, SelectedKeys, with_best
-from lightning_eff.model.attention._replacing.technique import no_sequences
+from lightning_eff.model.attention._replacing.technique import OUTSIDE, SOME_KEYS, no_sequences
 
 WHO = "SangerAttention"
 
@@ -71,6 +72,7 @@ class SangerAttention(SelectedKeys):
     survey: ClassVar[Survey | None] = Survey("sparse attention in hardware (Sanger)", zhuang="4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"threshold": Uniform(5e-4, 0.02, log=True)}, no_sequences)
     control: ClassVar[Control] = SLOWER
+    conflicts: ClassVar[Mapping[str, str]] = {**OUTSIDE, **SOME_KEYS}
 
     def __init__(self, *, threshold: float = 0.002, bits: int = 4) -> None:
         if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not threshold < 1.0:

@@ -31,6 +31,11 @@ OUTSIDE: Mapping[str, str] = {
         "its attention runs again by the kernel of the plain call, which is not the one that is computed",
     ),
 }
+#: And with these, what chooses among keys by how many there are.
+SOME_KEYS: Mapping[str, str] = dict.fromkeys(
+    ("RandomLTD", "TokenDropping"),
+    "it chooses keys by how many there are, which cannot be told from an output that goes by where tokens stand",
+)
 NO_DROPOUT = "it drops {:.0%} of its weights, and {} has none to drop: set the dropout of attention to 0"
 
 
