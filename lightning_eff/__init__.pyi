@@ -59,8 +59,10 @@ from lightning_eff.memory.eight_bit_optimizer import EightBitOptimizer as EightB
 from lightning_eff.memory.optimizer_offload import OptimizerOffload as OptimizerOffload
 from lightning_eff.memory.rematerialization import Rematerialization as Rematerialization
 from lightning_eff.model.adapters.bit_fit import BitFit as BitFit
+from lightning_eff.model.adapters.dequantize import dequantize as dequantize
 from lightning_eff.model.adapters.export_adapter import export_adapter as export_adapter
 from lightning_eff.model.adapters.lo_ra import LoRA as LoRA
+from lightning_eff.model.adapters.quantized_base import QuantizedBase as QuantizedBase
 from lightning_eff.model.attention.a3_attention import A3Attention as A3Attention
 from lightning_eff.model.attention.dota_attention import DOTAAttention as DOTAAttention
 from lightning_eff.model.attention.elsa_attention import ELSAAttention as ELSAAttention

@@ -153,6 +153,8 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
         begun["RemoveQKVBias"] = _NO_BIAS
     if name in _WITHOUT_BIASES.split():
         begun["BitFit"] = "has no bias to train"
+    if name in _NO_MLP.split():
+        begun["QuantizedBase"] = _NO_NAMED
     if name in _RMS.split():
         begun["RMSNormalization"] = "no LayerNorm"
     if name in _RELU2:
@@ -218,6 +220,10 @@ _WITHOUT_BIASES = (
     "llama mistral qwen3 gemma gemma2 phi3 mpt olmo2 cohere granite helium smollm3 ernie4_5 exaone4 arcee olmo"
 )
 _WITHOUT_BIASES += " mixtral olmoe qwen3_moe t5"
+# No map that the pattern of QuantizedBase's case means.
+_NO_MLP = "mpt mixtral olmoe qwen3_moe biogpt opt rwkv albert squeezebert bart mbart marian pegasus m2m_100 t5 wav2vec2"
+_NO_MLP += " hubert unispeech"
+_NO_NAMED = "means none of the .* linear maps"
 # Norms of their own.
 _RMS = "llama mistral qwen2 qwen3 gemma gemma2 phi3 olmo olmo2 cohere granite glm4 helium nemotron smollm3 mamba t5"
 _RMS += " ernie4_5 exaone4 arcee seed_oss mixtral olmoe qwen3_moe"
@@ -320,7 +326,7 @@ FAMILIES: dict[str, Family] = {
         | _NO_TOKENS
         | {"TFixup": "expected a transformer", "AttentionWindowWarmup": _NO_ATTENTION, "SpanMasking": _NO_DECODER}
         | {"GatedPositionalAttention": _NO_PATCHES}
-        | {"LoRA": "has no linear map to put factors beside"}
+        | {"LoRA": "has no linear map to put factors beside", "QuantizedBase": _NO_NAMED}
         | {"LowRankLinear": "has no linear map to factor", "RMSNormalization": "has no LayerNorm"}
         | {"ButterflyLinear": "has no linear map to make factors of", "FusedNorms": "has no LayerNorm or RMSNorm"}
         | {"QKNorm": _NOT_NORMED, "RemoveQKVBias": _NO_BIAS}

@@ -94,6 +94,7 @@ class ArchitectureOfRun:
     def keep(self) -> None:
         """The module holds what was trained or loaded: from now on it stays changed."""
         self._kept = True
+        self._changed.clear()  # with what stood in the module before, whose memory is then free
 
     def close(self) -> None:
         """The run is over."""

@@ -1,6 +1,8 @@
 """Libraries of the extras ``peft`` and ``bitsandbytes``, imported when they are used."""
 
 import importlib
+import importlib.util
+import sys
 from typing import Any
 
 
@@ -16,3 +18,10 @@ def imported(name: str, *, extra: str, who: str) -> Any:
         raise ImportError(
             f"{who} needs {extra}, which cannot be imported ({error}). Install it: pip install 'lightning-eff[{extra}]'."
         ) from error
+
+
+def needed(name: str, *, extra: str, who: str) -> None:
+    """Raise ``ImportError`` as :func:`imported` does, without the time that importing takes, where it is installed."""
+    there = sys.modules[name] is not None if name in sys.modules else importlib.util.find_spec(name) is not None
+    if not there:
+        imported(name, extra=extra, who=who)

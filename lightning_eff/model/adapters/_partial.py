@@ -11,6 +11,17 @@ from lightning_eff._core.session import Session
 
 #: Numbers of a tensor that are looked at.
 LOOKS = 256
+#: Under which name a module lists buffers that are frozen weights in another form.
+STILL = "_lightning_eff_still"
+
+
+def still(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters that do not train, and buffers that stand for such, by name."""
+    found: dict[str, Tensor] = {n: p for n, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    for path, m in module.named_modules(remove_duplicate=False):
+        for name in m.__dict__.get(STILL, ()):
+            found[f"{path}.{name}" if path else name] = m.get_buffer(name)
+    return found
 
 
 def sketch(t: Tensor) -> Tensor:
@@ -37,7 +48,7 @@ class Partial:
 
     def __init__(self, session: Session, key: str, who: str) -> None:
         self._session, self._key, self._who = session, key, who
-        self._frozen: dict[str, nn.Parameter] = {}
+        self._frozen: dict[str, Tensor] = {}
         self._begun: dict[str, tuple[int, Tensor]] = {}
         self._held: set[str] = set()
         self.base = torch.zeros(0, 2)
@@ -54,14 +65,14 @@ class Partial:
         session.patches.set(strategy, "load_model_state_dict", self._loading(load))
 
     def _look(self, module: LightningModule) -> None:
-        named = module.named_parameters(remove_duplicate=False)
-        self._frozen = {name: p for name, p in named if not p.requires_grad}
+        self._frozen = still(module)
         self.base = torch.stack([sketch(p) for p in self._frozen.values()]) if self._frozen else torch.zeros(0, 2)
 
     def begin(self) -> None:
         """Training begins with what the module has now."""
-        named = self._session.module.named_parameters(remove_duplicate=False)
-        self._frozen = {name: p for name, p in named if name in self._frozen}
+        module = self._session.module
+        named = {**dict(module.named_parameters(remove_duplicate=False)), **still(module)}
+        self._frozen = {name: p for name, p in named.items() if name in self._frozen}
         self._begun = {name: (p._version, sketch(p)) for name, p in self._frozen.items()}
 
     def without(self, states: dict[str, Any]) -> dict[str, Any]:
@@ -69,7 +80,7 @@ class Partial:
         out = {name for name, p in self._frozen.items() if name not in self._held and not self._moved(name, p)}
         return {key: value for key, value in states.items() if not _of(key, out)}
 
-    def _moved(self, name: str, p: nn.Parameter) -> bool:
+    def _moved(self, name: str, p: Tensor) -> bool:
         if name not in self._begun:
             return False
         version, was = self._begun[name]

@@ -26,6 +26,7 @@ from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.adapters._adapter import DEAD, RIVALS, Adapter, folded
 from lightning_eff.model.adapters._optional import imported
+from lightning_eff.model.adapters._reading import read
 
 WHO = "LoRA"
 
@@ -153,10 +154,12 @@ class LoRA(Adapter):
         chosen = {id(m.module): m for m in maps}
         inside = {id(p) for m in maps for p in m.module.parameters()}
         made: list[nn.Module] = []
+        in_readers = read(root)
 
         def build(plain: nn.Module) -> nn.Module:
             base = _own_weight(plain) if self.pissa else plain
-            made.append(new := lora_layer(base, config, transposed=chosen[id(plain)].transposed))
+            transposed = chosen[id(plain)].transposed
+            made.append(new := lora_layer(base, config, transposed=transposed, read=id(plain) in in_readers))
             return new
 
         surgeon.leave(left)

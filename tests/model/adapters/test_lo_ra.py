@@ -146,6 +146,24 @@ def test_pissa_that_fails_leaves_weights_as_they_were() -> None:
     assert type(net.a) is nn.Linear and all(torch.equal(p, before[name]) for name, p in net.state_dict().items())
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # of the plain encoder, which reads
+@pytest.mark.parametrize("padded", [False, True])
+def test_torchs_own_encoder_calls_what_it_would_read_in_evaluation(padded: bool) -> None:
+    """Its kernel reads the maps' weights; with factors beside them the layers compute in evaluation what training does."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    plain = nn.Sequential(nn.TransformerEncoder(layer, 2))
+    net = shaken(eff.apply(copy.deepcopy(plain), LoRA(rank=2)))
+    x = torch.randn(2, 5, 16)
+    mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2]) if padded else None
+    keep = ~mask if mask is not None else torch.ones(2, 5, dtype=torch.bool)
+    learnt = net.train()[0](x, src_key_padding_mask=mask)[keep]
+    for one in (net, eff.export(net)):
+        with torch.no_grad():
+            seen = one.eval()[0](x, src_key_padding_mask=mask)[keep]
+        torch.testing.assert_close(seen, learnt, rtol=1e-4, atol=1e-5)
+    assert (learnt - plain.eval()[0](x, src_key_padding_mask=mask)[keep]).abs().max() > 1e-3
+
+
 # -- what trains
 
 

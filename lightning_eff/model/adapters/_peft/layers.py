@@ -7,6 +7,9 @@ from typing import Any, cast
 from peft import LoraConfig
 from peft.tuners.lora import Linear
 from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_eff.model.adapters._reading import unread
 
 #: What peft calls an adapter that nobody named.
 NAME = "default"
@@ -17,9 +20,32 @@ class LoRALinear(Linear):
 
     Attributes:
         lightning_eff_init: what peft's config says of the first factors.
+        lightning_eff_read: it lies in a layer that may read its weight instead of calling it.
     """
 
     lightning_eff_init: Any
+    lightning_eff_read: bool = False
+
+    @property
+    @override
+    def weight(self) -> Tensor:
+        """The base's weight; where an encoder layer of torch's may read it, one that it does not read."""
+        weight = cast(Tensor, self.get_base_layer().weight)
+        return unread(weight) if self.lightning_eff_read else weight
+
+    @override
+    def merge(self, safe_merge: bool = False, adapter_names: "list[str] | None" = None) -> None:
+        """peft's own, into a weight that is stored.
+
+        Raises:
+            ValueError: where the weight is kept in few bits, and what is merged into it would be lost.
+        """
+        if "weight" not in self.get_base_layer()._parameters:
+            raise ValueError(
+                "LoRA: the weight beside these factors is kept in few bits, into which they cannot be merged; expected a plain"
+                " one. lightning_eff.export(lightning_eff.dequantize(module)) gives the merged module."
+            )
+        super().merge(safe_merge, adapter_names)
 
     def fold(self) -> Mapping[str, Tensor]:
         """``W + s B A``, or DoRA's rescaled sum, by peft's own merge; and the bias itself."""
@@ -34,16 +60,18 @@ def kept(base: Any, merged: Any) -> dict[str, Tensor]:
     return found if base.bias is None else {**found, "bias": base.bias}
 
 
-def lora_layer(base: nn.Module, config: LoraConfig, *, transposed: bool) -> nn.Module:
+def lora_layer(base: nn.Module, config: LoraConfig, *, transposed: bool, read: bool) -> nn.Module:
     """A map with factors beside it, as peft makes it.
 
     Args:
         base: the map.
         config: peft's.
         transposed: its weight is (in, out), as GPT-2's.
+        read: it lies in a layer that may read its weight instead of calling it.
     """
     own = copy.copy(config)
     own.fan_in_fan_out = transposed
     made = LoRALinear(base, NAME, own, own.r, own.lora_alpha, is_target_conv_1d_layer=transposed)
     made.lightning_eff_init = config.init_lora_weights
+    made.lightning_eff_read = read
     return made

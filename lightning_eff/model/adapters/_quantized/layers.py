@@ -1,0 +1,70 @@
+"""A linear map whose weight is kept in few bits, in the place of one that does not train."""
+
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_eff._core._architecture.linear_maps import LinearMap
+from lightning_eff._core._architecture.record import FROZEN
+from lightning_eff.model.adapters._partial import STILL
+from lightning_eff.model.adapters._quantized.rounding import Product, dequantized, quantized
+
+
+class QuantizedLinear(nn.Module):
+    """``x W^T + b`` with W in ``bits`` bits, whose gradients are those of x and b.
+
+    Args:
+        plain: the map, whose weight is read; its bias is taken over.
+
+    Attributes:
+        bits: 4 or 8.
+        shape: of W, (N, K).
+        transposed: the plain map's weight is ``W^T``.
+        dtype: of the plain map's weight.
+    """
+
+    def __init__(self, plain: LinearMap, bits: int) -> None:
+        super().__init__()
+        weight = cast(Tensor, plain.module.weight)
+        self.bits, self.transposed, self.dtype = bits, plain.transposed, weight.dtype
+        self.in_features, self.out_features = plain.in_features, plain.out_features
+        self.shape = (plain.out_features, plain.in_features)
+        self.register_parameter("bias", cast("nn.Parameter | None", plain.module.bias))
+        stored = quantized(weight.T if plain.transposed else weight, bits)
+        for name, tensor in stored.items():
+            self.register_buffer(name, tensor)
+        self.names = tuple(stored)
+        self.__dict__[STILL] = self.names
+        if self.bias is not None and "bias" in plain.module.__dict__.get(FROZEN, ()):
+            self.__dict__[FROZEN] = ["bias"]
+
+    @property
+    def stored(self) -> Mapping[str, Tensor]:
+        """What W is kept as."""
+        return {name: cast(Tensor, self._buffers[name]) for name in self.names}
+
+    @property
+    def weight(self) -> Tensor:
+        """The rounded weight, made anew, as the plain map has it."""
+        made = dequantized(self.stored, self.bits, self.shape, self.dtype)
+        return made.T.contiguous() if self.transposed else made
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        stored = self.stored
+        return cast(Tensor, Product.apply(x, self.bias, self.bits, self.shape, tuple(stored), *stored.values()))
+
+    @override
+    def extra_repr(self) -> str:
+        kept = "NF4" if self.bits == 4 else "int8"
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, weight in {kept}"
+
+
+def plain_tensors(layer: QuantizedLinear) -> dict[str, Tensor]:
+    """The rounded weight and the bias, as the plain map has them."""
+    with torch.no_grad():
+        found = {"weight": layer.weight}
+    return found if layer.bias is None else {**found, "bias": cast(Tensor, layer.bias)}

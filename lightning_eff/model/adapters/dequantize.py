@@ -1,0 +1,49 @@
+"""``lightning_eff.dequantize``: maps that were kept in few bits as plain ones again, with the rounded weights."""
+
+import copy
+from typing import TypeVar, cast
+
+from torch import nn
+
+from lightning_eff._core._architecture.record import APPLIED, swap_of
+from lightning_eff.model.adapters._optional import imported
+
+WHO = "lightning_eff.dequantize"
+M = TypeVar("M", bound=nn.Module)
+
+
+def dequantize(module: M) -> M:
+    """A copy of ``module`` in which the maps that :class:`QuantizedBase` rounded are plain ones with the rounded weights.
+
+    It computes what ``module`` does, to rounding of the arithmetic, and takes the memory of the plain module again. What
+    LoRA learnt beside a rounded weight was learnt beside it: so ``lightning_eff.export(lightning_eff.dequantize(module))``
+    merges into those weights, and not into the ones that the module had before.
+
+    Args:
+        module: after a fit, or after ``lightning_eff.apply`` and the loading of a checkpoint; or a part of it.
+
+    Raises:
+        ValueError: if nothing in ``module`` was rounded by :class:`QuantizedBase`.
+        ImportError: where bitsandbytes is not installed.
+    """
+    imported("bitsandbytes", extra="bitsandbytes", who=WHO)
+    from lightning_eff.model.adapters._quantized.layers import QuantizedLinear, plain_tensors
+
+    if not any(isinstance(m, QuantizedLinear) for m in module.modules()):
+        raise ValueError(
+            f"{WHO}: no map of {type(module).__name__} is kept in few bits; expected a module that was trained with"
+            " QuantizedBase, or the part of it that holds those maps."
+        )
+    holder = nn.Sequential(copy.deepcopy(module))
+    made: dict[int, nn.Module] = {}
+    for parent in list(holder.modules()):
+        for name, child in list(parent._modules.items()):
+            swap = swap_of(child) if isinstance(child, QuantizedLinear) else None
+            if isinstance(child, QuantizedLinear) and swap is not None:
+                if id(child) not in made:
+                    made[id(child)] = swap.put_back(plain_tensors(child)).train(child.training)
+                parent._modules[name] = made[id(child)]
+    for m in holder.modules():
+        if APPLIED in m.__dict__:
+            m.__dict__[APPLIED] = [record for record in m.__dict__[APPLIED] if record.technique != "QuantizedBase"]
+    return cast(M, holder[0])
