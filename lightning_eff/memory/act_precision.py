@@ -91,9 +91,10 @@ class ACTPrecision(WrappingPrecision):
                 return
             if self._engine is None:
                 self._engine = self._make_engine(self._module)
+            learns = torch.is_grad_enabled()  # a pass that only scores samples has nothing to save
             with self._engine.forward(self.seed(), ()):
                 yield
-            if not self._acts and self._engine.ledger.exact_bytes:
+            if not self._acts and learns and self._engine.ledger.exact_bytes:
                 refuse_idle("ACTPrecision", self._engine.ledger)
                 self._acts = True
 

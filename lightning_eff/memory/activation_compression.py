@@ -257,7 +257,8 @@ class ActivationCompression(Technique):
         if self._allocation is not None and self._passes == 0 and self._is_due(step):
             self._measure(step, batch, proceed)
         self._passes += 1
-        put_back = None if self._acts else snapshot(step.module)  # the first pass may be an error, which loses nothing
+        # the first pass may be an error, which loses nothing; one that only scores samples has nothing to save
+        put_back = None if self._acts or not torch.is_grad_enabled() else snapshot(step.module)
         with engine.forward(self._seed(step, self._passes), batch):
             output = proceed(batch)
         if put_back is not None and engine.ledger.exact_bytes:

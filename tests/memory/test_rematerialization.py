@@ -33,7 +33,7 @@ from tests.runs import MODES, differences, final_state, fit, resume_from_every_s
 
 CASES = {
     "Rematerialization": Case(
-        active=lambda: Rematerialization(policy="optimal", memory_budget=0.65),
+        active=lambda: Rematerialization(policy="optimal", memory_budget=0.75),
         neutral=lambda: Rematerialization(policy="optimal", memory_budget=1.0),
         exact=True,
         figure="recomputed_calls",

@@ -49,7 +49,7 @@ class Detecting(Inside):
     """Attention to the pairs that a detector finds strongest."""
 
     share: float
-    collected: list[Tensor] | None
+    collected: list[tuple[Tensor, bool]] | None
 
     def detected(self, call: Call) -> Tensor:
         """``S~ = (Q P W_q) (K P W_k)^T scale`` with the mask, (B, H, L, S)."""
@@ -66,7 +66,8 @@ class Detecting(Inside):
             exact = call.scores()
             there = (exact > -torch.inf).expand(found.shape)
             error = (exact - found).masked_fill(~there, 0.0).float()
-            collected.append(error.square().sum() / there.sum())
+            trains = any(cast(Tensor, self._parameters[name]).requires_grad for name in (QUERY, KEY))
+            collected.append((error.square().sum() / there.sum(), trains))
         return call.of_keys(strongest(found.detach(), self.share)).run()
 
     def reset_parameters(self) -> None:
@@ -192,20 +193,20 @@ class DOTAAttention(Architecture):
         if not torch.is_grad_enabled():
             return proceed(batch)
         detecting = [m for m in step.module.modules() if isinstance(m, Detecting) and swap_of(m)]
-        collected: list[Tensor] = []
+        collected: list[tuple[Tensor, bool]] = []
         for m in detecting:
             m.__dict__["collected"] = collected
         # until the backward pass is over: what gradient checkpointing runs again must compute the same
         self.session.when_step_ends(lambda: _forget(detecting))
         output = proceed(batch)
-        errors = list(collected)
+        errors = [error for error, _ in collected]
         self._count = len(detecting)
         loss = loss_of(output)
         if loss is None or not errors:
             return output
         error = torch.stack(errors).mean()
         self._error = error.detach()
-        if self.weight and not error.requires_grad:
+        if self.weight and any(trains and not e.requires_grad for e, trains in collected):
             raise ValueError(
                 f"{WHO}: attention runs where no graph is recorded, as in checkpoints with use_reentrant=True, so that the"
                 " detector would not be trained; expected use_reentrant=False. Or set weight=0.0."

@@ -82,7 +82,10 @@ class ButterflyLinear(Architecture):
     conflicts: ClassVar[Mapping[str, str]] = {
         "LowRankLinear": "each makes two factors of the same maps; expected one of the two",
         "QKNorm": "it norms what a map with one weight puts out, and a factor is none",
-        "FP8Precision": "its factors are no linear maps, which are what runs in FP8",
+        **dict.fromkeys(
+            ("FP8Precision", "INT8Precision", "S2FP8Precision", "Wang2018FP8Precision"),
+            "its factors are no linear maps, which are what runs in few bits",
+        ),
         "LayerScale": "it has a number for each channel that a map puts out, which it cannot tell in a factor",
         "LoRA": "it puts factors beside whole maps, of which this leaves none",
         "CompoundGrowth": "feed-forward networks of its factors are none whose hidden units could be tiled",

@@ -37,7 +37,8 @@ def test_a_hash_is_at_no_distance_from_itself_and_tells_angles() -> None:
     assert float(own.diagonal().abs().max()) == 0.0
     assert torch.equal(sign_hash(q, r), sign_hash(7.5 * q, r)), "lengths are no matter"
     torch.testing.assert_close(
-        estimated_angles(sign_hash(q, r), sign_hash(-q, r), 0.0).diagonal(), torch.full((40,), math.pi, dtype=torch.float64)
+        estimated_angles(sign_hash(q, r), sign_hash(-q, r), 0.0).diagonal(),
+        torch.full((40,), math.pi, dtype=torch.float64),
     )
     angles = torch.nn.functional.cosine_similarity(q[:, None], k[None], dim=-1).acos()
     found = estimated_angles(sign_hash(q, r), sign_hash(k, r), 0.0).double()
