@@ -39,6 +39,7 @@ def test_every_row_says_what_does_it_or_why_nothing_does() -> None:
         assert (entry.status == catalogue.BUILT) == bool(entry.by)
         assert (entry.status == catalogue.ABSENT) == bool(entry.why)
         assert entry.source or entry.group == "beside", entry
+        assert not entry.by or (entry.paper and entry.saves and entry.constraints), entry
     for rows in catalogue.ROWS.values():
         assert all(not (row.by and row.absent) for row in rows)
 

@@ -1,7 +1,7 @@
 """Adan: Adam with Nesterov's momentum, written in differences of gradients (Xie et al. 2022, arXiv:2208.06677)."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,10 @@ class Adan(FirstOrder):
     Raises:
         ValueError: for other values; as a step begins, for a sparse gradient.
     """
+
+    paper: ClassVar[str] = "Xie et al. 2022, arXiv:2208.06677"
+    saves: ClassVar[str] = "steps, by the paper's claim; costs two more states than Adam"
+    constraints: ClassVar[str] = "any parameters with dense gradients"
 
     def __init__(
         self,

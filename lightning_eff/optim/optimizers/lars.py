@@ -1,7 +1,7 @@
 """LARS: a rate for each layer, in proportion to its weights' norm over its gradient's (You et al. 2017, arXiv:1708.03888)."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,10 @@ class LARS(FirstOrder):
     Raises:
         ValueError: for other values; as a step begins, for a sparse gradient.
     """
+
+    paper: ClassVar[str] = "You et al. 2017, arXiv:1708.03888"
+    saves: ClassVar[str] = "steps of very large batches; tuned SGD with momentum does as well"
+    constraints: ClassVar[str] = "batches of thousands"
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Lion: the sign of interpolated momentum, found by symbolic search (Chen et al. 2023, arXiv:2302.06675)."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,10 @@ class Lion(FirstOrder):
     Raises:
         ValueError: for other values; as a step begins, for a sparse gradient.
     """
+
+    paper: ClassVar[str] = "Chen et al. 2023, arXiv:2302.06675"
+    saves: ClassVar[str] = "half of Adam's state; no time that others could find"
+    constraints: ClassVar[str] = "large batches; a rate 3 to 10 times smaller than AdamW's"
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ Also NorMuon's normalization by neuron (Li et al. 2025), cautious decay (Chen et
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +78,13 @@ class Muon(Optimizer):
     """
 
     u: float | None = None  #: the share of the run that is over, in [0, 1]
+
+    paper: ClassVar[str] = (
+        "Jordan et al. 2024, kellerjordan.github.io/posts/muon; Amsel et al. 2025, arXiv:2505.16932; Li et al. "
+        "2025, arXiv:2510.05491 (NorMuon)"
+    )
+    saves: ClassVar[str] = "steps, by a matrix's whole direction; one state a weight, where Adam has two"
+    constraints: ClassVar[str] = "hidden matrices; other parameters are AdamW's; its rate is its own"
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Shampoo: gradients multiplied from either side by roots of their covariances (Gupta et al. 2018, arXiv:1802.09568)."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +76,12 @@ class Shampoo(Kronecker):
     Sources:
         Anil et al. 2020, arXiv:2002.09018 (grafting, stale roots); Shi et al. 2023, arXiv:2309.06497 (blocks, Adam).
     """
+
+    paper: ClassVar[str] = "Gupta et al. 2018, arXiv:1802.09568; Anil et al. 2020, arXiv:2002.09018 (grafting)"
+    saves: ClassVar[str] = (
+        "steps; each costs products with two square matrices for each weight matrix, and roots of them now and then"
+    )
+    constraints: ClassVar[str] = "hidden matrices of some thousand rows at most, or in blocks"
 
     def __init__(
         self,

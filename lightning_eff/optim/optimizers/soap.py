@@ -1,7 +1,7 @@
 """SOAP: Adam in the slowly turning eigenbasis of Shampoo's preconditioner (Vyas et al. 2024, arXiv:2409.11321)."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -86,6 +86,10 @@ class SOAP(Kronecker):
         ValueError: for other values, where there is no hidden matrix, and for DTensors; as a step begins, for a sparse
             gradient.
     """
+
+    paper: ClassVar[str] = "Vyas et al. 2024, arXiv:2409.11321"
+    saves: ClassVar[str] = "steps; each costs products with two square matrices for each weight matrix, and holds four"
+    constraints: ClassVar[str] = "hidden matrices; other parameters are Adam's"
 
     def __init__(
         self,
