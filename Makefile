@@ -25,10 +25,15 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 	$(PIP) install -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(STAMP)  ## train the GPT example with a stack of techniques, and report
-	$(BIN)/lightning-eff fit --config examples/gpt/efficient.yaml
+# Two recipes: one on the baseline's own model, and one that adds tables of n-grams to it, which is another model.
+GPT := benchmarks/gpt/baseline.yaml
+demo: $(STAMP)  ## the found recipes beside the tuned baseline on the GPT: both curves, and the time to the same loss
+	$(BIN)/lightning-eff bench --baseline baseline=$(GPT) --recipe recipe=$(GPT),benchmarks/gpt/stacks/muon_grown.yaml \
+		--recipe recipe_with_tables=$(GPT),benchmarks/gpt/stacks/muon_grown_ngrams.yaml \
+		--target val_loss --budget 30rs --seeds 2 --controls none --threads 1 --jobs $(JOBS) --rounds 3 --evaluations 8 \
+		--out lightning_logs/demo
 
-QUICK := benchmarks/gpt/baseline.yaml,benchmarks/gpt/quick.yaml
+QUICK := $(GPT),benchmarks/gpt/quick.yaml
 bench: $(STAMP)  ## the honest comparison in about two minutes: a recipe, its control, three seeds
 	$(BIN)/lightning-eff bench --baseline baseline=$(QUICK) \
 		--recipe length_warmup=$(QUICK),benchmarks/gpt/recipes/length_warmup.yaml \
