@@ -3,6 +3,7 @@
 What is wrong with a stack is looked for in each of its parts by :func:`tests.covering.smallest`, and told of the smallest.
 """
 
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -81,8 +82,10 @@ def stacked(
         wanted = {pair for pair in pairs(names) if pair & own and (name is None or name in pair)}
         every = None if model == MODEL and name is None else wanted
         stacks = design(names, refused, every)
-        looked_at = watched(stacks, [one for one in seen if one in names], every, most)
-        found += [Stacked(model, stack, some) for stack, some in zip(stacks, looked_at, strict=True)]
+        # on a module apart the others are not looked at once more, unless they are asked for
+        some = own if model != MODEL and name is None else names
+        looked_at = watched(stacks, [one for one in seen if one in some], every, most)
+        found += [Stacked(model, stack, at) for stack, at in zip(stacks, looked_at, strict=True)]
     return found
 
 
@@ -168,7 +171,9 @@ class Stacks:
         settings: dict[str, Any] = {"precision": self.precision}
         for name in self.plugins.keys() & set(names):
             settings = {"plugins": [self.plugins[name].build(self.precision)]}
-        return fit(self.model, lambda: built, callbacks=callbacks, resume=resume, **settings)
+        with warnings.catch_warnings():  # many flags of gradients in one stack: slower, with the same numbers
+            warnings.filterwarnings("ignore", "RegionalCompilation: torch's compiler has made as many versions")
+            return fit(self.model, lambda: built, callbacks=callbacks, resume=resume, **settings)
 
     def whole(self, names: Stack) -> Whole:
         if names not in self._whole:

@@ -22,7 +22,7 @@ NAMES = sorted([*CASES, *PLUGINS])
 REFUSED = declared(CASES, PLUGINS)
 # what they do shows in the weights
 SEEN = [name for name in NAMES if name in PLUGINS or not (CASES[name].exact or CASES[name].rounds)]
-LOOKS = 2  # stacks in which each of them is left out, to see whether that shows: a run for each
+LOOKS = 1  # stacks in which each of them is left out, to see whether that shows: a run for each
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

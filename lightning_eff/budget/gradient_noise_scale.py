@@ -203,8 +203,12 @@ class GradientNoiseScale(Technique):
         self._before = None
         if before is None or before[0] != step - 1 or before[1] != b:
             return
-        pairs = zip(module.parameters(), before[3], strict=True)
-        both = [p.grad + g for p, g in pairs if p.grad is not None and g is not None]
+        pairs = [(p.grad, g) for p, g in zip(module.parameters(), before[3], strict=True)]
+        if all(now is None or then is None for now, then in pairs):  # other parameters train since
+            return
+        # one that a step has no gradient of, as an expert without a token, has a gradient of zero
+        found = [[g for g in pair if g is not None] for pair in pairs]
+        both = [pair[0] if len(pair) == 1 else pair[0] + pair[1] for pair in found if pair]
         self._source = "consecutive steps"
         small, large = float((square + before[2]) / 2), float(_total([_square(g) for g in both])) / 4
         self._take(small, large, b, 2 * b, trainer)

@@ -37,6 +37,13 @@ def _from_share(cls: Any, values: Mapping[str, Any], profile: RunProfile) -> Any
     return cls(policy=values["policy"], memory_budget=values["share"] if optimal else None)
 
 
+COMPRESSING = ("ActivationCompression", "ACTPrecision")  #: with loss: numbers depend on which tensors autograd saves
+MEASURED = (
+    "its plan for policy='optimal' is made of measured times, and anew where the network or the batches grow, and what is"
+    " compressed depends on it, so that a resumed run would be another one; expected policy='full', 'sqrt' or 'selective'"
+)
+
+
 class Rematerialization(Technique):
     """Keep less of the blocks between forward and backward, and run them again when their backward pass needs it.
 
@@ -74,7 +81,8 @@ class Rematerialization(Technique):
     Raises:
         ValueError: if an argument is out of its range; at setup, if blocks are checkpointed already, are shared (with
             ``"sqrt"`` and ``"optimal"``), or if the strategy or manual optimization does not allow the policy; at the
-            first batch, if no plan fits the budget.
+            first batch, if no plan fits the budget. Beside what compresses activations with loss, ``"optimal"`` is refused:
+            its plans follow measured times, and compression what is kept, so that a run would not resume exactly.
         RuntimeError: in a training step, if a block cannot be run again: it changes an argument in place, asks for
             gradients within its forward pass, or does something else the second time.
 
@@ -127,6 +135,8 @@ class Rematerialization(Technique):
             )
         self.policy: Policy = policy
         self.offload = offload
+        if policy == "optimal":  # the other policies' plans are the same whenever they are made
+            vars(self)["conflicts"] = dict.fromkeys(COMPRESSING, MEASURED)
         self.memory_budget = None if memory_budget is None else parse_budget(memory_budget)
         self.layers = layers
         self._reset()

@@ -77,6 +77,33 @@ def test_consecutive_steps_stand_in_where_there_is_nothing_else() -> None:
     assert told["noise"] == pytest.approx(noise, rel=1e-4) and "by consecutive steps" in technique.summary()
 
 
+class Halves(pl.LightningModule):
+    """Two weights; ``used`` says of a step which have a gradient."""
+
+    def __init__(self, used: tuple[tuple[int, ...], ...]) -> None:
+        super().__init__()
+        self.weights, self.used = nn.ParameterList(torch.zeros(1) for _ in range(2)), used
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return torch.stack([(batch[0] * self.weights[i]).sum() for i in self.used[batch_idx]]).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize(("used", "steps"), [(((0,), (1,)), 0), (((0, 1), (1,)), 1)])
+def test_a_pair_of_steps_without_a_common_gradient_is_none(used: tuple[tuple[int, ...], ...], steps: int) -> None:
+    """And one that a single step lacks counts as zero there: (|(1, 1)|^2 + |(0, 3)|^2) / 2 and |(1, 4)|^2 / 4."""
+    technique = GradientNoiseScale()
+    data = DataLoader(TensorDataset(torch.tensor([[1.0], [3.0]])), 1)
+    trainer(technique, max_steps=2).fit(Halves(used), data)
+    told = technique.report()
+    assert told["steps"] == steps
+    if steps:
+        signal, noise = signal_and_noise((2 + 9) / 2, 17 / 4, 1, 2)
+        assert (told["signal"], told["noise"]) == (pytest.approx(signal), pytest.approx(noise))
+
+
 def test_it_is_a_ratio_of_means_of_a_half_life() -> None:
     technique = GradientNoiseScale(half_life=2.0)
     measured(technique, steps=7, accumulate_grad_batches=5)

@@ -675,6 +675,14 @@ def test_what_cannot_be_run_again_is_refused_at_setup() -> None:
         trainer(POLICIES["optimal"](), max_steps=2).fit(manual, loader("tiny_gpt"))
 
 
+@pytest.mark.parametrize("other", ["ActivationCompression", "ACTPrecision"])
+def test_plans_of_measured_times_are_refused_beside_what_depends_on_them(other: str) -> None:
+    """Another plan, made after a resume, would keep and so compress other tensors."""
+    technique = Rematerialization(policy="optimal", memory_budget=0.75)
+    assert "measured times" in technique.conflicts[other]
+    assert not Rematerialization(policy="full").conflicts and not Rematerialization.conflicts
+
+
 def test_the_same_block_several_times() -> None:
     def run(*techniques: Technique) -> dict[str, Tensor]:
         torch.manual_seed(0)

@@ -110,7 +110,8 @@ def _scored(
                 f"{scorer.who}: the loader's collate_fn made {got} samples of {expected} indices, so it cannot be told which"
                 " loss is whose; expected one of each. Give the scores by yourself, or such a collate_fn."
             ), []
-        with trainer.precision_plugin.train_step_context(), in_evaluation(module.modules()):
+        # without gradients from the outside in, so that a plugin sees, too, that nothing is learnt of the pass
+        with torch.no_grad(), trainer.precision_plugin.train_step_context(), in_evaluation(module.modules()):
             if number == 0 and got > 1:
                 scorer.check_first(session, step, batch, got)
             scores = scorer.score(step, batch, got)

@@ -5,12 +5,13 @@ import math
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
 
 import lightning_eff as eff
-from lightning_eff import DOTAAttention
+from lightning_eff import KFAC, DOTAAttention, Rematerialization
 from lightning_eff.model.attention.dota_attention import KEY, QUERY, Detecting, sparse_projection, strongest
 from tests.cases import Case, classifier
 from tests.model.attention.nets import HUGGING, Checkpointed, Net, a_call, loss_of, reference, weights_of
@@ -132,11 +133,22 @@ def test_the_error_is_the_mean_square_over_pairs_that_may_be_seen_times_its_weig
     assert seen[3] == pytest.approx(seen[2], rel=1e-5)
     assert not any("collected" in m.__dict__ for m in net.modules())
     made, call = detecting(0.5), a_call(causal=True)
-    made.__dict__["collected"] = found = list[Tensor]()
+    made.__dict__["collected"] = found = list[tuple[Tensor, bool]]()
     made.attends(call)
     below = torch.ones(13, 13).tril().bool()
     wanted = (call.scores() - made.detected(call))[:, :, below].square().mean()
-    torch.testing.assert_close(found[0].double(), wanted, rtol=1e-5, atol=1e-7)
+    ((error, trains),) = found
+    assert trains
+    torch.testing.assert_close(error.double(), wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_what_a_backward_pass_within_the_step_runs_again_is_in_no_loss() -> None:
+    """KFAC's own, of blocks that are run again: their errors have no graph that lasts."""
+    pl.seed_everything(1, verbose=False)
+    technique, net = DOTAAttention(rank=2, weight=1.0), TinyGPT(num_layers=2, dropout=0.0)
+    t = trainer(technique, KFAC(), Rematerialization(), max_steps=2)
+    t.fit(net, loader("tiny_gpt", shuffle=False))
+    assert t.global_step == 2 and float(technique.report()["error"]) > 0
 
 
 @pytest.mark.parametrize("name", [*HUGGING, "plain", "module", "encoder"])

@@ -20,7 +20,7 @@ from tests.runs import fit_yaml
 UNSEEN = "saw no attention in training_step"
 CASES = {
     "SangerAttention": Case(
-        active=lambda: SangerAttention(threshold=0.0585),
+        active=lambda: SangerAttention(threshold=0.15),
         neutral=lambda: SangerAttention(threshold=-math.inf),
         lost=(classifier, "classifier", UNSEEN),
         refuses={"classifier": UNSEEN},
