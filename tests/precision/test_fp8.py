@@ -248,7 +248,17 @@ def test_compiles_into_one_graph(scaling: Any) -> None:
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
+# those that repeat a step, run blocks again, choose samples or change the network; the others' pairs with the plugin stand in
+# the stacks of tests/test_pairs.py, with another setting
+EACH_TIME = {
+    *("ImportanceSampling", "KFAC", "LoRA", "NgramEmbedding", "ProgressiveStacking", "RandomLTD", "Rematerialization"),
+    *("SharpnessAwareMinimization", "StochasticDepth"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in EACH_TIME else pytest.param(name, marks=pytest.mark.slow) for name in sorted(CASES)]
+)
 def test_with_each_technique(name: str, tmp_path: Path) -> None:
     def run(setting: str, **kwargs: Any) -> Any:
         return fit(CASES[name].model, lambda: [CASES[name].active()], plugins=[plugin(setting)], max_steps=6, **kwargs)
