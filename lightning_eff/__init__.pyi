@@ -118,6 +118,7 @@ from lightning_eff.model.sparsity.rig_l import RigL as RigL
 from lightning_eff.model.sparsity.semi_structured_sparsity import SemiStructuredSparsity as SemiStructuredSparsity
 from lightning_eff.model.sparsity.set import SET as SET
 from lightning_eff.model.sparsity.snip import SNIP as SNIP
+from lightning_eff.model.sparsity.train_large_then_compress import TrainLargeThenCompress as TrainLargeThenCompress
 from lightning_eff.monitor.efficiency_monitor import EfficiencyMonitor as EfficiencyMonitor
 from lightning_eff.optim.averaging.exponential_moving_average import (
     ExponentialMovingAverage as ExponentialMovingAverage,

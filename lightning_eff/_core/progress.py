@@ -65,6 +65,10 @@ class Progress:
             self._fresh = False
             self.u = self._read(batch_idx - batch_idx % window)
 
+    def after(self, batch_idx: int) -> float:
+        """What ``u`` will be once the batch ``batch_idx`` has ended, for who asks as it does; all ranks must."""
+        return self._read(batch_idx + 1)
+
     def _read(self, batch_idx: int) -> float:
         trainer = self._trainer
         clock = self._clock()

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,17 +11,11 @@ from typing_extensions import override
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
-from lightning_eff.model.sparsity._masks.finding import largest
-from lightning_eff.model.sparsity._masks.masked import RIVALS_IN_STATE, Masked, agreed, no_time, rivals
+from lightning_eff.model.sparsity._masks.masked import RIVALS_IN_STATE, Masked, no_time, rivals
+from lightning_eff.model.sparsity._masks.pruning import Scope, check_scope, num_survivors, smallest_masked
 from lightning_eff.model.sparsity._random_mask import fixed
 
 WHO = "LotteryTickets"
-Scope = Literal["global", "layer"]
-
-
-def num_survivors(total: int, *, share: float, rounds: int) -> int:
-    """``round(n (1 - p)^r)``: how many of ``n`` numbers are left after ``r`` rounds that prune the share ``p`` each."""
-    return max(round(total * (1.0 - share) ** rounds), 1)
 
 
 class LotteryTickets(Masked):
@@ -91,10 +85,8 @@ class LotteryTickets(Masked):
             raise ValueError(
                 f"{WHO}({rewind=}): expected a share of the first period, in [0, 1); 0 is the first weights."
             )
-        if scope not in ("global", "layer"):
-            raise ValueError(f"{WHO}({scope=}): expected 'global' or 'layer'.")
         self.rounds, self.share, self.rewind = rounds, share, rewind
-        self.scope: Scope = scope
+        self.scope: Scope = check_scope(scope, who=WHO)
         self._take(sparsity=1.0 - (1.0 - share) ** rounds, names=names, dense=dense)
 
     @override
@@ -129,20 +121,11 @@ class LotteryTickets(Masked):
             self._set_back(session)
             session.blocks_changed(self)
 
-    @torch.no_grad()
     def _prune(self, session: Session) -> None:
         """Mask the smallest of those that are left."""
-        sizes = {
-            name: agreed(session, self.parameter(name).detach().abs().float()).masked_fill(~mask, -1.0)
-            for name, mask in self.masks.items()
-        }
-        groups = [[*sizes]] if self.scope == "global" else [[name] for name in sizes]
-        masks: dict[str, Tensor] = {}
-        for names in groups:
-            every = torch.cat([sizes[name].flatten() for name in names])
-            left = largest(every, num_survivors(every.numel(), share=self.share, rounds=self._round))
-            parts = left.split([sizes[name].numel() for name in names])
-            masks |= {name: part.view(sizes[name].shape) for name, part in zip(names, parts, strict=True)}
+        masks = smallest_masked(
+            self, session, self.scope, lambda n: num_survivors(n, share=self.share, rounds=self._round)
+        )
         self.put(masks)
         self.tell_of_empty()
 

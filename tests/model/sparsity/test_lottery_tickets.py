@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_eff import LotteryTickets
-from lightning_eff.model.sparsity.lottery_tickets import num_survivors
+from lightning_eff.model.sparsity._masks.pruning import num_survivors
 from tests.cases import Case, no_map
 from tests.model.sparsity.sparse import Counts, fit_on, sparsity_of
 from tests.models import TinyClassifier, TinyGPT, hugging_face, loader, make_batch, trainer

@@ -191,6 +191,26 @@ def test_unchanged_modules(name: str) -> None:
         assert len(held) == 8, "the tied head is an embedding"
 
 
+def test_svites_setting_on_a_vision_transformer_with_its_patches_and_head_dense() -> None:
+    """Half of the weights moves at first, and the dense gradient says where to, as of the last of each interval's steps."""
+    technique = RigL(
+        sparsity=0.5, distribution="erk", interval=2, fraction=0.5, until=0.8, dense=["*.projection", "*.classifier"]
+    )
+    net: Any = hugging_face("vit", 2)
+    counts = fit_on(net, make_batch("vit"), technique, steps=6)
+    assert counts.leaks == [] and sparsity_of(counts) == pytest.approx(0.5, abs=2e-3)
+    assert not any("projection" in name or "classifier" in name for name in counts.masks[0])
+    for step in (1, 3):
+        share, moved = 0.25 * (1 + math.cos(math.pi * step / 6 / 0.8)), 0
+        for name, before in counts.masks[step - 1].items():
+            after, count = counts.masks[step][name], int(before.sum())
+            assert int(after.sum()) == count
+            assert int((before & ~after).sum()) <= int(share * count)
+            moved += int((before & ~after).sum())
+        assert moved > 0
+    assert all(torch.equal(counts.masks[4][name], mask) for name, mask in counts.masks[5].items()), "until 0.8"
+
+
 def test_a_tied_head_is_masked_if_asked_for() -> None:
     technique = RigL(sparsity=0.5, names=["lm_head", "c_fc"])
     counts = fit_on(hugging_face("gpt2", 2), make_batch("gpt2"), technique, steps=1)

@@ -128,6 +128,7 @@ def chosen(
     *,
     who: str,
     masked: Container[str] = (),
+    use: str = "masked",
 ) -> dict[str, Weight]:
     """The weights that a technique masks, in the module's order.
 
@@ -139,6 +140,7 @@ def chosen(
         block: each weight must be made of whole ones.
         who: the technique.
         masked: names of what a checkpoint's masks are for, which may be frozen by now.
+        use: what would be done to them, for the message.
 
     Raises:
         ValueError: if a pattern means nothing, nothing is left, or a weight is not made of whole blocks.
@@ -164,7 +166,7 @@ def chosen(
     left = {name: found[name] for name in order if not any(_means(name, pattern) for pattern in dense)}
     if not left:
         raise ValueError(
-            f"{who}: {type(module).__name__} has no weight of a linear map or a convolution that trains and could be masked"
+            f"{who}: {type(module).__name__} has no weight of a linear map or a convolution that trains and could be {use}"
             f"{' beside those of dense=' + repr([*dense]) if dense else ''}; expected one or more, such as that of nn.Linear."
             " Name the weights by names=, or take the technique out."
         )
