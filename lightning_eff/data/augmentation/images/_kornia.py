@@ -1,0 +1,33 @@
+"""The library of the extra ``augmentation``, imported when it is used."""
+
+import importlib
+import importlib.util
+import sys
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+
+def needed(who: str) -> None:
+    """Raise ``ImportError`` where kornia is not installed; it is not imported by that, which takes a second."""
+    there = sys.modules["kornia"] is not None if "kornia" in sys.modules else importlib.util.find_spec("kornia")
+    if not there:
+        raise ImportError(
+            f"{who} needs kornia, which is not installed. Install it: pip install 'lightning-eff[augmentation]'."
+        )
+
+
+@cache
+def enhance() -> Any:
+    """``kornia.enhance``: colour operations on images in [0, 1]."""
+    return _imported("kornia.enhance")
+
+
+@cache
+def transform() -> Any:
+    """``kornia.geometry.transform``: geometric operations."""
+    return _imported("kornia.geometry.transform")
+
+
+def _imported(name: str) -> ModuleType:
+    return importlib.import_module(name)
