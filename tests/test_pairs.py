@@ -44,6 +44,7 @@ def _slow(stacks: list[Stacked], i: int, name: str | None) -> Any:
     return pytest.mark.slow if again and name is None else ()
 
 
+@pytest.mark.timeout(900)  # the largest take two to three minutes of a processor
 def test_stack_trains_and_resumes(stack: Stacked, tmp_path: Path) -> None:
     verify(Stacks(CASES, PLUGINS, tmp_path, model=stack.model), stack.names, stack.seen)
 

@@ -58,6 +58,7 @@ class GreedyLayerwise(Freezing):
     control: ClassVar[Control] = Control("the baseline for as many seconds")
     conflicts: ClassVar[Mapping[str, str]] = {
         "LayerFreezing": "both say which blocks take gradients",
+        "FixRes": "both say what trains, and its last share of the run leaves the blocks alone that are still to be trained",
         **dict.fromkeys(
             ("MESA", "Lookahead"), "it takes in what trains, a batch sooner or later by the order in which they stand"
         ),
