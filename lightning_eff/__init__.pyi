@@ -38,6 +38,9 @@ from lightning_eff.data.curriculum.sequence_length_warmup import SequenceLengthW
 from lightning_eff.data.curriculum.token_budget_batches import TokenBudgetBatches as TokenBudgetBatches
 from lightning_eff.data.exact_resume import ExactResume as ExactResume
 from lightning_eff.data.loader_tuning import LoaderTuning as LoaderTuning
+from lightning_eff.data.selection.adaptive.robust_importance_sampling import (
+    RobustImportanceSampling as RobustImportanceSampling,
+)
 from lightning_eff.data.selection.data_pruning import DataPruning as DataPruning
 from lightning_eff.data.selection.importance_sampling import ImportanceSampling as ImportanceSampling
 from lightning_eff.data.selection.loss_biased_sampling import LossBiasedSampling as LossBiasedSampling
