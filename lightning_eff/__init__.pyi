@@ -28,7 +28,8 @@ from lightning_eff.data.augmentation.images.rand_augment import RandAugment as R
 from lightning_eff.data.augmentation.label_smoothing import LabelSmoothing as LabelSmoothing
 from lightning_eff.data.augmentation.mixup import Mixup as Mixup
 from lightning_eff.data.augmentation.random_erasing import RandomErasing as RandomErasing
-from lightning_eff.data.augmentation.token_noise import TokenNoise as TokenNoise
+from lightning_eff.data.augmentation.text.eda import EDA as EDA
+from lightning_eff.data.augmentation.text.token_noise import TokenNoise as TokenNoise
 from lightning_eff.data.curriculum.attention_window_warmup import AttentionWindowWarmup as AttentionWindowWarmup
 from lightning_eff.data.curriculum.difficulty_pacing import DifficultyPacing as DifficultyPacing
 from lightning_eff.data.curriculum.efficient_train import EfficientTrain as EfficientTrain
