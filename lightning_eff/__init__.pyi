@@ -28,7 +28,8 @@ from lightning_eff.data.augmentation.images.rand_augment import RandAugment as R
 from lightning_eff.data.augmentation.label_smoothing import LabelSmoothing as LabelSmoothing
 from lightning_eff.data.augmentation.mixup import Mixup as Mixup
 from lightning_eff.data.augmentation.random_erasing import RandomErasing as RandomErasing
-from lightning_eff.data.augmentation.token_noise import TokenNoise as TokenNoise
+from lightning_eff.data.augmentation.text.eda import EDA as EDA
+from lightning_eff.data.augmentation.text.token_noise import TokenNoise as TokenNoise
 from lightning_eff.data.curriculum.attention_window_warmup import AttentionWindowWarmup as AttentionWindowWarmup
 from lightning_eff.data.curriculum.difficulty_pacing import DifficultyPacing as DifficultyPacing
 from lightning_eff.data.curriculum.efficient_train import EfficientTrain as EfficientTrain
@@ -38,6 +39,9 @@ from lightning_eff.data.curriculum.sequence_length_warmup import SequenceLengthW
 from lightning_eff.data.curriculum.token_budget_batches import TokenBudgetBatches as TokenBudgetBatches
 from lightning_eff.data.exact_resume import ExactResume as ExactResume
 from lightning_eff.data.loader_tuning import LoaderTuning as LoaderTuning
+from lightning_eff.data.selection.adaptive.robust_importance_sampling import (
+    RobustImportanceSampling as RobustImportanceSampling,
+)
 from lightning_eff.data.selection.data_pruning import DataPruning as DataPruning
 from lightning_eff.data.selection.importance_sampling import ImportanceSampling as ImportanceSampling
 from lightning_eff.data.selection.loss_biased_sampling import LossBiasedSampling as LossBiasedSampling

@@ -139,7 +139,8 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
     at_ends = ("ZeroProjections", "ReZero", "SkipInit", "LayerScale", "Fixup") if name == "gemma2" else ()
     norms = dict.fromkeys(at_ends, "ends in a norm behind .*, or one to which 1 is added")
     if kind in ("image", "speech"):
-        fewer = {"TokenDropping": "no nn.Embedding was called on the ids", "TokenNoise": "found no tokens in the batch"}
+        fewer = dict.fromkeys(("EDA", "TokenNoise"), "found no tokens in the batch")
+        fewer["TokenDropping"] = "no nn.Embedding was called on the ids"
     begun: dict[str, str] = {}
     if kind == "speech" or name == "rembert":  # whose head reads another width than its embedding has
         begun["DataDrivenInit"] = "is neither a language model"

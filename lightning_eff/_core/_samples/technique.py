@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -62,16 +62,19 @@ class SampleChooser(Technique):
     sampler is gone through as the epoch begins, and so draws its random numbers a moment earlier than in a plain run.
 
     Which samples a step has is ``session.sample_indices``, and with which weights ``session.sample_weights``. With
-    ``wants_losses`` each sample's loss comes to :meth:`on_losses` from the training pass itself.
+    ``wants_losses`` each sample's loss comes to :meth:`on_losses` from the training pass itself, and with
+    ``wants_gradients`` its gradient at the loss's input to :meth:`on_gradients`.
 
     Class attributes, beside those of :class:`Technique`:
         wants_losses: whether :meth:`on_losses` is called.
+        wants_gradients: whether :meth:`on_gradients` is.
 
     Attributes:
         labels: names or positions of the labels in the batch, where looking does not tell which they are.
     """
 
     wants_losses: ClassVar[bool] = False
+    wants_gradients: ClassVar[bool] = False
     labels: Sequence[str | int] | None = (
         None  #: names or positions of the labels in the batch, where looking does not tell
     )
@@ -85,6 +88,17 @@ class SampleChooser(Technique):
 
     def on_losses(self, indices: list[int], losses: Tensor) -> None:
         """The mean loss of each sample of a training step, shape (B,), float32, without a graph, on the step's device."""
+
+    def on_gradients(self, indices: list[int], norms: Tensor, sums: Tensor) -> None:
+        """What each sample's ``f_i`` has for a gradient at the loss's input, such as the logits, of a training step.
+
+        The step's loss without weights is ``(1/B) sum_i f_i``. Nothing here has a graph.
+
+        Args:
+            indices: of the data set, of the batch's B samples.
+            norms: over all that a sample has there, shape (B,), float32.
+            sums: over a sample's rows (its tokens), which is the gradient at the bias of the last map, shape (B, C).
+        """
 
     def choose_again(self) -> None:
         """Choose anew, between steps, what is not handed out yet of the running epoch; the same on all ranks.
@@ -119,7 +133,8 @@ class SampleChooser(Technique):
         indices, weights = session.sample_indices, session.sample_weights
         if weights is not None and bool((weights == 1).all()):
             weights = None
-        if (weights is None and not self.wants_losses) or indices is None:
+        looks = self.wants_losses or self.wants_gradients
+        if (weights is None and not looks) or indices is None:
             return proceed(batch)
         size = num_samples(batch)
         if not isinstance(indices, list) or len(indices) != size:
@@ -130,11 +145,14 @@ class SampleChooser(Technique):
                 " that choose among a batch's samples."
             )
         parts: list[tuple[Tensor, Tensor]] = []
+        gradients: list[tuple[Tensor, Tensor]] = []
         weigh = None if weights is None else mixed(weights)
 
         def change(call: TargetCall) -> Tensor:
             if self.wants_losses and not done:
                 parts.append(_by_sample(call, size))
+            if self.wants_gradients and not done:
+                gradients.append(_gradients(call, size))
             return call.plain() if weigh is None else weigh(call)
 
         done = False
@@ -144,6 +162,9 @@ class SampleChooser(Technique):
         if parts:
             # sum_k s_ik / n_ik
             self.on_losses(indices, torch.stack([s / n.clamp(min=1e-12) for s, n in parts]).sum(dim=0))
+        if gradients:
+            squares, sums = zip(*gradients, strict=True)
+            self.on_gradients(indices, torch.stack(squares).sum(dim=0).sqrt(), torch.cat(sums, dim=1))
         return output
 
 
@@ -152,6 +173,27 @@ def _by_sample(call: TargetCall, size: int) -> tuple[Tensor, Tensor]:
     losses = call.losses().detach().float().flatten()
     samples, counted = call.element_samples.flatten().to(losses.device), call.counted().detach().float().flatten()
     known = samples >= 0
-    zeros = torch.zeros(size, device=losses.device)
+    zeros = torch.zeros(size, device=losses.device, dtype=torch.float32)
     at = samples[known]
     return zeros.index_add(0, at, losses[known]), zeros.index_add(0, at, counted[known])
+
+
+def _gradients(call: TargetCall, size: int) -> tuple[Tensor, Tensor]:
+    """The squared norm of each sample's gradient at the call's input, (B,), and the sum over its rows, (B, C)."""
+    with torch.enable_grad():
+        z = call.input.detach().requires_grad_()
+        losses = replace(call, arguments={**call.arguments, "input": z}).losses()
+        (gradient,) = torch.autograd.grad(losses.sum(), z)
+    counted = 1.0 if call.reduction == "sum" else call.counted().detach().float().sum().clamp(min=1e-12)
+    samples = call.element_samples.to(z.device).flatten()
+    if call.of_classes:
+        rows = gradient.movedim(call._class_dim, -1).flatten(0, -2)
+    else:
+        rows = gradient.expand(losses.shape).reshape(len(losses), -1) if losses.ndim else gradient.reshape(1, 1)
+        samples = samples.reshape(len(rows), -1)[:, 0]
+    rows = rows.float() * (size / counted)
+    known = samples >= 0
+    at = samples[known]
+    squares = torch.zeros(size, device=z.device, dtype=torch.float32).index_add(0, at, rows[known].square().sum(dim=1))
+    sums = torch.zeros(size, rows.shape[1], device=z.device, dtype=torch.float32).index_add(0, at, rows[known])
+    return squares, sums

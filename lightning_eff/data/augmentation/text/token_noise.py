@@ -1,6 +1,5 @@
 """Token noise: some tokens of each text become blanks, or others as frequent (Xie et al. 2017)."""
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -11,26 +10,17 @@ from typing_extensions import override
 
 from lightning_eff._core._run.ranks import on_all_ranks
 from lightning_eff._core._targets.window import Targets
-from lightning_eff._core.batches import lies_at, map_tensors, tensors
+from lightning_eff._core.batches import map_tensors, tensors
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step
 from lightning_eff._core.technique import Control
 from lightning_eff.data.augmentation._arguments import check_names, check_number, too_few_epochs
 from lightning_eff.data.augmentation._engine import Augmentation
+from lightning_eff.data.augmentation.text._tokens import attended, check_ids, configured_special_tokens, found_tokens
 
 WHO = "TokenNoise"
 NOISES = ("unigram", "blank")
-_SPECIAL = (
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
-    "cls_token_id",
-    "sep_token_id",
-    "mask_token_id",
-    "decoder_start_token_id",
-)
-_NO_IDS = re.compile(r"mask|position|type|segment|label|target|index|length", re.IGNORECASE)
 
 
 def noised(ids: Tensor, open_: Tensor, rate: float, blank: int | None, generator: Generator) -> Tensor:
@@ -120,10 +110,8 @@ class TokenNoise(Augmentation):
         check_number(rate, who=WHO, name="rate", low=0, high=1, what="the chance of a token; 0 is plain training")
         if noise not in NOISES:
             raise ValueError(f"{WHO}({noise=}): expected one of {', '.join(map(repr, NOISES))}.")
-        for name, given in (("blank_token_id", [blank_token_id]), ("special_tokens", special_tokens or [])):
-            wrong = [t for t in given if t is not None and (isinstance(t, bool) or not isinstance(t, int) or t < 0)]
-            if wrong:
-                raise ValueError(f"{WHO}({name}={wrong[0]!r}): expected an integer >= 0, the id of a token.")
+        check_ids(blank_token_id, who=WHO, name="blank_token_id")
+        check_ids(special_tokens, who=WHO, name="special_tokens")
         if blank_token_id is not None and noise != "blank":
             raise ValueError(
                 f"{WHO}({noise=}, {blank_token_id=}): noise of this kind has no blank; expected noise='blank', or no blank."
@@ -166,18 +154,14 @@ class TokenNoise(Augmentation):
                     f"{WHO}(noise='blank'): no config in {type(session.module).__name__} names a mask_token_id; expected the"
                     " token that stands for none. Give blank_token_id=, such as the tokenizer's for unknown words."
                 )
-        named = self.special_tokens
-        if named is None:
-            told = [getattr(config, name, None) for config in configs for name in _SPECIAL]
-            listed = [t for one in told for t in (one if isinstance(one, list | tuple) else [one])]
-            named = sorted({t for t in listed if isinstance(t, int)})
+        named = configured_special_tokens(session.module) if self.special_tokens is None else self.special_tokens
         self._special = torch.tensor(named, dtype=torch.int64)
         rank_zero_info(f"{WHO}: never changed are {named or 'no'} tokens.")
 
     @override
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
         if not self._checked:
-            on_all_ranks(self.session, lambda: self._found(batch))
+            on_all_ranks(self.session, lambda: found_tokens(batch, self.keys, who=WHO))
             labels = self._targets.labels(step, batch)
             if not labels:  # the step skips this batch
                 return proceed(batch)
@@ -187,7 +171,7 @@ class TokenNoise(Augmentation):
 
     def _apart(self, batch: Any, labels: Mapping[str, Tensor]) -> None:
         """Raise ``ValueError`` if tokens are labels, too."""
-        shared = [path for path, _ in self._found(batch) if path in labels]
+        shared = [path for path, _ in found_tokens(batch, self.keys, who=WHO) if path in labels]
         if shared:
             raise ValueError(
                 f"{WHO}: the tokens {', '.join(p or 'the batch itself' for p in shared)} are the labels of training_step, too,"
@@ -195,38 +179,13 @@ class TokenNoise(Augmentation):
                 " labels, or take the technique out."
             )
 
-    def _found(self, batch: Any) -> list[tuple[str, Tensor]]:
-        """The tokens of the batch, with their paths."""
-        whole = [(p, t) for p, t in tensors(batch) if not (t.is_floating_point() or t.is_complex()) and t.ndim == 2]
-        whole = [(path, t) for path, t in whole if t.dtype != torch.bool]
-        if self.keys is not None:
-            found = [(path, t) for path, t in whole if any(lies_at(path, key) for key in self.keys)]
-        else:
-            found = [(path, t) for path, t in whole if lies_at(path, "input_ids")]
-            found = found or [(path, t) for path, t in whole if not _NO_IDS.search(path)]
-        if len(found) == 1 or (found and self.keys is not None):
-            return found
-        held = ", ".join(f"{path or 'the batch'} {tuple(t.shape)} {str(t.dtype)[6:]}" for path, t in tensors(batch))
-        told = "found no tokens in the batch" if not found else "cannot tell which are the tokens in the batch"
-        raise ValueError(
-            f"{WHO}: {told}: {held or 'no tensors'}; expected a tensor (B, T) of integers. Say by keys= which it is, such as"
-            " keys=['input_ids'] or keys=[0], or take the technique out."
-        )
-
     @override
     def change(self, step: Step, batch: Any, generator: Generator) -> tuple[Any, float] | None:
-        named, found = tensors(batch), dict(self._found(batch))
+        named, found = tensors(batch), dict(found_tokens(batch, self.keys, who=WHO))
         made: dict[str, Tensor] = {}
         others = total = 0
         for path, ids in found.items():
-            open_ = torch.ones_like(ids, dtype=torch.bool)
-            for other, t in named:
-                if (
-                    lies_at(other, "attention_mask")
-                    and not lies_at(other, "decoder_attention_mask")
-                    and t.shape == ids.shape
-                ):
-                    open_ &= t != 0
+            open_ = attended(ids, named)
             if len(self._special):
                 open_ &= ~torch.isin(ids, self._special.to(ids.device))
             made[path] = noised(ids, open_, self.rate, self._blank, generator)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lightning_eff as eff
-from lightning_eff.data.augmentation.token_noise import noised
+from lightning_eff.data.augmentation.text.token_noise import noised
 from tests.cases import Case, classifier
 from tests.data.augmentation.modules import Ids, chi_squared, train
 from tests.models import hugging_face, make_batch, module

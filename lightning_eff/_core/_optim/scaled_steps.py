@@ -1,0 +1,77 @@
+"""Optimizer steps at another rate than the groups say: a factor for the length of the step alone."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_eff._core._optim.combined import set_rate
+
+
+@dataclass
+class _Held:
+    """The rates of an optimizer's groups from before a step, and who has scaled them for it."""
+
+    rates: list[tuple[dict[str, Any], Any]]
+    by: set[int] = field(default_factory=set)
+
+
+_HELD: "WeakKeyDictionary[Optimizer, _Held]" = WeakKeyDictionary()
+
+
+class ScaledSteps:
+    """Lets each step of ``optimizers`` be made with every group's rate times ``factor()``.
+
+    The groups hold the scaled rates within ``step`` alone: schedulers, which may set a rate or multiply the one they find,
+    and whoever looks at the groups between steps go on as they would without it. Several factors are multiplied.
+
+    Args:
+        optimizers: whose steps they are.
+        factor: called before each step, > 0.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], factor: Callable[[], float]) -> None:
+        self._factor = factor
+        self._optimizers = list(optimizers)
+        self._hooks = [optimizer.register_step_pre_hook(self._raise) for optimizer in optimizers]
+        self._hooks += [optimizer.register_step_post_hook(self._lower) for optimizer in optimizers]
+
+    def _raise(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer in _HELD and id(self) in _HELD[optimizer].by:  # a step that failed
+            _put_back(optimizer)
+        factor = self._factor()
+        if factor == 1.0:
+            return
+        groups = [group for group in optimizer.param_groups if group.get("lr") is not None]
+        if optimizer not in _HELD:
+            rates = [(g, g["lr"].clone() if isinstance(g["lr"], Tensor) else g["lr"]) for g in groups]
+            _HELD[optimizer] = _Held(rates)
+        _HELD[optimizer].by.add(id(self))
+        for group in groups:
+            set_rate(group, float(group["lr"]) * factor)
+
+    def _lower(self, optimizer: Optimizer, args: Any = None, kwargs: Any = None) -> None:
+        held = _HELD.get(optimizer)
+        if held is not None and id(self) in held.by:
+            held.by.remove(id(self))
+            if not held.by:
+                _put_back(optimizer)
+
+    def remove(self) -> None:
+        """Leave the optimizers as they were."""
+        for hook in self._hooks:
+            hook.remove()
+        for optimizer in self._optimizers:
+            if optimizer in _HELD and id(self) in _HELD[optimizer].by:
+                _put_back(optimizer)
+
+
+def _put_back(optimizer: Optimizer) -> None:
+    for group, rate in _HELD.pop(optimizer).rates:
+        if isinstance(rate, Tensor):
+            group["lr"].copy_(rate)
+        else:
+            group["lr"] = rate
