@@ -20,10 +20,10 @@ from lightning_eff.budget.batch_size_warmup import BatchSizeWarmup as BatchSizeW
 from lightning_eff.budget.gradient_noise_scale import GradientNoiseScale as GradientNoiseScale
 from lightning_eff.budget.learning_rate_schedule import LearningRateSchedule as LearningRateSchedule
 from lightning_eff.budget.linear_scaling import LinearScaling as LinearScaling
-from lightning_eff.data.augmentation.cut_mix import CutMix as CutMix
 from lightning_eff.data.augmentation.cutout import Cutout as Cutout
 from lightning_eff.data.augmentation.label_smoothing import LabelSmoothing as LabelSmoothing
-from lightning_eff.data.augmentation.mixup import Mixup as Mixup
+from lightning_eff.data.augmentation.mixing.cut_mix import CutMix as CutMix
+from lightning_eff.data.augmentation.mixing.mixup import Mixup as Mixup
 from lightning_eff.data.augmentation.random_erasing import RandomErasing as RandomErasing
 from lightning_eff.data.augmentation.token_noise import TokenNoise as TokenNoise
 from lightning_eff.data.curriculum.attention_window_warmup import AttentionWindowWarmup as AttentionWindowWarmup
