@@ -24,6 +24,7 @@ from lightning_eff.data.augmentation.cutout import Cutout as Cutout
 from lightning_eff.data.augmentation.label_smoothing import LabelSmoothing as LabelSmoothing
 from lightning_eff.data.augmentation.mixing.cut_mix import CutMix as CutMix
 from lightning_eff.data.augmentation.mixing.mixup import Mixup as Mixup
+from lightning_eff.data.augmentation.mixing.saliency_mix import SaliencyMix as SaliencyMix
 from lightning_eff.data.augmentation.random_erasing import RandomErasing as RandomErasing
 from lightning_eff.data.augmentation.token_noise import TokenNoise as TokenNoise
 from lightning_eff.data.curriculum.attention_window_warmup import AttentionWindowWarmup as AttentionWindowWarmup

@@ -126,7 +126,7 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
             "GatedPositionalAttention": _NO_PATCHES,
             "ChannelsLast": "has no convolution that could profit",
             **_NOT_SMALLER,
-            **dict.fromkeys(("CutMix", "Cutout", "RandomErasing"), "found no images in the batch"),
+            **dict.fromkeys(("CutMix", "Cutout", "RandomErasing", "SaliencyMix"), "found no images in the batch"),
         }
     if kind not in ("image", "speech"):  # a wave is of floating point
         images["Mixup"] = "found no images in the batch, and no other tensor"
