@@ -20,13 +20,14 @@ from lightning_eff.budget.batch_size_warmup import BatchSizeWarmup as BatchSizeW
 from lightning_eff.budget.gradient_noise_scale import GradientNoiseScale as GradientNoiseScale
 from lightning_eff.budget.learning_rate_schedule import LearningRateSchedule as LearningRateSchedule
 from lightning_eff.budget.linear_scaling import LinearScaling as LinearScaling
-from lightning_eff.data.augmentation.cut_mix import CutMix as CutMix
 from lightning_eff.data.augmentation.cutout import Cutout as Cutout
 from lightning_eff.data.augmentation.images.aug_mix import AugMix as AugMix
 from lightning_eff.data.augmentation.images.auto_augment import AutoAugment as AutoAugment
 from lightning_eff.data.augmentation.images.rand_augment import RandAugment as RandAugment
 from lightning_eff.data.augmentation.label_smoothing import LabelSmoothing as LabelSmoothing
-from lightning_eff.data.augmentation.mixup import Mixup as Mixup
+from lightning_eff.data.augmentation.mixing.cut_mix import CutMix as CutMix
+from lightning_eff.data.augmentation.mixing.mixup import Mixup as Mixup
+from lightning_eff.data.augmentation.mixing.saliency_mix import SaliencyMix as SaliencyMix
 from lightning_eff.data.augmentation.random_erasing import RandomErasing as RandomErasing
 from lightning_eff.data.augmentation.text.eda import EDA as EDA
 from lightning_eff.data.augmentation.text.token_noise import TokenNoise as TokenNoise

@@ -127,7 +127,7 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
             "ChannelsLast": "has no convolution that could profit",
             **_NOT_SMALLER,
             **dict.fromkeys(
-                ("CutMix", "Cutout", "RandomErasing", "RandAugment", "AutoAugment", "AugMix"),
+                ("CutMix", "Cutout", "RandomErasing", "SaliencyMix", "RandAugment", "AutoAugment", "AugMix"),
                 "found no images in the batch",
             ),
         }

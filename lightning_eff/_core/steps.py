@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -227,6 +227,35 @@ class Step:
         self.chain.cost.forward_samples += size
         self.chain.cost.seconds += time.perf_counter() - start
         return output
+
+    def gradients(
+        self, batch: Any, size: int, inputs: Sequence[Tensor], *, factor: float = 1.0
+    ) -> list[Tensor | None] | None:
+        """The gradients of the user's step's loss on ``batch`` of ``size`` samples in tensors of the batch; weights get none.
+
+        As :meth:`forward_only`, with a backward pass to these tensors, which is counted too. None stands for a tensor that
+        the loss does not come of, and for all of them where the step skips the batch.
+
+        Args:
+            batch: what holds ``inputs``.
+            size: of the batch.
+            inputs: leaves of floating point that require gradients.
+            factor: what the loss is multiplied with, such as a gradient scaler's.
+        """
+        start = time.perf_counter()
+        with torch.enable_grad(), rng.fork(), silent(self.module), _looking_on():
+            output = self.chain.call(self, batch, stages=(Stage.TRANSFORM,))
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            found: list[Tensor | None] | None = None
+            if loss is not None and not loss.requires_grad:
+                found = [None] * len(inputs)
+            elif loss is not None:
+                found = [*torch.autograd.grad(loss * factor, inputs, allow_unused=True)]
+                self.chain.cost.backward_passes += 1
+        self.chain.cost.forward_passes += 1
+        self.chain.cost.forward_samples += size
+        self.chain.cost.seconds += time.perf_counter() - start
+        return found
 
 
 @dataclass

@@ -68,13 +68,15 @@ class Mixing(Augmentation):
 
     The step's loss on labels ``y`` becomes ``lambda L(y) + (1 - lambda) L(y')`` for each sample, with ``y'`` the labels of
     the one that was mixed in: for cross-entropy and binary cross-entropy that is the loss on the mixed target, exactly.
-    Roles are such that ``lambda`` is at least one half, so what reads the batch's labels sees those of the larger share.
+    Where :attr:`larger_first`, roles are such that ``lambda`` is at least one half: what reads the batch's labels sees those
+    of the larger share.
 
     Where several techniques mix, each batch is mixed by one of them: of n, each n batches of an epoch in turn go once to
     each, in an order that is drawn.
 
     Class attributes, beside those of :class:`Augmentation`:
         by_sample: labels must be one of each sample.
+        larger_first: each sample's own share is at least one half.
 
     Attributes:
         labels: names or positions of the labels in the batch; None looks for them.
@@ -83,6 +85,7 @@ class Mixing(Augmentation):
     stage: ClassVar[Stage] = Stage.MIX
     order: ClassVar[int] = 1
     by_sample: ClassVar[bool] = True
+    larger_first: ClassVar[bool] = True
 
     def __init__(
         self, *, prob: float, until: float, keys: Sequence[str | int] | None, labels: Sequence[str | int] | None
@@ -108,13 +111,17 @@ class Mixing(Augmentation):
 
     @abstractmethod
     def mix(self, inputs: list[Tensor], partner: Tensor, generator: Generator) -> tuple[list[Tensor], Tensor]:
-        """Mixtures, and each sample's own share ``lambda`` in them, (B,), at least one half.
+        """Mixtures, and each sample's own share ``lambda`` in them, (B,); at least one half where :attr:`larger_first`.
 
         Args:
             inputs: what :meth:`inputs` gives, each (B, ...).
             partner: the sample that each is mixed with, (B,), on the CPU.
             generator: of this micro-batch.
         """
+
+    def weighing(self, share: Tensor) -> Change:
+        """What becomes of a loss call on labels, from what :meth:`mix` gave as shares: ``lambda L(y) + (1 - lambda) L(y')``."""
+        return mixed(share, 1 - share)
 
     # -- the run
 
@@ -142,12 +149,13 @@ class Mixing(Augmentation):
         mixture, partner, share = made
         self._note(1.0 - float(share.mean()))
         others = {path: y.index_select(0, partner.to(y.device)) for path, y in labels.items()}
-        output = targets.run(step, mixture, proceed, only_classes(mixed(share, 1 - share), who=who), others)
+        output = targets.run(step, mixture, proceed, only_classes(self.weighing(share), who=who), others)
         if targets.compared and not self._told:
             self._told = True
+            larger = "the larger" if self.larger_first else "not always the larger"
             rank_zero_warn(
                 f"{who}: training_step compares the labels with what it computed, as a metric does. It reads each sample's own"
-                " label, whose share of the mixture is the larger, so such a figure of training batches is too low; validation"
+                f" label, whose share of the mixture is {larger}, so such a figure of training batches is too low; validation"
                 " is not mixed."
             )
         return output

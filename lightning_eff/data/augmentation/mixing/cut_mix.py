@@ -3,49 +3,16 @@
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-import torch
 from torch import Generator, Tensor
 from typing_extensions import override
 
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.technique import Control
 from lightning_eff.data.augmentation._arguments import check_number, no_mixing
-from lightning_eff.data.augmentation._boxes import inside, numbers
-from lightning_eff.data.augmentation._mixing import Mixing, draw_shares
+from lightning_eff.data.augmentation._mixing import Mixing
+from lightning_eff.data.augmentation.mixing._pasting import cut_mix, own_share, pasted
 
 WHO = "CutMix"
-
-
-def boxes(share: Tensor, side: tuple[int, int], generator: Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Boxes of height ``H sqrt(1 - lambda)`` and width ``W sqrt(1 - lambda)`` whose centres lie anywhere in the image.
-
-    Args:
-        share: ``lambda``, (n,), in [0, 1].
-        side: H and W, in pixels.
-        generator: of the centres.
-
-    Returns:
-        The first row, the first column, rows and columns of each, (n,) of integers; not clipped to the image.
-    """
-    height, width = ((size * (1 - share).sqrt()).long() for size in side)
-    centres = [torch.randint(0, size, share.shape, generator=generator) for size in side]
-    return centres[0] - height // 2, centres[1] - width // 2, height, width
-
-
-def pasted(x: Tensor, partner: Tensor, own: Tensor) -> Tensor:
-    """``M * x_i + (1 - M) * x_j`` with ``j = partner[i]``: each pixel comes wholly of one of the two.
-
-    Args:
-        x: images, (B, C, H, W).
-        partner: ``j``, (B,), of integers.
-        own: ``M``, (B, H, W) or (1, H, W), of bool, on the images' device.
-    """
-    return torch.where(own[:, None], x, x.index_select(0, partner.to(x.device)))
-
-
-def own_share(own: Tensor) -> Tensor:
-    """``lambda' = 1 - area / (H W)``, of what is pasted as it ended at the border: (n,), float64."""
-    return own.double().mean(dim=(1, 2))
 
 
 class CutMix(Mixing):
@@ -121,10 +88,8 @@ class CutMix(Mixing):
 
     @override
     def mix(self, inputs: list[Tensor], partner: Tensor, generator: Generator) -> tuple[list[Tensor], Tensor]:
-        height, width = inputs[0].shape[-2:]
+        side = (inputs[0].shape[-2], inputs[0].shape[-1])
         size = len(partner)
-        share = draw_shares(self.alpha, size if self.per_sample else 1, numbers(generator))
-        own = ~inside(*boxes(share, (height, width), generator), (height, width), torch.device("cpu"))
-        own ^= (own_share(own) < 0.5)[:, None, None]  # the larger part is its own
+        own = cut_mix(self.alpha, size if self.per_sample else 1, side, generator)
         on_device = own.to(inputs[0].device)
         return [pasted(x, partner, on_device) for x in inputs], own_share(own).float().expand(size)

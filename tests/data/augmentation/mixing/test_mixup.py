@@ -11,7 +11,7 @@ from torch import Tensor
 
 import lightning_eff as eff
 from lightning_eff.data.augmentation._mixing import draw_shares
-from lightning_eff.data.augmentation.mixup import mixup
+from lightning_eff.data.augmentation.mixing._convex import mixup
 from tests.cases import Case, own_loss
 from tests.data.augmentation.modules import Own, Spied, batches, chi_squared, train
 from tests.models import TinyClassifier, make_batch

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import lightning_eff as eff
 from lightning_eff.data.augmentation._boxes import inside
-from lightning_eff.data.augmentation.cut_mix import boxes, own_share, pasted
+from lightning_eff.data.augmentation.mixing._pasting import boxes, own_share, pasted
 from tests.cases import Case, classifier
 from tests.data.augmentation.modules import Own, Spied, batches, chi_squared, train
 from tests.runs import fit_yaml

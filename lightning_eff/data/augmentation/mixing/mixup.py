@@ -1,36 +1,17 @@
 """Mixup: train on convex combinations of samples and of their labels (Zhang et al. 2017)."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
-from torch import Generator, Tensor
-from typing_extensions import override
-
-from lightning_eff._core.batches import lies_at, tensors
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.technique import Control
 from lightning_eff.data.augmentation._arguments import check_number, no_mixing
-from lightning_eff.data.augmentation._boxes import numbers
-from lightning_eff.data.augmentation._mixing import Mixing, draw_shares
+from lightning_eff.data.augmentation.mixing._convex import Convex
 
 WHO = "Mixup"
 
 
-def mixup(x: Tensor, partner: Tensor, share: Tensor) -> Tensor:
-    """``lambda_i x_i + (1 - lambda_i) x_j`` with ``j = partner[i]``, of the shape and type of ``x``.
-
-    Args:
-        x: samples, (B, ...), of floating point.
-        partner: ``j``, (B,), of integers.
-        share: ``lambda``, (B,) or (1,), in [0, 1].
-    """
-    share = share.to(x.device, torch.float64 if x.dtype == torch.float64 else torch.float32)
-    share = share.reshape(-1, *(1,) * (x.ndim - 1))
-    return (share * x + (1 - share) * x.index_select(0, partner.to(x.device))).to(x.dtype)
-
-
-class Mixup(Mixing):
+class Mixup(Convex):
     """Train on ``lambda x_i + (1 - lambda) x_j``, and on ``lambda L(y_i) + (1 - lambda) L(y_j)``.
 
     Each sample of a micro-batch is mixed with another one of it (a random permutation says which), with
@@ -80,7 +61,6 @@ class Mixup(Mixing):
     conflicts: ClassVar[Mapping[str, str]] = {
         "SAF": "a mixture's scores would be held to those of another mixture some epochs before"
     }
-    by_sample: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -98,44 +78,3 @@ class Mixup(Mixing):
         super().__init__(prob=prob, until=until, keys=keys, labels=labels)
         self.alpha = alpha
         self.per_sample = per_sample
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return super().neutral or self.alpha == 0
-
-    @override
-    def inputs(self, batch: Any, labels: dict[str, Tensor]) -> list[Tensor]:
-        beside = {id(y) for y in labels.values()}
-        named = [
-            (path, t) for path, t in tensors(batch) if t.is_floating_point() and t.ndim > 1 and id(t) not in beside
-        ]
-        if self.keys is None and len(named) == 1 and named[0][1].ndim != 4:
-            return [named[0][1]]
-        if self.keys is None and not named and not any(t.ndim == 4 for _, t in tensors(batch)):
-            held = ", ".join(f"{path or 'the batch'} {tuple(t.shape)} {str(t.dtype)[6:]}" for path, t in tensors(batch))
-            raise ValueError(
-                f"{WHO}: found no images in the batch, and no other tensor (B, ...) of floating point beside the labels:"
-                f" {held}; expected one, because ids of tokens have no mean. Take the technique out."
-            )
-        if self.keys is not None and (found := self._named(batch, self.keys)) and all(t.ndim != 4 for t in found):
-            return found
-        return super().inputs(batch, labels)
-
-    def _named(self, batch: Any, keys: Sequence[str | int]) -> list[Tensor]:
-        found = [t for path, t in tensors(batch) if any(lies_at(path, key) for key in keys) and t.is_floating_point()]
-        if not found:
-            held = ", ".join(f"{path or 'the batch'} {tuple(t.shape)} {str(t.dtype)[6:]}" for path, t in tensors(batch))
-            raise ValueError(
-                f"{WHO}(keys={list(keys)}): none of them is a tensor of floating point in the batch, which holds {held}. Name"
-                " those that are to be mixed, or leave keys out."
-            )
-        return found
-
-    @override
-    def mix(self, inputs: list[Tensor], partner: Tensor, generator: Generator) -> tuple[list[Tensor], Tensor]:
-        size = len(partner)
-        share = draw_shares(self.alpha, size if self.per_sample else 1, numbers(generator))
-        # lambda x_i + (1 - lambda) x_j, with the larger share first
-        share = torch.maximum(share, 1 - share).float()
-        return [mixup(x, partner, share) for x in inputs], share.expand(size)
