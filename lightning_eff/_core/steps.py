@@ -248,7 +248,7 @@ class Step:
             loss = output.get("loss") if isinstance(output, Mapping) else output
             found: list[Tensor | None] | None = None
             if loss is not None and not loss.requires_grad:
-                found = [None] * len(inputs)
+                found = [None for _ in inputs]
             elif loss is not None:
                 found = [*torch.autograd.grad(loss * factor, inputs, allow_unused=True)]
                 self.chain.cost.backward_passes += 1
