@@ -59,7 +59,8 @@ def card(name: str) -> str:
     doc = prose.read(cls)
     entry = next(entry for entry in catalogue.entries() if name in entry.by)
     lines = [f"# {name}", "", doc.summary, ""]
-    lines += [f"In short: {told()[name][0]}.", ""]
+    if name in told():  # a class without a row has its card all the same
+        lines += [f"In short: {told()[name][0]}.", ""]
     lines += ["## How to use it", "", *use(name), ""]
     lines += ["## What it does", "", doc.text, ""] if doc.text else []
     if rules := list(_rules(cls)):
@@ -211,7 +212,7 @@ def measured(name: str) -> list[str]:
 
 def advice(name: str) -> list[str]:
     """What others found, and where it lost or its control did as well here."""
-    others = re.sub(r" ?Not measured here( yet)?\.", "", told()[name][1]).strip()
+    others = re.sub(r" ?Not measured here( yet)?\.", "", told().get(name, ("", ""))[1]).strip()
     lines = [f"- {others}"] if others else []
     found = [
         (task, results["summary"][recipe], evidence.controls(results, recipe))
