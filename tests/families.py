@@ -229,6 +229,7 @@ _RMS = "llama mistral qwen2 qwen3 gemma gemma2 phi3 olmo olmo2 cohere granite gl
 _RMS += " ernie4_5 exaone4 arcee seed_oss mixtral olmoe qwen3_moe"
 # Squared ReLU by themselves, or activations that are functions.
 _RELU2 = ("nemotron", "persimmon", "arcee", "bloom", "rwkv", "esm")
+_NOT_BEHIND = "ends in a linear map that an adapter could stand behind"
 _NO_DECODER = "holds no encoder-decoder"
 _NO_ATTENTION = "saw no self-attention in training_step"
 _NOT_FEWER = "cannot be given fewer of its tokens"
@@ -272,6 +273,7 @@ _SQUEEZEBERT = {"pp2": "A block returned dict", "Rematerialization": r"in the or
 _SQUEEZEBERT |= {"RegionalCompilation": "called none of the blocks", **_NO_FFN}
 _SQUEEZEBERT |= {"ButterflyLinear": "has no linear map to make factors of"}
 _SQUEEZEBERT |= {"LowRankLinear": "has no linear map to factor", "LoRA": "has no linear map to put factors beside"}
+_SQUEEZEBERT |= {"HoulsbyAdapters": _NOT_BEHIND}
 _NO_TOKENS = dict.fromkeys(("RandomLTD", "PatchDropout", "TokenDropping", "TokenMerging"), _NOT_FEWER)
 _NO_TOKENS |= {"SequencePacking": _NO_MASK, "PartialTokenTraining": _NO_TUBES}
 _FLOAT_BUFFERS = {"StochasticRoundingBF16": "an operation was given different dtypes .* Buffers are not cast"}
@@ -327,6 +329,7 @@ FAMILIES: dict[str, Family] = {
         | {"TFixup": "expected a transformer", "AttentionWindowWarmup": _NO_ATTENTION, "SpanMasking": _NO_DECODER}
         | {"GatedPositionalAttention": _NO_PATCHES}
         | {"LoRA": "has no linear map to put factors beside", "QuantizedBase": _NO_NAMED}
+        | {"HoulsbyAdapters": _NOT_BEHIND}
         | {"LowRankLinear": "has no linear map to factor", "RMSNormalization": "has no LayerNorm"}
         | {"ButterflyLinear": "has no linear map to make factors of", "FusedNorms": "has no LayerNorm or RMSNorm"}
         | {"QKNorm": _NOT_NORMED, "RemoveQKVBias": _NO_BIAS}
