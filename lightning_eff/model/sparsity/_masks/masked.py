@@ -31,12 +31,13 @@ _AVERAGES = (
     "TrainableWeightAveraging",
 )
 _GROWTH = ("AutoProg", "CompoundGrowth", "DropIn", "GreedyLayerwise", "ProgressiveStacking", "ShallowToDeep")
+_ADAPTERS = ("LoRA", "BitFit", "HoulsbyAdapters", "PromptTuning", "VisualPromptTuning")
 #: What masks of any kind cannot train with, for ``conflicts``.
 RIVALS: Mapping[str, str] = {
     **dict.fromkeys(_AVERAGES, "an average of weights under several masks has the zeros of none"),
     **dict.fromkeys(_GROWTH, "masks are chosen over the whole network, of which a part is trained first"),
     "LocalSGD": "each rank would choose masks by weights of its own",
-    **dict.fromkeys(("LoRA", "BitFit", "HoulsbyAdapters", "PromptTuning"), "it freezes the weights that masks are for"),
+    **dict.fromkeys(_ADAPTERS, "it freezes the weights that masks are for"),
 }
 #: What masks that change cannot train with, beside those.
 RIVALS_IN_STATE: Mapping[str, str] = {
