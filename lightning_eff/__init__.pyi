@@ -115,6 +115,7 @@ from lightning_eff.model.layers.swap_activation import SwapActivation as SwapAct
 from lightning_eff.model.sparsity.gra_sp import GraSP as GraSP
 from lightning_eff.model.sparsity.lottery_tickets import LotteryTickets as LotteryTickets
 from lightning_eff.model.sparsity.rig_l import RigL as RigL
+from lightning_eff.model.sparsity.semi_structured_sparsity import SemiStructuredSparsity as SemiStructuredSparsity
 from lightning_eff.model.sparsity.set import SET as SET
 from lightning_eff.model.sparsity.snip import SNIP as SNIP
 from lightning_eff.monitor.efficiency_monitor import EfficiencyMonitor as EfficiencyMonitor

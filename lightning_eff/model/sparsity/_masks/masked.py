@@ -2,7 +2,7 @@
 
 import functools
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +19,7 @@ from lightning_eff._core.technique import Technique
 from lightning_eff.model.sparsity._masks.allotting import DISTRIBUTIONS, Distribution
 from lightning_eff.model.sparsity._masks.finding import Block, Weight, chosen
 
-_ROOM = ("GraSP", "LotteryTickets", "RigL", "SET", "SNIP")
+_ROOM = ("GraSP", "LotteryTickets", "RigL", "SET", "SNIP", "SemiStructuredSparsity")
 NO_TIME = "masked products take as long as dense ones, so that no second is saved"
 _AVERAGES = (
     "ExponentialMovingAverage",
@@ -31,13 +31,16 @@ _AVERAGES = (
     "TrainableWeightAveraging",
 )
 _GROWTH = ("AutoProg", "CompoundGrowth", "DropIn", "GreedyLayerwise", "ProgressiveStacking", "ShallowToDeep")
-#: What masks of any kind cannot train with, for ``conflicts``.
-RIVALS: Mapping[str, str] = {
+_ANYWHERE: Mapping[str, str] = {
     **dict.fromkeys(_AVERAGES, "an average of weights under several masks has the zeros of none"),
-    **dict.fromkeys(_GROWTH, "masks are chosen over the whole network, of which a part is trained first"),
     "LocalSGD": "each rank would choose masks by weights of its own",
     "LoRA": "it freezes the weights that masks are for",
     "BitFit": "it freezes the weights that masks are for",
+}
+#: What masks that are chosen over the whole network cannot train with, for ``conflicts``.
+RIVALS: Mapping[str, str] = {
+    **_ANYWHERE,
+    **dict.fromkeys(_GROWTH, "masks are chosen over the whole network, of which a part is trained first"),
 }
 #: What masks that change cannot train with, beside those.
 RIVALS_IN_STATE: Mapping[str, str] = {
@@ -48,7 +51,12 @@ RIVALS_IN_STATE: Mapping[str, str] = {
 
 def rivals(who: str) -> dict[str, str]:
     """``conflicts`` of the class ``who`` with others of its room, and with :data:`RIVALS`."""
-    return {**RIVALS, **{name: "both say which weights are zero" for name in _ROOM if name != who}}
+    return {**RIVALS, **neighbours(who)}
+
+
+def neighbours(who: str) -> dict[str, str]:
+    """``conflicts`` of the class ``who``, whose masks are those of each weight by itself, with others of its room too."""
+    return {**_ANYWHERE, **{name: "both say which weights are zero" for name in _ROOM if name != who}}
 
 
 def no_time(profile: RunProfile) -> str | None:
@@ -69,6 +77,35 @@ def agreed(session: Session, values: Tensor) -> Tensor:
     if session.trainer.world_size == 1:
         return values
     return session.trainer.strategy.reduce(values.detach().clone(), reduce_op="mean")  # pyright: ignore[reportReturnType]
+
+
+def stepped(session: Session, names: Iterable[str], *, who: str) -> dict[str, nn.Parameter]:
+    """The parameters of these names.
+
+    Raises:
+        ValueError: if the optimizers step none of them.
+    """
+    named = dict(session.module.named_parameters())
+    found = {name: named[name] for name in names}
+    held = {id(p) for o in session.optimizers for group in o.param_groups for p in group["params"]}
+    if not any(id(p) in held for p in found.values()):
+        raise ValueError(
+            f"{who}: the optimizers of {type(session.module).__name__} step none of the weights that it would mask;"
+            f" expected some of {', '.join([*found][:4])}. Let an optimizer step them, or take it out."
+        )
+    return found
+
+
+def before_clipping(session: Session, fn: Callable[[], None]) -> None:
+    """Call ``fn`` before gradients are clipped, once those of all micro-batches and ranks are summed."""
+    clip = session.module.configure_gradient_clipping
+
+    @functools.wraps(clip)
+    def configure_gradient_clipping(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        fn()
+        clip(optimizer, *args, **kwargs)
+
+    session.patches.set(session.module, "configure_gradient_clipping", configure_gradient_clipping)
 
 
 class Masked(Technique):
@@ -234,13 +271,7 @@ class Masked(Technique):
     def on_optimizers(self, session: Session) -> None:
         who = type(self).__name__
         named = dict(session.module.named_parameters())
-        self._parameters = {name: named[name] for name in self.weights}
-        held = {id(p) for o in session.optimizers for group in o.param_groups for p in group["params"]}
-        if not any(id(p) in held for p in self._parameters.values()):
-            raise ValueError(
-                f"{who}: the optimizers of {type(session.module).__name__} step none of the weights that it would mask;"
-                f" expected some of {', '.join([*self.weights][:4])}. Let an optimizer step them, or take it out."
-            )
+        self._parameters = stepped(session, self.weights, who=who)
         wrong = [n for n, m in self.masks.items() if n not in named or named[n].shape != m.shape]
         if wrong or (self.masks and self.masks.keys() != self.weights.keys()):
             raise ValueError(
@@ -250,14 +281,7 @@ class Masked(Technique):
             )
         if self.masks:
             self.put(self.masks)
-        clip = session.module.configure_gradient_clipping
-
-        @functools.wraps(clip)
-        def configure_gradient_clipping(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-            self._gradients(session)
-            clip(optimizer, *args, **kwargs)
-
-        session.patches.set(session.module, "configure_gradient_clipping", configure_gradient_clipping)
+        before_clipping(session, lambda: self._gradients(session))
         self._handles = [o.register_step_post_hook(lambda *_: self._stepped(session)) for o in session.optimizers]
 
     @torch.no_grad()
