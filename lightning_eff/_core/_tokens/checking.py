@@ -305,6 +305,11 @@ def moved(block: nn.Module, dtype: torch.dtype, generator: Generator) -> nn.Modu
     other._compiled_call_impl = None
     for m in other.modules():
         m.__dict__.pop("_call_impl", None)
+        forward = vars(m).get("forward")
+        if hasattr(forward, "unwatched"):
+            del m.__dict__["forward"]
+            if forward.unwatched is not None:
+                m.__dict__["forward"] = forward.unwatched
     for p in other.parameters():
         fan = p.shape[-1] if p.ndim > 1 else 100
         step = torch.randn(p.shape, generator=generator, dtype=dtype) * 0.5 / fan**0.5

@@ -131,10 +131,10 @@ class MESA(Trajectory):
         self._take_in(session)
 
     @torch.no_grad()
-    def _take_in(self, session: Session) -> None:
-        """Let parameters that train and have no teacher have one that is what they are."""
+    def _take_in(self, session: Session, *, frozen: bool = False) -> None:
+        """Let parameters that train and have no teacher have one that is what they are; those that are ``frozen``, too."""
         for name, p in session.module.named_parameters():
-            if p.requires_grad and p.is_floating_point() and name not in self._teacher:
+            if (p.requires_grad or frozen) and p.is_floating_point() and name not in self._teacher:
                 self._teacher[name] = p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
 
     @override
@@ -146,7 +146,8 @@ class MESA(Trajectory):
     def on_blocks_changed(self, session: Session) -> None:
         self._teacher = {}
         self._stepped = False
-        self._take_in(session)  # at once, so that the order of techniques does not count
+        # at once, and whatever trains by then, so that the order of techniques does not count; what stays is its own mean
+        self._take_in(session, frozen=True)
 
     @contextmanager
     def _in_place(self, module: nn.Module) -> Iterator[None]:

@@ -261,3 +261,14 @@ def test_convolutions_are_refused() -> None:
 
     with pytest.raises(ValueError, match=r"RandomLTD: block 1 of .* cannot be given fewer .*\(B, T, D\)"):
         trainer(RandomLTD(), max_steps=2).fit(family("resnet"), DataLoader([batch("resnet", 4)], batch_size=None))
+
+
+def test_a_trial_of_scaled_blocks_has_the_copy_s_own_weights() -> None:
+    """Whose maps are watched at the first batch, by what a copy must not take along: it would run the block itself."""
+    build = [
+        RandomLTD(start=0.25, until=0.8, multiple_of=4),
+        eff.ReZero(),
+        eff.SequenceLengthWarmup(start=8, until=0.5),
+    ]
+    _, t = fit("tiny_gpt", lambda: build, max_steps=2, precision="bf16-true")
+    assert t.global_step == 2

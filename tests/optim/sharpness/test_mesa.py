@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import BatchEncoding
 
-from lightning_eff import MESA, EfficientSAM, SharpnessAwareMinimization
+from lightning_eff import MESA, EfficientSAM, LayerFreezing, ShallowToDeep, SharpnessAwareMinimization
 from lightning_eff._core._targets.window import Targets
 from lightning_eff._core.session import Session
 from lightning_eff.optim.sharpness.mesa import follow
@@ -259,6 +260,17 @@ def test_another_network_has_another_teacher() -> None:
     technique = MESA(weight=1.0, decay=0.8, start=0.0)
     trainer(technique, Grows(), max_steps=5).fit(module("classifier"), loader("classifier"))
     assert len(held) > 4 and all(held)
+
+
+def test_who_has_a_teacher_once_blocks_have_grown_goes_by_no_order() -> None:
+    """What is frozen as the network grows has one in either order, and is its own mean."""
+    found = []
+    for order in (1, -1):
+        technique = MESA(start=0.0, decay=0.5)
+        every = [technique, LayerFreezing(start=0.1, end=0.8), ShallowToDeep(group=2, until=0.4)][::order]
+        fit("tiny_gpt", partial(list, every))
+        found.append(set(technique._teacher))
+    assert found[0] == found[1] and len(found[0]) > 10
 
 
 def test_the_teacher_follows_optimizer_steps_in_single_precision() -> None:
