@@ -305,7 +305,7 @@ def moved(block: nn.Module, dtype: torch.dtype, generator: Generator) -> nn.Modu
     other._compiled_call_impl = None
     for m in other.modules():
         m.__dict__.pop("_call_impl", None)
-        forward = vars(m).get("forward")
+        forward: Any = vars(m).get("forward")
         if hasattr(forward, "unwatched"):
             del m.__dict__["forward"]
             if forward.unwatched is not None:
