@@ -193,9 +193,12 @@ class LookSAM(Uphill):
     def state_dict(self) -> dict[str, Any]:
         session = self._session or self._past
         own = {name: value.detach().cpu() for name, value in self._plain.items()}
+        direction = {name: value.detach().cpu() for name, value in self._direction.items()}
         return {
             **super().state_dict(),
             "direction": dict(self._direction),
+            # where ranks train by themselves, as under LocalSGD, each has its own
+            "directions": [direction] if session is None else session.gather(direction),
             "plain": [own] if session is None else session.gather(own),
             "decided_at": self._decided_at,
             "perturbs": self._perturbs,
@@ -208,6 +211,8 @@ class LookSAM(Uphill):
         session, ranks = self._session, state_dict["plain"]
         self._direction = dict(state_dict["direction"])
         fits = session is not None and len(ranks) == session.trainer.world_size
+        if fits and session is not None:
+            self._direction = dict(state_dict["directions"][session.rank])
         self._plain = dict(ranks[session.rank]) if fits and session is not None else {}
         self._decided_at, self._perturbs = state_dict["decided_at"], state_dict["perturbs"]
         self._turned = state_dict["turned"]
