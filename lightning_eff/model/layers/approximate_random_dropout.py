@@ -43,8 +43,8 @@ class ApproximateRandomDropout(Technique):
     Dropout that the module has there itself goes on; set it to zero, so that it is not dropped twice.
 
     The source reports 1.2 to 2.2 times as fast training of perceptrons. In a transformer the feed-forward networks are some
-    60 % of a step, and one of the sliced weights is copied for its product: measure before you believe (``benchmarks/
-    layers_cost.py``).
+    60 % of a step, and one of the sliced weights is copied for its product: measure before you believe.
+    No time of it was measured here.
 
     Logged: ``kept``, the share of hidden units that the last batch was computed with; ``networks``, how many.
 
