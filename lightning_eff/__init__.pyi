@@ -26,6 +26,7 @@ from lightning_eff.data.augmentation.images.auto_augment import AutoAugment as A
 from lightning_eff.data.augmentation.images.rand_augment import RandAugment as RandAugment
 from lightning_eff.data.augmentation.label_smoothing import LabelSmoothing as LabelSmoothing
 from lightning_eff.data.augmentation.mixing.cut_mix import CutMix as CutMix
+from lightning_eff.data.augmentation.mixing.manifold_mixup import ManifoldMixup as ManifoldMixup
 from lightning_eff.data.augmentation.mixing.mixup import Mixup as Mixup
 from lightning_eff.data.augmentation.mixing.saliency_mix import SaliencyMix as SaliencyMix
 from lightning_eff.data.augmentation.random_erasing import RandomErasing as RandomErasing

@@ -132,7 +132,7 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
             ),
         }
     if kind not in ("image", "speech"):  # a wave is of floating point
-        images["Mixup"] = "found no images in the batch, and no other tensor"
+        images |= dict.fromkeys(("ManifoldMixup", "Mixup"), "found no images in the batch, and no other tensor")
     fewer = dict.fromkeys(("RandomLTD", "TokenDropping"), _NOT_FEWER) if name in _BY_PLACES else {}
     if name == "gemma2":
         refused = {**(refused or {}), "LogitSoftcap": "caps its logits at 30.0 already"}
@@ -268,7 +268,16 @@ _NO_STACK = "found no stack of repeated blocks"
 _NO_FFN = dict.fromkeys(("CompoundGrowth", "ApproximateRandomDropout"), "found no feed-forward network")
 _GROWN = ("ShallowToDeep", "CompoundGrowth", "DropIn", "AutoProg")  # techniques of one stack
 _ALBERT = dict.fromkeys(
-    (*_ON_BLOCKS, *_GROWN, "StochasticDepth", "LayerFreezing", "GreedyLayerwise", "RegionalCompilation"), _NO_STACK
+    (
+        *_ON_BLOCKS,
+        *_GROWN,
+        "ManifoldMixup",
+        "StochasticDepth",
+        "LayerFreezing",
+        "GreedyLayerwise",
+        "RegionalCompilation",
+    ),
+    _NO_STACK,
 )
 _NO_LINEAR = dict.fromkeys(
     ("FP8Precision", "INT8Precision", "S2FP8Precision", "Wang2018FP8Precision"), "no linear map is left to run"
@@ -316,7 +325,7 @@ FAMILIES: dict[str, Family] = {
         _SWIN,
         _NO_SEQUENCE
         | _SAY_LAYERS
-        | dict.fromkeys(_GROWN, "layers=")
+        | dict.fromkeys((*_GROWN, "ManifoldMixup"), "layers=")
         | {"AttentionWindowWarmup": "is on 4 tokens", "SpanMasking": _NO_DECODER}
         | {"GatedPositionalAttention": _NO_PATCHES}
         | dict.fromkeys(("GhostNorm", "SeqNorm"), "has no BatchNorm to act on")
