@@ -271,12 +271,13 @@ class ManifoldMixup(Convex):
 
         def mixed(output: Any) -> Any:
             hidden, rest = split_output(output)
-            if len(hidden) != len(partner):
+            if len(hidden) != step.versions * len(partner):
                 raise ValueError(
                     f"{WHO}: the block of depth {self._depth} was called on {len(hidden)} of a batch's {len(partner)} samples;"
                     " expected all of them, as in the first batch."
                 )
-            made = mixup(hidden, partner, share)
+            within = torch.cat([partner + k * len(partner) for k in range(step.versions)])
+            made = mixup(hidden, within, share if len(share) == 1 else share.repeat(step.versions))
             return made if rest is None else (made, *rest)
 
         hook, before = OutputHook(block, mixed), step.around

@@ -194,6 +194,21 @@ def test_both_passes_of_two_are_mixed_and_nothing_stays() -> None:
         torch.testing.assert_close(scores, share * z + (1 - share) * z[spied.partners[0]], rtol=1e-4, atol=1e-5)
 
 
+def test_each_version_of_an_image_is_mixed_with_the_others_same_version() -> None:
+    """AugMix's consistency puts three versions of the batch into one, and mixtures are within each of them."""
+    pytest.importorskip("kornia")
+    x, y = batches()[0]
+    technique, net = depth(2), Deep(bends=2)
+    spied, twin = Spied(technique), copy.deepcopy(net)
+    train(net, technique, eff.AugMix(consistency=1.0, mean=0.5, std=0.1), data=[(x, y)])
+    whole, _ = net.given[-1]
+    assert len(whole) == 3 * SIZE and torch.equal(whole[:SIZE], x)
+    share = spied.shares[0][:, None]
+    for version, scores in zip(whole.split(SIZE), net.scores[-1].split(SIZE), strict=True):
+        z = twin(version)
+        torch.testing.assert_close(scores, share * z + (1 - share) * z[spied.partners[0]], rtol=1e-5, atol=1e-6)
+
+
 class Texts(pl.LightningModule):
     """Classifies ids by blocks, whose samples lie in dimension ``at``."""
 
