@@ -127,7 +127,7 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
             "ChannelsLast": "has no convolution that could profit",
             **_NOT_SMALLER,
             **dict.fromkeys(
-                ("CutMix", "Cutout", "RandomErasing", "SaliencyMix", "RandAugment", "AutoAugment", "AugMix"),
+                ("CutMix", "Cutout", "RandomErasing", "SaliencyMix", "TransMix", "RandAugment", "AutoAugment", "AugMix"),
                 "found no images in the batch",
             ),
         }
@@ -327,6 +327,7 @@ FAMILIES: dict[str, Family] = {
         | _SAY_LAYERS
         | dict.fromkeys((*_GROWN, "ManifoldMixup"), "layers=")
         | {"AttentionWindowWarmup": "is on 4 tokens", "SpanMasking": _NO_DECODER}
+        | {"TransMix": "which are no grid of square patches"}
         | {"GatedPositionalAttention": _NO_PATCHES}
         | dict.fromkeys(("GhostNorm", "SeqNorm"), "has no BatchNorm to act on")
         | attention_of("swin", "image"),
@@ -340,6 +341,7 @@ FAMILIES: dict[str, Family] = {
         | _NO_FFN
         | _NO_TOKENS
         | {"TFixup": "expected a transformer", "AttentionWindowWarmup": _NO_ATTENTION, "SpanMasking": _NO_DECODER}
+        | {"TransMix": "saw no attention in training_step"}
         | {"GatedPositionalAttention": _NO_PATCHES}
         | {"LoRA": "has no linear map to put factors beside", "QuantizedBase": _NO_NAMED}
         | {"HoulsbyAdapters": _NOT_BEHIND}
