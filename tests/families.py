@@ -125,9 +125,19 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
             "PartialTokenTraining": _NO_TUBES,
             "GatedPositionalAttention": _NO_PATCHES,
             "ChannelsLast": "has no convolution that could profit",
+            "DiffAugment": r"expected one tensor \(B, C, H, W\)",
             **_NOT_SMALLER,
             **dict.fromkeys(
-                ("CutMix", "Cutout", "RandomErasing", "SaliencyMix", "TransMix", "RandAugment", "AutoAugment", "AugMix"),
+                (
+                    "CutMix",
+                    "Cutout",
+                    "RandomErasing",
+                    "SaliencyMix",
+                    "TransMix",
+                    "RandAugment",
+                    "AutoAugment",
+                    "AugMix",
+                ),
                 "found no images in the batch",
             ),
         }
@@ -139,8 +149,7 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
     at_ends = ("ZeroProjections", "ReZero", "SkipInit", "LayerScale", "Fixup") if name == "gemma2" else ()
     norms = dict.fromkeys(at_ends, "ends in a norm behind .*, or one to which 1 is added")
     if kind in ("image", "speech"):
-        fewer = dict.fromkeys(("EDA", "TokenNoise"), "found no tokens in the batch")
-        fewer["TokenDropping"] = "no nn.Embedding was called on the ids"
+        fewer = {"TokenDropping": "no nn.Embedding was called on the ids"}
     begun: dict[str, str] = {}
     if kind == "speech" or name == "rembert":  # whose head reads another width than its embedding has
         begun["DataDrivenInit"] = "is neither a language model"
@@ -259,6 +268,7 @@ _NO_SEQUENCE = {
     "MaskRateSchedule": _NO_IDS,
     "NgramEmbedding": _NO_LOOK_UP,
 }
+_NO_SEQUENCE |= dict.fromkeys(("EDA", "SeqMix", "TokenNoise"), "found no tokens in the batch")
 _NO_SEQUENCE |= {"TokenBudgetBatches": "found no sequence of integers in a sample"}
 _OTHER_BLOCKS = dict.fromkeys(
     ("ProgressiveStacking", "ShallowToDeep", "CompoundGrowth"),

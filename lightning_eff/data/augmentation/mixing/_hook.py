@@ -1,13 +1,45 @@
-"""What a block returns, seen and changed from outside."""
+"""What a block returns, seen and changed from outside; and rows of it, mixed as a batch's samples are."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_eff._core.patches import Patches
-from lightning_eff._core.steps import Proceed
+from lightning_eff._core.session import Session
+from lightning_eff._core.steps import Around, Proceed, Step, looking
+from lightning_eff.data.augmentation.mixing._convex import mixup
+
+
+def mixed_rows(hidden: Tensor, partner: Tensor, share: Tensor, versions: int = 1, *, who: str = "mixed_rows") -> Tensor:
+    """``lambda h_i + (1 - lambda) h_j`` of what a network computed for a batch's samples, of the shape of ``hidden``.
+
+    Args:
+        hidden: (R, ...), in which each sample has as many rows, one behind the other, such as the parts of a long sequence;
+            and, with several versions of the batch, the whole of it as often.
+        partner: ``j``, (B,), of integers.
+        share: ``lambda``, (B,) or (1,).
+        versions: of each sample.
+        who: begins messages.
+
+    Raises:
+        ValueError: if the rows are no multiple of the samples.
+    """
+    samples = versions * len(partner)
+    parts, over = divmod(len(hidden), samples)
+    if over or not parts:
+        raise ValueError(
+            f"{who}: what is mixed within the network was computed for {len(hidden)} of a batch's {samples} samples; expected"
+            " all of them, as in the first batch. Let every step compute all samples at once, or take the technique out."
+        )
+    if len(hidden) > len(partner):
+        each = torch.arange(parts)
+        partner = torch.cat([partner + k * len(partner) for k in range(versions)])
+        partner = (partner[:, None] * parts + each).flatten()
+        share = share if len(share) == 1 else share.repeat(versions).repeat_interleave(parts)
+    return mixup(hidden, partner, share)
 
 
 class OutputHook:
@@ -25,13 +57,14 @@ class OutputHook:
         self.block, self.change = block, change
         self.calls = 0
         self._passing = False
+        self._lasting = False  # it stands around a step
         self._handle: RemovableHandle | None = None
         self._patches = Patches()
 
     def around(self, run: Proceed, batch: Any) -> Any:
         """``run(batch)`` with the hook on, which stays on for what the backward pass runs again."""
         self.on()
-        self.calls, self._passing = 0, True
+        self.calls, self._passing, self._lasting = 0, True, True
         try:
             return run(batch)
         except BaseException:
@@ -58,9 +91,41 @@ class OutputHook:
             self._handle = None
 
     def _changed(self, output: Any) -> Any:
+        if looking() and self._lasting:  # a pass that only looks, of the plain batch
+            return None
         self.calls += self._passing
         return self.change(output)
 
     def _instead(self, output: Any) -> Any:
         changed = self._changed(output)
         return output if changed is None else changed
+
+
+def standing_around(step: Step, session: Session, hooks: Sequence[OutputHook], batch: Any, proceed: Proceed) -> Any:
+    """``proceed(batch)`` with the hooks on in each pass of the training chain, and in what its backward pass runs again."""
+
+    def off() -> None:
+        for hook in hooks:
+            hook.off()
+
+    before = step.around
+    around: Around | None = before
+    for hook in hooks:
+        around = _inside(around, hook)
+    step.around = around
+    try:
+        output = proceed(batch)
+    except BaseException:
+        off()
+        raise
+    finally:
+        step.around = before
+    session.when_step_ends(off)  # before others that stand around these modules take out theirs
+    return output
+
+
+def _inside(outer: Around | None, hook: OutputHook) -> Around:
+    """What stands around a pass with the hook on, within what stood around it before."""
+    if outer is None:
+        return hook.around
+    return lambda run, given: outer(lambda inner: hook.around(run, inner), given)

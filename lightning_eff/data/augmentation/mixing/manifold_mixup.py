@@ -17,8 +17,8 @@ from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step
 from lightning_eff._core.technique import Control
 from lightning_eff.data.augmentation._arguments import check_number, no_mixing
-from lightning_eff.data.augmentation.mixing._convex import Convex, mixup
-from lightning_eff.data.augmentation.mixing._hook import OutputHook
+from lightning_eff.data.augmentation.mixing._convex import Convex
+from lightning_eff.data.augmentation.mixing._hook import OutputHook, mixed_rows, standing_around
 
 WHO = "ManifoldMixup"
 _CHOICE = "the other sample of a mixture may not be among those that are chosen, and is needed within the network"
@@ -271,25 +271,11 @@ class ManifoldMixup(Convex):
 
         def mixed(output: Any) -> Any:
             hidden, rest = split_output(output)
-            if len(hidden) != step.versions * len(partner):
-                raise ValueError(
-                    f"{WHO}: the block of depth {self._depth} was called on {len(hidden)} of a batch's {len(partner)} samples;"
-                    " expected all of them, as in the first batch."
-                )
-            within = torch.cat([partner + k * len(partner) for k in range(step.versions)])
-            made = mixup(hidden, within, share if len(share) == 1 else share.repeat(step.versions))
+            made = mixed_rows(hidden, partner, share, step.versions, who=f"{WHO}: depth {self._depth}")
             return made if rest is None else (made, *rest)
 
-        hook, before = OutputHook(block, mixed), step.around
-        step.around = hook.around if before is None else lambda run, given: before(lambda g: hook.around(run, g), given)
-        try:
-            output = proceed(batch)
-        except BaseException:
-            hook.off()
-            raise
-        finally:
-            step.around = before
-        self.session.when_step_ends(hook.off)  # before others that stand around the block take out theirs
+        hook = OutputHook(block, mixed)
+        output = standing_around(step, self.session, [hook], batch, proceed)
         if hook.calls != 1:
             raise ValueError(
                 f"{WHO}: the block of depth {self._depth}, a {type(block).__name__}, was called {hook.calls} times in a step;"

@@ -68,8 +68,8 @@ class TransMix(Mixing):
 
     ``training_step`` goes on to take integer labels, those of the larger area, which is not always the larger share; a metric
     that it computes of them is told once. Labels are one of each image. What chooses samples by their loss scores the mixtures,
-    by these shares. A step in which other techniques pass over all blocks goes by area. Where several techniques mix, each batch
-    is mixed by one of them.
+    by these shares. A step in which other techniques pass over all blocks goes by area. Where several techniques mix, each
+    batch is mixed by one of them.
 
     It regularises: it costs little time at each step, makes training fit more slowly, and pays over many epochs, on vision
     transformers alone. Early in training attention says nothing yet.
@@ -114,6 +114,7 @@ class TransMix(Mixing):
         **dict.fromkeys(("PatchDropout", "PartialTokenTraining", "TokenMerging"), _FEWER),
         "AttentionWindowWarmup": _FEWER,
         **dict.fromkeys(("Linformer", "Fastformer"), "what it attends to are no patches"),
+        "DiffAugment": "it shifts images within the step, and the mask of their pixels stays where it was",
         "RegionalCompilation": "compiled code hides the blocks' attention, which is read",
         "SAF": "a mixture's scores would be held to those of another mixture some epochs before",
     }
@@ -236,7 +237,9 @@ class TransMix(Mixing):
 
     def _by_attention(self, call: TargetCall, area: Tensor) -> Tensor:
         """``lambda`` of each of the batch's images, (B,), that a loss call is about; other images keep their area's share."""
-        assert self._reading is not None and self._own is not None and self._beside is not None and self._step is not None
+        assert (
+            self._reading is not None and self._own is not None and self._beside is not None and self._step is not None
+        )
         weights = self._reading.weights()
         if weights is None and self._may_rest():  # no block ran, and nothing says otherwise
             return area
