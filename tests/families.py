@@ -125,22 +125,31 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
             "PartialTokenTraining": _NO_TUBES,
             "GatedPositionalAttention": _NO_PATCHES,
             "ChannelsLast": "has no convolution that could profit",
+            "DiffAugment": r"expected one tensor \(B, C, H, W\)",
             **_NOT_SMALLER,
             **dict.fromkeys(
-                ("CutMix", "Cutout", "RandomErasing", "SaliencyMix", "RandAugment", "AutoAugment", "AugMix"),
+                (
+                    "CutMix",
+                    "Cutout",
+                    "RandomErasing",
+                    "SaliencyMix",
+                    "TransMix",
+                    "RandAugment",
+                    "AutoAugment",
+                    "AugMix",
+                ),
                 "found no images in the batch",
             ),
         }
     if kind not in ("image", "speech"):  # a wave is of floating point
-        images["Mixup"] = "found no images in the batch, and no other tensor"
+        images |= dict.fromkeys(("ManifoldMixup", "Mixup"), "found no images in the batch, and no other tensor")
     fewer = dict.fromkeys(("RandomLTD", "TokenDropping"), _NOT_FEWER) if name in _BY_PLACES else {}
     if name == "gemma2":
         refused = {**(refused or {}), "LogitSoftcap": "caps its logits at 30.0 already"}
     at_ends = ("ZeroProjections", "ReZero", "SkipInit", "LayerScale", "Fixup") if name == "gemma2" else ()
     norms = dict.fromkeys(at_ends, "ends in a norm behind .*, or one to which 1 is added")
     if kind in ("image", "speech"):
-        fewer = dict.fromkeys(("EDA", "TokenNoise"), "found no tokens in the batch")
-        fewer["TokenDropping"] = "no nn.Embedding was called on the ids"
+        fewer = {"TokenDropping": "no nn.Embedding was called on the ids"}
     begun: dict[str, str] = {}
     if kind == "speech" or name == "rembert":  # whose head reads another width than its embedding has
         begun["DataDrivenInit"] = "is neither a language model"
@@ -259,6 +268,7 @@ _NO_SEQUENCE = {
     "MaskRateSchedule": _NO_IDS,
     "NgramEmbedding": _NO_LOOK_UP,
 }
+_NO_SEQUENCE |= dict.fromkeys(("EDA", "SeqMix", "TokenNoise"), "found no tokens in the batch")
 _NO_SEQUENCE |= {"TokenBudgetBatches": "found no sequence of integers in a sample"}
 _OTHER_BLOCKS = dict.fromkeys(
     ("ProgressiveStacking", "ShallowToDeep", "CompoundGrowth"),
@@ -268,7 +278,16 @@ _NO_STACK = "found no stack of repeated blocks"
 _NO_FFN = dict.fromkeys(("CompoundGrowth", "ApproximateRandomDropout"), "found no feed-forward network")
 _GROWN = ("ShallowToDeep", "CompoundGrowth", "DropIn", "AutoProg")  # techniques of one stack
 _ALBERT = dict.fromkeys(
-    (*_ON_BLOCKS, *_GROWN, "StochasticDepth", "LayerFreezing", "GreedyLayerwise", "RegionalCompilation"), _NO_STACK
+    (
+        *_ON_BLOCKS,
+        *_GROWN,
+        "ManifoldMixup",
+        "StochasticDepth",
+        "LayerFreezing",
+        "GreedyLayerwise",
+        "RegionalCompilation",
+    ),
+    _NO_STACK,
 )
 _NO_LINEAR = dict.fromkeys(
     ("FP8Precision", "INT8Precision", "S2FP8Precision", "Wang2018FP8Precision"), "no linear map is left to run"
@@ -316,8 +335,9 @@ FAMILIES: dict[str, Family] = {
         _SWIN,
         _NO_SEQUENCE
         | _SAY_LAYERS
-        | dict.fromkeys(_GROWN, "layers=")
+        | dict.fromkeys((*_GROWN, "ManifoldMixup"), "layers=")
         | {"AttentionWindowWarmup": "is on 4 tokens", "SpanMasking": _NO_DECODER}
+        | {"TransMix": "which are no grid of square patches"}
         | {"GatedPositionalAttention": _NO_PATCHES}
         | dict.fromkeys(("GhostNorm", "SeqNorm"), "has no BatchNorm to act on")
         | attention_of("swin", "image"),
@@ -331,6 +351,7 @@ FAMILIES: dict[str, Family] = {
         | _NO_FFN
         | _NO_TOKENS
         | {"TFixup": "expected a transformer", "AttentionWindowWarmup": _NO_ATTENTION, "SpanMasking": _NO_DECODER}
+        | {"TransMix": "saw no attention in training_step"}
         | {"GatedPositionalAttention": _NO_PATCHES}
         | {"LoRA": "has no linear map to put factors beside", "QuantizedBase": _NO_NAMED}
         | {"HoulsbyAdapters": _NOT_BEHIND}
