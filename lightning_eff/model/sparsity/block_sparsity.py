@@ -37,7 +37,6 @@ def groups_of(kept: Tensor, size: int) -> Tensor:
         seed = counts.masked_fill(~left, -1.0).argmax()
         both = k @ k[seed]
         like = both / (counts + counts[seed] - both).clamp_min(1.0)
-        like[seed] = 2.0  # itself, before rows that are the same
         group = like.masked_fill(~left, -1.0).argsort(descending=True, stable=True)[:size]
         left[group] = False
         order.append(group)

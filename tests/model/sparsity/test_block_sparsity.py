@@ -1,5 +1,6 @@
 """BlockSparsity: regrouping is undone exactly, as many numbers are kept as is asked for, and they are dense blocks."""
 
+from functools import partial
 from itertools import combinations, permutations
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,10 @@ def test_rows_that_keep_the_same_columns_come_into_one_group() -> None:
     assert torch.equal(blocks_of(scores, order, 5, 12), scores > 0)
 
 
+def jaccard(sets: list[set[int]], i: int, j: int) -> float:
+    return len(sets[i] & sets[j]) / len(sets[i] | sets[j]) if sets[i] | sets[j] else 0.0
+
+
 def test_groups_are_of_the_likest_rows_by_sets_of_columns() -> None:
     for seed in range(20):
         torch.manual_seed(seed)
@@ -61,11 +66,7 @@ def test_groups_are_of_the_likest_rows_by_sets_of_columns() -> None:
         while left:
             first = max(left, key=lambda r: len(sets[r]))  # of equal ones the first
 
-            def like(r: int, first: int = first) -> float:
-                either = sets[r] | sets[first]
-                return 2.0 if r == first else len(sets[r] & sets[first]) / len(either) if either else 0.0
-
-            group = sorted(left, key=like, reverse=True)[:4]
+            group = sorted(left, key=partial(jaccard, sets, first), reverse=True)[:4]
             expected += group
             left = [r for r in left if r not in group]
         assert groups_of(kept, 4).tolist() == expected
