@@ -44,6 +44,7 @@ from lightning_eff.data.curriculum.sequence_length_warmup import SequenceLengthW
 from lightning_eff.data.curriculum.token_budget_batches import TokenBudgetBatches as TokenBudgetBatches
 from lightning_eff.data.exact_resume import ExactResume as ExactResume
 from lightning_eff.data.loader_tuning import LoaderTuning as LoaderTuning
+from lightning_eff.data.selection.adaptive.auto_assist import AutoAssist as AutoAssist
 from lightning_eff.data.selection.adaptive.robust_importance_sampling import (
     RobustImportanceSampling as RobustImportanceSampling,
 )
