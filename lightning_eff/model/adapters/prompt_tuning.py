@@ -4,6 +4,7 @@ The rule is ``f([P; E(x)])`` for x of T tokens, E(x) of (T, d) and P of (k, d), 
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -11,9 +12,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core._architecture.surgeon import Surgeon
+from lightning_eff._core._branches.pieces import step_of
+from lightning_eff._core._branches.tracing import looked_at
 from lightning_eff._core._run.ranks import on_all_ranks
 from lightning_eff._core._stack.compiled import compiled_around
 from lightning_eff._core._tokens.embeddings import token_embeddings
+from lightning_eff._core.batches import num_samples, tensors
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
@@ -25,6 +29,9 @@ from lightning_eff.model.adapters._prompts.prefixing import Prefix, hooked
 
 WHO = "PromptTuning"
 COMMON = 5000  # rows of the table that prompts begin at: vocabularies have common tokens first
+PASSES = (
+    4  # of the network at the first batch: as it is, on a token before the text, on prompts like it, and on the prompts
+)
 WIDTH = 0.5  # of uniform numbers, each way, as the paper has them
 
 
@@ -52,8 +59,8 @@ class PromptTuning(Adapter):
     belong to them. It is the smallest module that has all blocks in it and is called with the ids; it and the token embedding
     are found in a pass over an input that is made up. Arguments that go along are masks (B, T), positions and types of tokens.
 
-    At the first batch, and at longer texts than before, the network is tried in three forward passes: prompts that are the
-    rows of a token must do what that token does.
+    At the first batch, and at longer texts than before, the network is tried in some forward passes: prompts that are the
+    embeddings of a token must do what that token does.
 
     **It learns slowly**, wants large rates (0.3 in the paper), and is behind full tuning below some billions of parameters by
     its authors' own figures. A step costs what k tokens more cost; the backward pass goes through the whole network. A pooler
@@ -163,29 +170,34 @@ class PromptTuning(Adapter):
     @override
     def attach(self, session: Session) -> None:
         super().attach(session)
-        self._looked = False
-        session.chain.add(Stage.SAVE, self._look)
+        self._longest = 0
+        session.chain.add(Stage.MEASURE, self._look)
 
     def _look(self, step: Step, batch: Any, proceed: Proceed) -> Any:
-        """At the first batch: what does not work is told on all ranks, and prompts were in some call."""
-        if self._looked:
-            return proceed(batch)
-        self._looked = True
-        hooks = hooked(step.module)
+        """Before the first step, and longer texts, in a pass beside it: what does not work is told."""
+        length = max((t.shape[1] for _, t in tensors(batch) if t.ndim == 2 and not t.is_floating_point()), default=1)
+        if not self._longest:
+            self._longest = length if on_all_ranks(self.session, lambda: self._tried(step, batch)) else 0
+        elif length > self._longest and self._tried(step, batch):  # as long as others' on one rank alone
+            self._longest = length
+        return proceed(batch)
+
+    def _tried(self, step: Step, batch: Any) -> bool:
+        session, hooks = self.session, hooked(step.module)
         before = {path: prefix.given for path, prefix in hooks.items()}
-
-        def run() -> Any:
-            output = proceed(batch)
-            for path, prefix in hooks.items():
-                if output is not None and prefix.given == before[path]:
-                    raise ValueError(
-                        f"{WHO}: training_step did not call {path or 'the module itself'}, whose calls get the prompts, so that"
-                        " they had no effect; expected a step that calls it, and not its forward or its parts. Take the"
-                        " technique out."
-                    )
-            return output
-
-        return on_all_ranks(self.session, run)
+        with looked_at(session), torch.no_grad():
+            output = step_of(session, batch, step.batch_idx)
+        for path, prefix in hooks.items():
+            if output is not None and prefix.given == before[path]:
+                raise ValueError(
+                    f"{WHO}: training_step did not call {path or 'the module itself'}, whose calls get the prompts, so that"
+                    " they had no effect; expected a step that calls it, and not its forward or its parts. Take the"
+                    " technique out."
+                )
+        session.chain.cost.forward_passes += PASSES
+        with suppress(ValueError):  # batches of no tensors have no samples to count
+            session.chain.cost.forward_samples += PASSES * num_samples(batch)
+        return output is not None
 
     @override
     def report(self) -> "dict[str, float | int | Tensor]":
