@@ -20,7 +20,7 @@ from lightning_eff._core._tokens.embeddings import token_embeddings
 from lightning_eff._core.batches import num_samples, tensors
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
-from lightning_eff._core.steps import Proceed, Stage, Step
+from lightning_eff._core.steps import Proceed, Stage, Step, looking_on
 from lightning_eff._core.technique import Control
 from lightning_eff.model.adapters._adapter import DEAD, RIVALS, Adapter
 from lightning_eff.model.adapters._prompts.embedding import prompted
@@ -29,9 +29,7 @@ from lightning_eff.model.adapters._prompts.prefixing import Prefix, hooked
 
 WHO = "PromptTuning"
 COMMON = 5000  # rows of the table that prompts begin at: vocabularies have common tokens first
-PASSES = (
-    4  # of the network at the first batch: as it is, on a token before the text, on prompts like it, and on the prompts
-)
+PASSES = 4  # at the first batch: as it is, on a token before the text, on prompts like that token, and on the prompts
 WIDTH = 0.5  # of uniform numbers, each way, as the paper has them
 
 
@@ -110,8 +108,8 @@ class PromptTuning(Adapter):
         "GreedyLayerwise": "it trains some blocks at a time, which are frozen here",
         "LayerFreezing": "behind blocks that it freezes there is no gradient, and prompts lie behind all of them",
     }
+    needs_automatic_optimization: ClassVar[bool] = True
     _length = 0
-    _prefix: Prefix | None = None
 
     def __init__(
         self,
@@ -185,7 +183,7 @@ class PromptTuning(Adapter):
     def _tried(self, step: Step, batch: Any) -> bool:
         session, hooks = self.session, hooked(step.module)
         before = {path: prefix.given for path, prefix in hooks.items()}
-        with looked_at(session), torch.no_grad():
+        with looking_on(), looked_at(session), torch.no_grad():
             output = step_of(session, batch, step.batch_idx)
         for path, prefix in hooks.items():
             if output is not None and prefix.given == before[path]:

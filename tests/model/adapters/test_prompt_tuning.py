@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lightning_eff as eff
-from lightning_eff import PromptTuning
+from lightning_eff import PromptTuning, Rematerialization
 from tests import families
 from tests.cases import Case, classifier
 from tests.models import LENGTH, SHORT, VOCAB, TinyGPT, loader, make_batch, trainer
-from tests.runs import fit_yaml
+from tests.runs import fit, fit_yaml
 
 # peft asks transformers' models for it by the name of before
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -146,6 +146,15 @@ def test_steps_are_those_of_prompts_written_by_hand() -> None:
     assert len(held) == 1 and held[0] is prompts_of(net)
 
 
+def test_a_trial_of_longer_texts_is_not_measured_by_a_plan_of_what_is_kept() -> None:
+    """Rematerialization sees each block once in the passes that it measures, though prompts are tried within them."""
+    planned = Rematerialization(policy="optimal", memory_budget=0.7)
+    net, _ = fit("short", lambda: [planned, PromptTuning(3)])
+    alone, _ = fit("short", lambda: [PromptTuning(3)])
+    assert torch.equal(prompts_of(net), prompts_of(alone))
+    assert planned.report()["recomputed_calls"] > 0
+
+
 # -- where they begin, and where they go
 
 
@@ -270,4 +279,4 @@ def test_what_cannot_be_is_refused_in_words() -> None:
 
 
 def test_in_a_config(tmp_path: Path) -> None:
-    fit_yaml(tmp_path, "PromptTuning", {"length": 0}, keeps_state=False, max_steps=3)
+    fit_yaml(tmp_path, "PromptTuning", {"length": 3}, model="TinyGPT", data="Short", max_steps=3)

@@ -17,7 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from lightning_eff._core import rng
 from lightning_eff._core._tokens.inputs import is_cache
 from lightning_eff._core._tokens.sequences import sequence_dims
-from lightning_eff._core.steps import in_evaluation, silent
+from lightning_eff._core.steps import in_evaluation, looking_on, silent
 from lightning_eff.model.adapters._prompts.embedding import Prompted
 from lightning_eff.model.adapters._prompts.network import arguments
 
@@ -183,7 +183,7 @@ class Prefix:
 @contextmanager
 def _aside(module: nn.Module) -> Iterator[None]:
     """A pass without a trace."""
-    with torch.no_grad(), rng.fork(), in_evaluation(module.modules()), silent(cast(Any, module)):
+    with looking_on(), torch.no_grad(), rng.fork(), in_evaluation(module.modules()), silent(cast(Any, module)):
         yield
 
 
