@@ -76,6 +76,7 @@ from lightning_eff.model.adapters.dequantize import dequantize as dequantize
 from lightning_eff.model.adapters.export_adapter import export_adapter as export_adapter
 from lightning_eff.model.adapters.houlsby_adapters import HoulsbyAdapters as HoulsbyAdapters
 from lightning_eff.model.adapters.lo_ra import LoRA as LoRA
+from lightning_eff.model.adapters.prompt_tuning import PromptTuning as PromptTuning
 from lightning_eff.model.adapters.quantized_base import QuantizedBase as QuantizedBase
 from lightning_eff.model.attention.a3_attention import A3Attention as A3Attention
 from lightning_eff.model.attention.dota_attention import DOTAAttention as DOTAAttention

@@ -26,6 +26,13 @@ class Sequences(pl.LightningDataModule):
         return loader("tiny_gpt")
 
 
+class Short(pl.LightningDataModule):
+    """Texts that leave room in ``TinyGPT``'s table of places."""
+
+    def train_dataloader(self):
+        return loader("short")
+
+
 class Texts(pl.LightningDataModule):
     """What ``Translator`` trains on."""
 

@@ -173,6 +173,10 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
     if name in _RELU2:
         begun["SwapActivation"] = "has no activation to act on"
     masks = {"SequencePacking": _NO_MASK, "MaskRateSchedule": _NO_IDS if kind in ("image", "speech") else _NOT_MASKED}
+    if kind == "seq2seq":
+        begun["PromptTuning"] = "looks up tokens 2 times in a pass"
+    if name == "mpnet":
+        begun["PromptTuning"] = "takes texts of 32 tokens, and not of 3 more"
     if kind != "seq2seq":
         masks["SpanMasking"] = _NO_DECODER
     windows = {}
@@ -267,6 +271,7 @@ _NO_SEQUENCE = {
     "SequenceLengthWarmup": "no integer tensor of shape .* keys=",
     "MaskRateSchedule": _NO_IDS,
     "NgramEmbedding": _NO_LOOK_UP,
+    "PromptTuning": _NO_LOOK_UP,
 }
 _NO_SEQUENCE |= dict.fromkeys(("EDA", "SeqMix", "TokenNoise"), "found no tokens in the batch")
 _NO_SEQUENCE |= {"TokenBudgetBatches": "found no sequence of integers in a sample"}

@@ -259,7 +259,9 @@ def test_resume_from_every_step_in_every_mode(name: str, mode: str, tmp_path: Pa
 def test_resume_without_dropout_layers_but_with_batch_norm(name: str, tmp_path: Path) -> None:
     some = third_of(name[::-1])
     if CASES[name].too_small:  # it needs tensors of some size, or sequences
-        model = next(model for model in ("gpt2", "vit", "bert", "translator") if model not in CASES[name].refuses)
+        model = next(
+            model for model in ("gpt2", "vit", "bert", "translator", "llama") if model not in CASES[name].refuses
+        )
         assert resume_from_every_step(model, lambda: [CASES[name].active()], tmp_path, third=some) == {}
         return
     build = CASES[name].on_classifier or CASES[name].active

@@ -39,7 +39,8 @@ _LOOKING: ContextVar[bool] = ContextVar("looking", default=False)
 
 
 @contextmanager
-def _looking_on() -> Iterator[None]:
+def looking_on() -> Iterator[None]:
+    """Forward passes within are beside the training pass that they may stand in: what counts its calls passes over them."""
     token = _LOOKING.set(True)
     try:
         yield
@@ -48,7 +49,7 @@ def _looking_on() -> Iterator[None]:
 
 
 def looking() -> bool:
-    """Whether a forward pass for its loss alone is under way, :meth:`Step.forward_only`, be it within a training pass."""
+    """Whether a pass is under way that only looks, as :meth:`Step.forward_only` does, be it within a training pass."""
     return _LOOKING.get()
 
 
@@ -224,7 +225,7 @@ class Step:
         """
         stages = (Stage.TRANSFORM,) if transform else ()
         start = time.perf_counter()
-        with torch.no_grad(), rng.fork(), silent(self.module), _looking_on():
+        with torch.no_grad(), rng.fork(), silent(self.module), looking_on():
             output = self.chain.call(self, batch, stages=stages, around=lambda: around)
         self.chain.cost.forward_passes += 1
         self.chain.cost.forward_samples += size
@@ -246,7 +247,7 @@ class Step:
             factor: what the loss is multiplied with, such as a gradient scaler's.
         """
         start = time.perf_counter()
-        with torch.enable_grad(), rng.fork(), silent(self.module), _looking_on():
+        with torch.enable_grad(), rng.fork(), silent(self.module), looking_on():
             output = self.chain.call(self, batch, stages=(Stage.TRANSFORM,))
             loss = output.get("loss") if isinstance(output, Mapping) else output
             found: list[Tensor | None] | None = None

@@ -22,7 +22,7 @@ WHO = "EightBitOptimizer"
 def tables(module: nn.Module) -> set[int]:
     """The ids of embeddings' weights, also where one is tied to a head."""
     owners = (m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
-    return {id(p) for m in owners for p in m.parameters(recurse=False)}
+    return {id(m.weight) for m in owners}  # and not what stands in it beside, such as prompts
 
 
 def state_bytes(optimizer: Optimizer, parameters: list[Tensor]) -> tuple[int, int]:

@@ -135,12 +135,19 @@ class Surgeon:
         self.where += names
         return names
 
-    def before(self, module: nn.Module, hook: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]) -> None:
-        """Let ``hook`` look at each call of ``module``: its arguments by position and by name.
+    def before(self, module: nn.Module, hook: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        """Let ``hook`` look at each call of ``module``: its arguments by position and by name, or return others.
 
         The hook stays with the module, in copies of it too, which must be able to copy it.
         """
         self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def behind(self, module: nn.Module, hook: Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]) -> None:
+        """Let ``hook`` look at what each call of ``module`` returns, and return it or something else in its place.
+
+        It stays as one of :meth:`before` does.
+        """
+        self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
 
     def leave(self, reasons: Mapping[str, str]) -> None:
         """Tell the user, once, what was left as it is, and why."""

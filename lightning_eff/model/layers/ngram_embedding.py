@@ -19,13 +19,13 @@ from lightning_eff._core._optim.joined import join
 from lightning_eff._core._optim.scheduled import schedulers_of
 from lightning_eff._core._optim.sparse import dense_views
 from lightning_eff._core._stack.compiled import compiled_around
+from lightning_eff._core._tokens.embeddings import token_embeddings
 from lightning_eff._core.optimizers import evaluates_anew, rewrite_configured
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.model.layers._ngrams.caches import RefuseCache
-from lightning_eff.model.layers._ngrams.finding import token_embeddings
 from lightning_eff.model.layers._ngrams.gradients import dense_for
 from lightning_eff.model.layers._ngrams.order import check_order, check_untransposed
 from lightning_eff.model.layers._ngrams.row_adam import RowAdam

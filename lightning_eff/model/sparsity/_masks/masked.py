@@ -43,7 +43,7 @@ _GROWTH = ("AutoProg", "CompoundGrowth", "DropIn", "GreedyLayerwise", "Progressi
 _ANYWHERE: Mapping[str, str] = {
     **dict.fromkeys(_AVERAGES, "an average of weights under several masks has the zeros of none"),
     "LocalSGD": "each rank would choose masks by weights of its own",
-    **dict.fromkeys(("LoRA", "BitFit", "HoulsbyAdapters"), "it freezes the weights that masks are for"),
+    **dict.fromkeys(("LoRA", "BitFit", "HoulsbyAdapters", "PromptTuning"), "it freezes the weights that masks are for"),
 }
 #: What masks that are chosen over the whole network cannot train with, for ``conflicts``.
 RIVALS: Mapping[str, str] = {

@@ -41,7 +41,7 @@ def token_embeddings(root: nn.Module, names: str | Sequence[str] | None, *, who:
         return {path: m for path, m in every.items() if any(_meets(path, pattern) for pattern in patterns)}
     if not every:
         raise ValueError(
-            f"{who}: {type(root).__name__} has no token embedding (nn.Embedding) to add a table to; expected a language model."
+            f"{who}: {type(root).__name__} has no token embedding (nn.Embedding); expected a language model."
             " One that looks tokens up by other means, such as F.embedding, must do so by an nn.Embedding."
         )
     found = _of_hugging_face(root, every)
