@@ -123,6 +123,7 @@ from lightning_eff.model.layers.remove_qkv_bias import RemoveQKVBias as RemoveQK
 from lightning_eff.model.layers.rms_normalization import RMSNormalization as RMSNormalization
 from lightning_eff.model.layers.seq_norm import SeqNorm as SeqNorm
 from lightning_eff.model.layers.swap_activation import SwapActivation as SwapActivation
+from lightning_eff.model.sparsity.early_bird import EarlyBird as EarlyBird
 from lightning_eff.model.sparsity.gra_sp import GraSP as GraSP
 from lightning_eff.model.sparsity.lottery_tickets import LotteryTickets as LotteryTickets
 from lightning_eff.model.sparsity.rig_l import RigL as RigL

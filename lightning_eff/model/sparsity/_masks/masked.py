@@ -19,7 +19,16 @@ from lightning_eff._core.technique import Technique
 from lightning_eff.model.sparsity._masks.allotting import DISTRIBUTIONS, Distribution
 from lightning_eff.model.sparsity._masks.finding import Block, Weight, chosen
 
-_ROOM = ("GraSP", "LotteryTickets", "RigL", "SET", "SNIP", "SemiStructuredSparsity", "TrainLargeThenCompress")
+_ROOM = (
+    "EarlyBird",
+    "GraSP",
+    "LotteryTickets",
+    "RigL",
+    "SET",
+    "SNIP",
+    "SemiStructuredSparsity",
+    "TrainLargeThenCompress",
+)
 NO_TIME = "masked products take as long as dense ones, so that no second is saved"
 _AVERAGES = (
     "ExponentialMovingAverage",
