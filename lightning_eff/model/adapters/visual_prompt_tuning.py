@@ -28,7 +28,7 @@ _TOKENS = "prompts stand among the tokens of which it leaves out some; give deep
 SHALLOW: Mapping[str, str] = {
     **dict.fromkeys(("StochasticDepth", "ProgressiveLayerDropping", "DropIn", "ProgressiveStacking"), _DEPTH),
     **dict.fromkeys(("ShallowToDeep", "CompoundGrowth", "AutoProg"), _DEPTH),
-    **dict.fromkeys(("PatchDropout", "TokenMerging", "PartialTokenTraining", "RandomLTD", "TokenDropping"), _TOKENS),
+    **dict.fromkeys(("PatchDropout", "PartialTokenTraining", "RandomLTD", "TokenDropping"), _TOKENS),
 }
 
 
@@ -94,6 +94,11 @@ class VisualPromptTuning(Adapter):
         **dict.fromkeys(("LoRA", "BitFit", "HoulsbyAdapters", "PromptTuning"), RIVALS),
         "GradientCentralization": "it centres the gradients of maps' weights, which are frozen here",
         "ReplaceOptimizer": "it steps hidden matrices, which are frozen here",
+        **dict.fromkeys(
+            ("GatedPositionalAttention", "Linformer"),
+            "its attention is made for the patches' places, and prompts have none",
+        ),
+        "TokenMerging": "its attention counts what each token stands for, and prompts come in behind that count",
         "KFAC": "it preconditions the weights of maps, which are frozen here",
         "FixRes": "it ends by training the classifier and norms alone, which are frozen here",
         "GreedyLayerwise": "it trains some blocks at a time, whose prompts are all that trains here",
@@ -157,19 +162,19 @@ class VisualPromptTuning(Adapter):
     def _width(self, surgeon: Surgeon, blocks: list[nn.Module], stack: str) -> tuple[str, int]:
         """Of the first pass in which the blocks are handed tokens of an image: what was run, and d."""
         tried: list[str] = []
-        images: list[int] = []
+        dims: list[int] = []
         seen: list[tuple[int, ...]] = []
 
         def image(m: nn.Module, args: Any, kwargs: Any) -> None:
-            every = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()]
-            if not seen:  # in blocks, heads stand in four dimensions too
-                images.extend(t.ndim for t in every if t.ndim in (4, 5))
+            if not dims:  # what comes in: further in, masks and heads stand in four dimensions too
+                every = (*args, *kwargs.values())
+                dims.extend(t.ndim for t in every if isinstance(t, Tensor) and t.is_floating_point())
 
         def block(m: nn.Module, args: Any, kwargs: Any) -> None:
             seen.append(tuple(hidden_of(args, kwargs).shape))
 
         for of, call in attempts(surgeon.root, surgeon.batch):
-            images.clear()
+            dims.clear()
             seen.clear()
             handles = [m.register_forward_pre_hook(image, with_kwargs=True) for m in surgeon.root.modules()]
             handles += [m.register_forward_pre_hook(block, with_kwargs=True) for m in blocks]
@@ -183,7 +188,7 @@ class VisualPromptTuning(Adapter):
                 for handle in handles:
                     handle.remove()
             tokens = bool(seen) and all(len(s) == 3 and s[0::2] == seen[0][0::2] for s in seen)
-            if len(seen) == len(blocks) and tokens and images:
+            if len(seen) == len(blocks) and tokens and {4, 5} & {*dims}:
                 return of, seen[0][2]
             tried.append(f"{of} ran, and the blocks were handed {seen[0] if seen else 'nothing'}")
         raise ValueError(

@@ -200,8 +200,9 @@ class MaskedPatches(Patches):
 def test_what_cannot_be_is_refused_in_words() -> None:
     with pytest.raises(ValueError, match=r"blocks at .* were not seen to be run on tokens .* of an image"):
         eff.apply(TinyGPT(2), VisualPromptTuning(3))
+    net = MaskedPatches()
     with pytest.raises(ValueError, match=r"is handed 1 \(16, 16\) beside its 16 tokens"):
-        eff.apply(net := MaskedPatches(), VisualPromptTuning(3))
+        eff.apply(net, VisualPromptTuning(3))
     assert all(type(m) is Masked for m in net.blocks) and all(p.requires_grad for p in net.parameters())
     with pytest.raises(ValueError, match="cannot be run on 3 tokens more"):
         eff.apply(families.module("swin"), VisualPromptTuning(3, layers="model.swin.encoder.layers.0.blocks"))

@@ -1,6 +1,8 @@
 """Blocks of a vision transformer that are run on prompts beside their tokens."""
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -21,10 +23,12 @@ class PromptedBlock(nn.Module):
     Attributes:
         enter: k, as many prompts are put in.
         leave: k, as many tokens are taken out at the end.
+        times: how often each prompt stands there.
     """
 
     enter: int
     leave: int
+    times: int = 1
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -34,8 +38,17 @@ class PromptedBlock(nn.Module):
         if not self.leave:
             return output
         hidden, rest = split_output(output)
-        hidden = hidden[:, : hidden.shape[1] - self.leave]
+        hidden = hidden[:, : hidden.shape[1] - self.times * self.leave]
         return hidden if rest is None else (hidden, *rest)
+
+    @contextmanager
+    def twice(self) -> Iterator[None]:
+        """Each prompt stands twice, as tokens do where it is tried whether a block goes by places."""
+        self.times = 2
+        try:
+            yield
+        finally:
+            self.times = 1
 
     def _with_prompts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         hidden, prompts = hidden_of(args, kwargs), cast(Tensor, self._parameters[PROMPTS])
@@ -52,7 +65,8 @@ class PromptedBlock(nn.Module):
                     " of masks and rotary tables. Expected blocks of tokens alone. Take the technique out."
                 )
         # [E; P], (B, T + k, d)
-        longer = torch.cat([hidden, prompts.to(hidden.dtype).expand(len(hidden), -1, -1)], dim=1)
+        beside = prompts if self.times == 1 else prompts.repeat_interleave(self.times, dim=0)
+        longer = torch.cat([hidden, beside.to(hidden.dtype).expand(len(hidden), -1, -1)], dim=1)
         return mapped((args, kwargs), lambda path, value: longer if value is hidden else value)
 
     @override
