@@ -79,6 +79,7 @@ from lightning_eff.model.adapters.houlsby_adapters import HoulsbyAdapters as Hou
 from lightning_eff.model.adapters.lo_ra import LoRA as LoRA
 from lightning_eff.model.adapters.prompt_tuning import PromptTuning as PromptTuning
 from lightning_eff.model.adapters.quantized_base import QuantizedBase as QuantizedBase
+from lightning_eff.model.adapters.visual_prompt_tuning import VisualPromptTuning as VisualPromptTuning
 from lightning_eff.model.attention.a3_attention import A3Attention as A3Attention
 from lightning_eff.model.attention.dota_attention import DOTAAttention as DOTAAttention
 from lightning_eff.model.attention.elsa_attention import ELSAAttention as ELSAAttention
@@ -129,6 +130,7 @@ from lightning_eff.model.layers.rms_normalization import RMSNormalization as RMS
 from lightning_eff.model.layers.seq_norm import SeqNorm as SeqNorm
 from lightning_eff.model.layers.swap_activation import SwapActivation as SwapActivation
 from lightning_eff.model.sparsity.block_sparsity import BlockSparsity as BlockSparsity
+from lightning_eff.model.sparsity.early_bird import EarlyBird as EarlyBird
 from lightning_eff.model.sparsity.gra_sp import GraSP as GraSP
 from lightning_eff.model.sparsity.lottery_tickets import LotteryTickets as LotteryTickets
 from lightning_eff.model.sparsity.re_sprop import ReSprop as ReSprop

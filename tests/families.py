@@ -173,6 +173,8 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
     if name in _RELU2:
         begun["SwapActivation"] = "has no activation to act on"
     masks = {"SequencePacking": _NO_MASK, "MaskRateSchedule": _NO_IDS if kind in ("image", "speech") else _NOT_MASKED}
+    if kind != "image":
+        begun["VisualPromptTuning"] = _NOT_OF_IMAGES
     if kind == "seq2seq":
         begun["PromptTuning"] = "looks up tokens 2 times in a pass"
     if name == "mpnet":
@@ -252,6 +254,7 @@ _NO_ATTENTION = "saw no self-attention in training_step"
 _NOT_FEWER = "cannot be given fewer of its tokens"
 _ON_IMAGES = ("ProgressiveResizing", "EfficientTrain", "FixRes")
 _NOT_SMALLER = dict.fromkeys(_ON_IMAGES, "found no images in the batch")
+_NOT_OF_IMAGES = "were not seen to be run on tokens|found no stack of repeated blocks"
 _NO_IMAGES = f"found no images in the batch|called none of the blocks|{_NOT_FEWER}"
 _NO_PATCHES = "does not attend to the patches of an image"
 _NO_LOOK_UP = "has no token embedding"
@@ -344,6 +347,7 @@ FAMILIES: dict[str, Family] = {
         | {"AttentionWindowWarmup": "is on 4 tokens", "SpanMasking": _NO_DECODER}
         | {"TransMix": "which are no grid of square patches"}
         | {"GatedPositionalAttention": _NO_PATCHES}
+        | {"GatedPositionalAttention": _NO_PATCHES, "VisualPromptTuning": "layers="}
         | dict.fromkeys(("GhostNorm", "SeqNorm"), "has no BatchNorm to act on")
         | attention_of("swin", "image"),
     ),
@@ -358,6 +362,7 @@ FAMILIES: dict[str, Family] = {
         | {"TFixup": "expected a transformer", "AttentionWindowWarmup": _NO_ATTENTION, "SpanMasking": _NO_DECODER}
         | {"TransMix": "saw no attention in training_step"}
         | {"GatedPositionalAttention": _NO_PATCHES}
+        | {"GatedPositionalAttention": _NO_PATCHES, "VisualPromptTuning": _NOT_OF_IMAGES}
         | {"LoRA": "has no linear map to put factors beside", "QuantizedBase": _NO_NAMED}
         | {"HoulsbyAdapters": _NOT_BEHIND}
         | {"LowRankLinear": "has no linear map to factor", "RMSNormalization": "has no LayerNorm"}

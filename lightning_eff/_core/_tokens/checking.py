@@ -222,7 +222,8 @@ class Trial:
             fewer = plan.fewer(self.call, half)
             some, rest = split_output(self.run(fewer, plan.tables, half))
             pairs = half.repeat_interleave(2, dim=-1)
-            twice = split_output(self.run(_doubled(fewer, plan), plan.tables, pairs))[0]
+            with getattr(self.block, "twice", nullcontext)():  # tokens of its own stand twice, too
+                twice = split_output(self.run(_doubled(fewer, plan), plan.tables, pairs))[0]
         except Exception as error:
             caches = [told(path, value) for path, value in leaves(self.call) if is_cache(value)]
             without = f" and without {caches[0]}" if caches else ""

@@ -21,6 +21,7 @@ from lightning_eff.model.sparsity._masks.finding import Block, Weight, chosen
 
 _ROOM = (
     "BlockSparsity",
+    "EarlyBird",
     "GraSP",
     "LotteryTickets",
     "RigL",
@@ -40,10 +41,11 @@ _AVERAGES = (
     "TrainableWeightAveraging",
 )
 _GROWTH = ("AutoProg", "CompoundGrowth", "DropIn", "GreedyLayerwise", "ProgressiveStacking", "ShallowToDeep")
+_ADAPTERS = ("LoRA", "BitFit", "HoulsbyAdapters", "PromptTuning", "VisualPromptTuning")
 _ANYWHERE: Mapping[str, str] = {
     **dict.fromkeys(_AVERAGES, "an average of weights under several masks has the zeros of none"),
     "LocalSGD": "each rank would choose masks by weights of its own",
-    **dict.fromkeys(("LoRA", "BitFit", "HoulsbyAdapters", "PromptTuning"), "it freezes the weights that masks are for"),
+    **dict.fromkeys(_ADAPTERS, "it freezes the weights that masks are for"),
 }
 #: What masks that are chosen over the whole network cannot train with, for ``conflicts``.
 RIVALS: Mapping[str, str] = {

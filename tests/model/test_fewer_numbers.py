@@ -1,0 +1,60 @@
+"""The table of time against FLOPs: made of its results, honest where masks save no time, and of all techniques of its rooms."""
+
+import argparse
+import json
+from typing import Any
+
+import pytest
+
+import lightning_eff
+from benchmarks import fewer_numbers
+from lightning_eff import _public
+
+#: What has no row: it masks as SNIP does, after trainings of its own.
+WITHOUT = {"LotteryTickets"}
+
+
+def result() -> dict[str, Any]:
+    return json.loads(fewer_numbers.RESULTS.read_text())
+
+
+def test_the_page_is_made_of_the_committed_results() -> None:
+    text = fewer_numbers.PAGE.read_text()
+    assert text == fewer_numbers.page(text, result())
+    assert all(f"| {name} |" in text for arms in fewer_numbers.ARMS.values() for name in arms)
+    assert set(result()["techniques"]) == {name for arms in fewer_numbers.ARMS.values() for name in arms}
+
+
+def test_every_technique_of_the_rooms_has_a_row() -> None:
+    rooms = {f"lightning_eff.model.{room}": arms for room, arms in fewer_numbers.ARMS.items()}
+    for name, home in _public.HOMES.items():
+        room = home.rpartition(".")[0]
+        if room in rooms and hasattr(getattr(lightning_eff, name), "saves") and name not in WITHOUT:
+            assert any(row.split(",")[0] == name for row in rooms[room]), f"{name} has no row in {room}"
+
+
+@pytest.mark.parametrize(
+    ("needed", "quartiles", "said"),
+    [
+        (0.3, (0.97, 1.02), "**no time saved**, though a step needs fewer FLOPs"),
+        (0.3, (1.06, 1.2), "**costs time**, though a step needs fewer FLOPs"),
+        (1.0, (0.97, 1.02), "**no time saved**"),
+        (0.3, (0.6, 0.9), "saves time"),
+        (1.0, (1.1, 1.3), "**costs time**"),
+    ],
+)
+def test_where_there_is_no_time_saved_the_table_says_so(
+    needed: float, quartiles: tuple[float, float], said: str
+) -> None:
+    time = {"median": sum(quartiles) / 2, "lower_quartile": quartiles[0], "upper_quartile": quartiles[1]}
+    assert fewer_numbers.verdict({"needed": needed, "time": time}) == said
+
+
+def test_masks_need_fewer_flops_and_do_as_many() -> None:
+    args = argparse.Namespace(rounds=2, steps=1, warm_up=2, dim=32, layers=1, length=16, batch_size=2)
+    row = fewer_numbers.compared("RigL, 80 % zero", "sparsity", args)
+    assert row["done"] == 1.0
+    assert 0.8 * 0.7 < 1.0 - row["needed"] < 0.8, "80 % of maps, and none of attention's products"
+    assert all(
+        0.2 < r["needed"] < 0.9 and r["done"] > 0.99 for r in result()["techniques"].values() if r["room"] == "sparsity"
+    )
