@@ -94,6 +94,10 @@ class ReSprop(Technique):
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"sparsity": Uniform(0.5, 0.9)}, gains_nothing)
     control: ClassVar[Control] = Control("the baseline for as many steps, of which the whole gradient is computed")
     conflicts: ClassVar = {
+        **dict.fromkeys(
+            ("BitFit", "PromptTuning", "VisualPromptTuning"),
+            "it freezes the weights whose gradients are to be compared",
+        ),
         "RegionalCompilation": "gradients at maps inside of compiled blocks cannot be met",
         "KFAC": "its factors would be of gradients that are not those of the batch",
     }

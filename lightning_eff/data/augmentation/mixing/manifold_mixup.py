@@ -109,6 +109,7 @@ class ManifoldMixup(Convex):
             _CHOICE,
         ),
         **dict.fromkeys(("PatchDropout", "PartialTokenTraining", "TokenMerging"), _PLACES),
+        "AutoAssist": "it first looks at losses in a pass of its own, in which nothing within the network is mixed",
         "SAF": "a mixture's scores would be held to those of another mixture some epochs before",
     }
     mend: ClassVar[str] = "Leave 0 out of depths, or take the technique out."

@@ -155,6 +155,7 @@ class SeqMix(Convex):
         ),
         **dict.fromkeys(("MaskRateSchedule", "SpanMasking"), _OWN),
         "SequencePacking": "sequences that share a row are at other places than those that they are mixed with",
+        "AutoAssist": "it first looks at losses in a pass of its own, in which nothing within the network is mixed",
         "SAF": "a mixture's scores would be held to those of another mixture some epochs before",
     }
 
