@@ -30,6 +30,7 @@ from lightning_eff.data.augmentation.mixing.cut_mix import CutMix as CutMix
 from lightning_eff.data.augmentation.mixing.manifold_mixup import ManifoldMixup as ManifoldMixup
 from lightning_eff.data.augmentation.mixing.mixup import Mixup as Mixup
 from lightning_eff.data.augmentation.mixing.saliency_mix import SaliencyMix as SaliencyMix
+from lightning_eff.data.augmentation.mixing.style_mix import StyleMix as StyleMix
 from lightning_eff.data.augmentation.mixing.token_mix import TokenMix as TokenMix
 from lightning_eff.data.augmentation.mixing.trans_mix import TransMix as TransMix
 from lightning_eff.data.augmentation.random_erasing import RandomErasing as RandomErasing

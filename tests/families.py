@@ -133,6 +133,8 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
                     "Cutout",
                     "RandomErasing",
                     "SaliencyMix",
+                    "StyleMix",
+                    "TokenMix",
                     "TransMix",
                     "RandAugment",
                     "AutoAugment",
@@ -363,6 +365,10 @@ FAMILIES: dict[str, Family] = {
         | {"TransMix": "saw no attention in training_step"}
         | {"GatedPositionalAttention": _NO_PATCHES}
         | {"GatedPositionalAttention": _NO_PATCHES, "VisualPromptTuning": _NOT_OF_IMAGES}
+        | {
+            "GatedPositionalAttention": _NO_PATCHES,
+            "TokenMix": "holds no nn.Conv2d of 1 channels whose stride is its kernel",
+        }
         | {"LoRA": "has no linear map to put factors beside", "QuantizedBase": _NO_NAMED}
         | {"HoulsbyAdapters": _NOT_BEHIND}
         | {"LowRankLinear": "has no linear map to factor", "RMSNormalization": "has no LayerNorm"}

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -12,14 +11,14 @@ from lightning.pytorch import Callback
 from torch import Generator, Tensor, nn
 from typing_extensions import override
 
-from lightning_eff._core import rng
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
-from lightning_eff._core.steps import Step, in_evaluation
+from lightning_eff._core.steps import Step
 from lightning_eff._core.technique import Control
 from lightning_eff.data.augmentation._arguments import check_number, no_mixing
 from lightning_eff.data.augmentation._boxes import numbers
 from lightning_eff.data.augmentation._mixing import Mixing, draw_shares
+from lightning_eff.data.augmentation.mixing._given import Given
 from lightning_eff.data.augmentation.mixing._pasting import pasted
 
 WHO = "TokenMix"
@@ -214,7 +213,7 @@ class TokenMix(Mixing):
         super()._reset()
         self._patch = 0
         self._tokens = 0.0
-        self._came_from: torch.device | None = None  # where the teacher's weights were before the run
+        self._given: Given | None = None  # the teacher
 
     # -- the teacher
 
@@ -241,14 +240,9 @@ class TokenMix(Mixing):
         if self.teacher == "uniform":
             return images.new_ones(len(images), *grid, dtype=torch.float32)
         assert callable(self.teacher)
+        self._given = self._given or Given(self.teacher)
         start = time.perf_counter()
-        with ExitStack() as stack:
-            if isinstance(self.teacher, nn.Module):
-                self._bring(self.teacher, images.device)
-                stack.enter_context(in_evaluation(self.teacher.modules()))
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(rng.fork())
-            maps = self.teacher(images)
+        maps = self._given(images)
         self.session.chain.cost.seconds += time.perf_counter() - start
         if not isinstance(maps, Tensor) or maps.ndim != 3 or len(maps) != len(images) or maps.is_complex():
             got = tuple(maps.shape) if isinstance(maps, Tensor) else f"a {type(maps).__name__}"
@@ -264,17 +258,10 @@ class TokenMix(Mixing):
             )
         return maps
 
-    def _bring(self, teacher: nn.Module, device: torch.device) -> None:
-        where = next((t.device for t in (*teacher.parameters(), *teacher.buffers())), device)
-        if where != device:
-            self._came_from = self._came_from or where
-            teacher.to(device)
-
     @override
     def detach(self, session: Session) -> None:
-        if self._came_from is not None and isinstance(self.teacher, nn.Module):
-            self.teacher.to(self._came_from)
-            self._came_from = None
+        if self._given is not None:
+            self._given.put_back()
 
     # -- the mixtures
 
