@@ -80,6 +80,7 @@ from lightning_eff.model.adapters.houlsby_adapters import HoulsbyAdapters as Hou
 from lightning_eff.model.adapters.lo_ra import LoRA as LoRA
 from lightning_eff.model.adapters.prompt_tuning import PromptTuning as PromptTuning
 from lightning_eff.model.adapters.quantized_base import QuantizedBase as QuantizedBase
+from lightning_eff.model.adapters.ve_ra import VeRA as VeRA
 from lightning_eff.model.adapters.visual_prompt_tuning import VisualPromptTuning as VisualPromptTuning
 from lightning_eff.model.attention.a3_attention import A3Attention as A3Attention
 from lightning_eff.model.attention.dota_attention import DOTAAttention as DOTAAttention

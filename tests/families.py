@@ -306,6 +306,7 @@ _SQUEEZEBERT = {"pp2": "A block returned dict", "Rematerialization": r"in the or
 _SQUEEZEBERT |= {"RegionalCompilation": "called none of the blocks", **_NO_FFN}
 _SQUEEZEBERT |= {"ButterflyLinear": "has no linear map to make factors of"}
 _SQUEEZEBERT |= {"LowRankLinear": "has no linear map to factor", "LoRA": "has no linear map to put factors beside"}
+_SQUEEZEBERT |= {"VeRA": "has no linear map to put factors beside"}
 _SQUEEZEBERT |= {"HoulsbyAdapters": _NOT_BEHIND}
 _NO_TOKENS = dict.fromkeys(("RandomLTD", "PatchDropout", "TokenDropping", "TokenMerging"), _NOT_FEWER)
 _NO_TOKENS |= {"SequencePacking": _NO_MASK, "PartialTokenTraining": _NO_TUBES}
@@ -370,6 +371,8 @@ FAMILIES: dict[str, Family] = {
             "TokenMix": "holds no nn.Conv2d of 1 channels whose stride is its kernel",
         }
         | {"LoRA": "has no linear map to put factors beside", "QuantizedBase": _NO_NAMED}
+        | dict.fromkeys(("LoRA", "VeRA"), "has no linear map to put factors beside")
+        | {"QuantizedBase": _NO_NAMED}
         | {"HoulsbyAdapters": _NOT_BEHIND}
         | {"LowRankLinear": "has no linear map to factor", "RMSNormalization": "has no LayerNorm"}
         | {"ButterflyLinear": "has no linear map to make factors of", "FusedNorms": "has no LayerNorm or RMSNorm"}

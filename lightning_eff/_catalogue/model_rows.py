@@ -92,6 +92,7 @@ SPARSITY = (
 
 ADAPTERS = (
     Row("LoRA", "Hu et al. 2021", ("LoRA",)),
+    Row("VeRA", "Kopiczko et al. 2023", ("VeRA",)),
     Row("adapters", "Houlsby et al. 2019", ("HoulsbyAdapters",)),
     Row("prompt tuning, prefix tuning", "Lester et al. 2021; Li & Liang 2021", ("PromptTuning",)),
     Row("visual prompt tuning", "Jia et al. 2022", ("VisualPromptTuning",)),

@@ -12,7 +12,7 @@ WHO = "lightning_eff.export_adapter"
 
 
 def export_adapter(module: nn.Module, folder: str | Path) -> Path:
-    """Write what :class:`LoRA` learnt as an adapter of peft: ``adapter_config.json`` and ``adapter_model.safetensors``.
+    """Write what :class:`LoRA` or :class:`VeRA` learnt for peft: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
     ``peft.PeftModel.from_pretrained(plain, folder)`` then computes what ``module`` does, where ``plain`` is what ``module``
     was before. Give the part that is a model of its own, such as ``lightning_module.model``, so that the paths in the
@@ -35,11 +35,11 @@ def export_adapter(module: nn.Module, folder: str | Path) -> Path:
 
     from lightning_eff.model.adapters._peft.saving import config_of, states_of
 
-    layers = {path: m for path, m in module.named_modules() if path and hasattr(m, "lora_A")}
+    layers = {path: m for path, m in module.named_modules() if path and (hasattr(m, "lora_A") or hasattr(m, "vera_A"))}
     if not layers:
         raise ValueError(
-            f"{WHO}: nothing in {type(module).__name__} was made by peft; expected a module that was trained with LoRA, or the"
-            " part of it that holds what LoRA acted on."
+            f"{WHO}: nothing in {type(module).__name__} was made by peft; expected a module that was trained with LoRA or VeRA,"
+            " or the part of it that holds what they acted on."
         )
     own = {id(p) for m in layers.values() for p in m.parameters()}
     modules = _whole(module, own)

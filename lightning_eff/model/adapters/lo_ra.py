@@ -14,27 +14,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff._core._architecture.linear_maps import LinearMap, choose
-from lightning_eff._core._architecture.naming import check_names, meets
+from lightning_eff._core._architecture.linear_maps import LinearMap
+from lightning_eff._core._architecture.naming import check_names
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._optim.faster import hasten
 from lightning_eff._core._optim.scheduled import schedulers_of
-from lightning_eff._core._stack.finding import candidates
 from lightning_eff._core.optimizers import is_per_parameter, rewrite_configured
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.adapters._adapter import DEAD, RIVALS, Adapter, folded
 from lightning_eff.model.adapters._optional import imported
+from lightning_eff.model.adapters._peft.places import places, pointless
 from lightning_eff.model.adapters._reading import read
 
 WHO = "LoRA"
-
-
-def _pointless(profile: RunProfile) -> str | None:
-    if not profile.num_matrices:
-        return "there is no hidden linear map"
-    return None if profile.memory_bound else "memory limits neither batch nor model, and all weights end better"
 
 
 class LoRA(Adapter):
@@ -86,7 +80,7 @@ class LoRA(Adapter):
     constraints: ClassVar[str] = "fine-tuning; needs peft; a single device or DDP"
     survey: ClassVar[Survey | None] = Survey("parameter-efficient tuning (LoRA)", zhuang="3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"rank": Choice((4, 8, 16)), "b_rate": Choice((1.0, 16.0))}, _pointless
+        {"rank": Choice((4, 8, 16)), "b_rate": Choice((1.0, 16.0))}, pointless
     )
     control: ClassVar[Control] = Control("the baseline, which tunes all weights, for as many seconds")
     conflicts: ClassVar[Mapping[str, str]] = {
@@ -141,7 +135,7 @@ class LoRA(Adapter):
         from lightning_eff.model.adapters._peft.layers import lora_layer
 
         root = surgeon.root
-        maps, left = self._places(root)
+        maps, left = places(root, self.names, rank=self.rank, bounded=True, who=WHO)
         config = LoraConfig(
             r=self.rank,
             lora_alpha=2 * self.rank if self.alpha is None else self.alpha,  # pyright: ignore[reportArgumentType]
@@ -171,33 +165,6 @@ class LoRA(Adapter):
 
     def _told(self, maps: Sequence[LinearMap]) -> str:
         return folded([m.path for m in maps])
-
-    def _places(self, root: nn.Module) -> tuple[list[LinearMap], dict[str, str]]:
-        """The maps to act on, and reasons by the names of what is left."""
-        maps, left = choose(root, self.names, who=WHO)
-        stacks = [f"{stack.path}." for stack in candidates(root) if stack.composite and stack.path]
-        found: list[LinearMap] = []
-        for m in maps:
-            named = self.names is not None and any(meets(m.path, name) for name in self.names)
-            smaller = min(m.in_features, m.out_features)
-            if self.rank > smaller and named:
-                raise ValueError(
-                    f"{WHO}(rank={self.rank}): {m} has rank {smaller} at most; expected no more. Give rank={smaller}, or leave"
-                    " it out of the names."
-                )
-            if self.rank > smaller:
-                left[str(m)] = f"its rank is {smaller} at most, which is below {self.rank}"
-            elif not named and stacks and not m.path.startswith(tuple(stacks)):
-                left[str(m)] = "it lies outside of the blocks"
-            else:
-                found.append(m)
-        if not found:
-            reasons = "".join(f" {name}: {reason}." for name, reason in left.items())
-            raise ValueError(
-                f"{WHO}(rank={self.rank}): {type(root).__name__} has no linear map to put factors beside.{reasons} Expected"
-                f" some. Give a lower rank, or {WHO}(names=[...]); or take the technique out."
-            )
-        return found, left
 
     # -- LoRA+
 

@@ -40,11 +40,7 @@ class LoRALinear(Linear):
         Raises:
             ValueError: where the weight is kept in few bits, and what is merged into it would be lost.
         """
-        if "weight" not in self.get_base_layer()._parameters:
-            raise ValueError(
-                "LoRA: the weight beside these factors is kept in few bits, into which they cannot be merged; expected a plain"
-                " one. lightning_eff.export(lightning_eff.dequantize(module)) gives the merged module."
-            )
+        refuse_few_bits("LoRA", self.get_base_layer())
         super().merge(safe_merge, adapter_names)
 
     def fold(self) -> Mapping[str, Tensor]:
@@ -52,6 +48,15 @@ class LoRALinear(Linear):
         merged = copy.deepcopy(self)
         merged.merge(safe_merge=True)
         return kept(self.get_base_layer(), merged.get_base_layer())
+
+
+def refuse_few_bits(who: str, base: nn.Module) -> None:
+    """Raise ``ValueError`` where a map's weight is no parameter, but made anew of codes at each call."""
+    if "weight" not in base._parameters:
+        raise ValueError(
+            f"{who}: the weight beside these factors is kept in few bits, into which they cannot be merged; expected a plain"
+            " one. lightning_eff.export(lightning_eff.dequantize(module)) gives the merged module."
+        )
 
 
 def kept(base: Any, merged: Any) -> dict[str, Tensor]:

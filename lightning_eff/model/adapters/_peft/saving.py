@@ -3,20 +3,27 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from peft import LoraConfig
+from peft import LoraConfig, PeftConfig
 from torch import Tensor, nn
 
 from lightning_eff.model.adapters._peft.layers import NAME
+from lightning_eff.model.adapters._peft.vera import VeRALinear, projections_of, vera_config_of
 
 #: What PeftModel puts before the paths of the model that it wraps.
 PREFIX = "base_model.model."
 
 
-def config_of(module: nn.Module, layers: Mapping[str, Any], modules: Sequence[str]) -> LoraConfig:
+def config_of(module: nn.Module, layers: Mapping[str, Any], modules: Sequence[str]) -> PeftConfig:
     """The config with which peft makes the same layers."""
+    of = vera_config_of if isinstance(next(iter(layers.values())), VeRALinear) else _lora_config_of
+    config = of(layers, modules)
+    config.base_model_name_or_path = getattr(getattr(module, "config", None), "_name_or_path", None) or None
+    return config
+
+
+def _lora_config_of(layers: Mapping[str, Any], modules: Sequence[str]) -> LoraConfig:
     first = next(iter(layers.values()))
-    saved = getattr(getattr(module, "config", None), "_name_or_path", None)
-    config = LoraConfig(
+    return LoraConfig(
         r=first.r[NAME],
         lora_alpha=first.lora_alpha[NAME],
         lora_dropout=getattr(first.lora_dropout[NAME], "p", 0.0),
@@ -27,8 +34,6 @@ def config_of(module: nn.Module, layers: Mapping[str, Any], modules: Sequence[st
         modules_to_save=list(modules) or None,
         inference_mode=True,
     )
-    config.base_model_name_or_path = saved or None
-    return config
 
 
 def states_of(module: nn.Module, layers: Mapping[str, Any], modules: Sequence[str]) -> dict[str, Tensor]:
@@ -40,4 +45,7 @@ def states_of(module: nn.Module, layers: Mapping[str, Any], modules: Sequence[st
                 found[f"{path}.{name}".replace(f".{NAME}.", ".").removesuffix(f".{NAME}")] = p
     for path in modules:
         found |= {f"{path}.{name}": p for name, p in module.get_submodule(path).state_dict().items()}
-    return {PREFIX + name: p.detach().cpu().contiguous() for name, p in found.items()}
+    found = {PREFIX + name: p for name, p in found.items()}
+    if isinstance(next(iter(layers.values())), VeRALinear):
+        found |= projections_of(layers)
+    return {name: p.detach().cpu().contiguous() for name, p in found.items()}

@@ -41,7 +41,7 @@ _AVERAGES = (
     "TrainableWeightAveraging",
 )
 _GROWTH = ("AutoProg", "CompoundGrowth", "DropIn", "GreedyLayerwise", "ProgressiveStacking", "ShallowToDeep")
-_ADAPTERS = ("LoRA", "BitFit", "HoulsbyAdapters", "PromptTuning", "VisualPromptTuning")
+_ADAPTERS = ("LoRA", "BitFit", "HoulsbyAdapters", "PromptTuning", "VeRA", "VisualPromptTuning")
 _ANYWHERE: Mapping[str, str] = {
     **dict.fromkeys(_AVERAGES, "an average of weights under several masks has the zeros of none"),
     "LocalSGD": "each rank would choose masks by weights of its own",

@@ -1,0 +1,100 @@
+"""peft's layers of VeRA, whose two projections are shared, with the way back that ``lightning_eff.export`` asks for."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from peft import VeraConfig
+from peft.tuners._buffer_dict import BufferDict
+from peft.tuners.vera import Linear
+from peft.tuners.vera.model import _kaiming_init
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_eff.model.adapters._peft.layers import NAME, kept, refuse_few_bits
+from lightning_eff.model.adapters._reading import unread
+
+
+class VeRALinear(Linear):
+    """peft's linear map with scaled projections beside it: ``W x + bias + b * B (d * A x)``.
+
+    Attributes:
+        lightning_eff_key: of which the projections were drawn.
+        lightning_eff_read: it lies in a layer that may read its weight instead of calling it.
+    """
+
+    lightning_eff_key: int
+    lightning_eff_read: bool = False
+
+    @property
+    @override
+    def weight(self) -> Tensor:
+        """The base's weight; where an encoder layer of torch's may read it, one that it does not read."""
+        weight = cast(Tensor, self.get_base_layer().weight)
+        return unread(weight) if self.lightning_eff_read else weight
+
+    @override
+    def merge(self, safe_merge: bool = False, adapter_names: "list[str] | None" = None) -> None:
+        """peft's own, into a weight that is stored.
+
+        Raises:
+            ValueError: where the weight is kept in few bits, and what is merged into it would be lost.
+        """
+        refuse_few_bits("VeRA", self.get_base_layer())
+        super().merge(safe_merge, adapter_names)
+
+    def fold(self) -> Mapping[str, Tensor]:
+        """``W + diag(b) B diag(d) A``, by peft's own merge; and the bias itself."""
+        merged = copy.deepcopy(self)
+        merged.merge(safe_merge=True)
+        return kept(self.get_base_layer(), merged.get_base_layer())
+
+
+def projections(rank: int, in_features: int, out_features: int, key: int) -> tuple[BufferDict, BufferDict]:
+    """A of (r, K) and B of (N, r), as peft draws them of the key: in no checkpoint, and one for all layers."""
+    generator = torch.Generator(device="cpu").manual_seed(key)
+    with torch.device("cpu"):
+        a, b = (_kaiming_init(shape, generator=generator) for shape in ((rank, in_features), (out_features, rank)))
+    return BufferDict({NAME: a}, persistent=False), BufferDict({NAME: b}, persistent=False)
+
+
+def vera_layer(
+    base: nn.Module, shared: tuple[BufferDict, BufferDict], config: VeraConfig, *, transposed: bool, read: bool
+) -> nn.Module:
+    """A map with scaled projections beside it, as peft makes it.
+
+    Args:
+        base: the map.
+        shared: A and B.
+        config: peft's.
+        transposed: its weight is (in, out), as GPT-2's.
+        read: it lies in a layer that may read its weight instead of calling it.
+    """
+    own = copy.copy(config)
+    own.fan_in_fan_out = transposed
+    made = VeRALinear(base, *shared, NAME, own, own.r, is_target_conv_1d_layer=transposed)
+    made.lightning_eff_key = config.projection_prng_key
+    made.lightning_eff_read = read
+    return made
+
+
+def vera_config_of(layers: Mapping[str, Any], modules: Sequence[str]) -> VeraConfig:
+    """The config with which peft makes the same layers."""
+    first = next(iter(layers.values()))
+    return VeraConfig(
+        r=first.r[NAME],
+        projection_prng_key=first.lightning_eff_key,
+        vera_dropout=getattr(first.vera_dropout[NAME], "p", 0.0),
+        fan_in_fan_out=bool(first.fan_in_fan_out),
+        modules_to_save=list(modules) or None,
+        inference_mode=True,
+    )
+
+
+def projections_of(layers: Mapping[str, Any]) -> dict[str, Tensor]:
+    """As much of A and B as the largest of these layers reads, by peft's names in a file."""
+    first = next(iter(layers.values()))
+    a = first.vera_A[NAME][:, : max(m.in_features for m in layers.values())]
+    b = first.vera_B[NAME][: max(m.out_features for m in layers.values())]
+    return {"base_model.vera_A": a, "base_model.vera_B": b}
