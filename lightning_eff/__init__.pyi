@@ -123,8 +123,8 @@ from lightning_eff.model.layers.seq_norm import SeqNorm as SeqNorm
 from lightning_eff.model.layers.swap_activation import SwapActivation as SwapActivation
 from lightning_eff.model.sparsity.block_sparsity import BlockSparsity as BlockSparsity
 from lightning_eff.model.sparsity.gra_sp import GraSP as GraSP
-from lightning_eff.model.sparsity.re_sprop import ReSprop as ReSprop
 from lightning_eff.model.sparsity.lottery_tickets import LotteryTickets as LotteryTickets
+from lightning_eff.model.sparsity.re_sprop import ReSprop as ReSprop
 from lightning_eff.model.sparsity.rig_l import RigL as RigL
 from lightning_eff.model.sparsity.semi_structured_sparsity import SemiStructuredSparsity as SemiStructuredSparsity
 from lightning_eff.model.sparsity.set import SET as SET
@@ -175,4 +175,5 @@ from lightning_eff.strategies.compressed_ddp import CompressedDDPStrategy as Com
 from lightning_eff.strategies.deep_speed import DeepSpeedEffStrategy as DeepSpeedEffStrategy
 from lightning_eff.strategies.hybrid_parallel import HybridParallelStrategy as HybridParallelStrategy
 from lightning_eff.strategies.local_sgd import LocalSGD as LocalSGD
+from lightning_eff.strategies.res_ist import ResIST as ResIST
 from lightning_eff.tune.tuner import Tuner as Tuner
