@@ -49,7 +49,7 @@ SELECTION = (
         "Sujit et al. 2022",
         absent="it orders the replay buffer of reinforcement learning, which a LightningModule keeps for itself",
     ),
-    Row("non-blocking minibatches", "He & Dube 2022", ("DropSlowWorkers",)),
+    Row("non-blocking minibatches", "He & Dube 2022", ("DropSlowest",)),
 )
 
 CURRICULUM = (
