@@ -53,6 +53,7 @@ from lightning_eff.data.selection.rho_loss import RHOLoss as RHOLoss
 from lightning_eff.data.selection.sample_subset import SampleSubset as SampleSubset
 from lightning_eff.data.selection.selective_backprop import SelectiveBackprop as SelectiveBackprop
 from lightning_eff.data.tokens.fused_linear_cross_entropy import FusedLinearCrossEntropy as FusedLinearCrossEntropy
+from lightning_eff.data.tokens.mask_guided_tokens import MaskGuidedTokens as MaskGuidedTokens
 from lightning_eff.data.tokens.mask_rate_schedule import MaskRateSchedule as MaskRateSchedule
 from lightning_eff.data.tokens.partial_token_training import PartialTokenTraining as PartialTokenTraining
 from lightning_eff.data.tokens.patch_dropout import PatchDropout as PatchDropout
