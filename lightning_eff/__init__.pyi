@@ -59,6 +59,7 @@ from lightning_eff.data.selection.rho_loss import RHOLoss as RHOLoss
 from lightning_eff.data.selection.sample_subset import SampleSubset as SampleSubset
 from lightning_eff.data.selection.selective_backprop import SelectiveBackprop as SelectiveBackprop
 from lightning_eff.data.tokens.fused_linear_cross_entropy import FusedLinearCrossEntropy as FusedLinearCrossEntropy
+from lightning_eff.data.tokens.mask_guided_tokens import MaskGuidedTokens as MaskGuidedTokens
 from lightning_eff.data.tokens.mask_rate_schedule import MaskRateSchedule as MaskRateSchedule
 from lightning_eff.data.tokens.partial_token_training import PartialTokenTraining as PartialTokenTraining
 from lightning_eff.data.tokens.patch_dropout import PatchDropout as PatchDropout
@@ -184,6 +185,7 @@ from lightning_eff.precision.stochastic_rounding_bf16 import StochasticRoundingB
 from lightning_eff.precision.wang_2018_fp8 import Wang2018FP8Precision as Wang2018FP8Precision
 from lightning_eff.strategies.compressed_ddp import CompressedDDPStrategy as CompressedDDPStrategy
 from lightning_eff.strategies.deep_speed import DeepSpeedEffStrategy as DeepSpeedEffStrategy
+from lightning_eff.strategies.drop_slowest import DropSlowest as DropSlowest
 from lightning_eff.strategies.hybrid_parallel import HybridParallelStrategy as HybridParallelStrategy
 from lightning_eff.strategies.local_sgd import LocalSGD as LocalSGD
 from lightning_eff.strategies.res_ist import ResIST as ResIST

@@ -120,6 +120,7 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
     images = {}
     if kind != "image":
         images = {
+            "MaskGuidedTokens": _NO_IMAGES,
             "PatchDropout": _NO_IMAGES,
             "TokenMerging": _NOT_MERGED,
             "PartialTokenTraining": _NO_TUBES,
@@ -271,6 +272,7 @@ _SWIN = {"embed_dim": 16, "depths": (2, 2), "num_heads": (2, 2), "window_size": 
 _SWIN |= {"num_channels": 1, "num_labels": 5}
 _ON_BLOCKS = ("pp2", "ProgressiveLayerDropping", "ProgressiveStacking", "Rematerialization")
 _ON_BLOCKS += ("PartialTokenTraining", "RandomLTD", "PatchDropout", "TokenDropping", "TokenMerging", "SequencePacking")
+_ON_BLOCKS += ("MaskGuidedTokens",)
 _SAY_LAYERS = dict.fromkeys(_ON_BLOCKS, "layers=")
 _NO_SEQUENCE = {
     "SequenceLengthWarmup": "no integer tensor of shape .* keys=",
@@ -308,7 +310,9 @@ _SQUEEZEBERT |= {"ButterflyLinear": "has no linear map to make factors of"}
 _SQUEEZEBERT |= {"LowRankLinear": "has no linear map to factor", "LoRA": "has no linear map to put factors beside"}
 _SQUEEZEBERT |= {"VeRA": "has no linear map to put factors beside"}
 _SQUEEZEBERT |= {"HoulsbyAdapters": _NOT_BEHIND}
-_NO_TOKENS = dict.fromkeys(("RandomLTD", "PatchDropout", "TokenDropping", "TokenMerging"), _NOT_FEWER)
+_NO_TOKENS = dict.fromkeys(
+    ("RandomLTD", "MaskGuidedTokens", "PatchDropout", "TokenDropping", "TokenMerging"), _NOT_FEWER
+)
 _NO_TOKENS |= {"SequencePacking": _NO_MASK, "PartialTokenTraining": _NO_TUBES}
 _FLOAT_BUFFERS = {"StochasticRoundingBF16": "an operation was given different dtypes .* Buffers are not cast"}
 FAMILIES: dict[str, Family] = {
