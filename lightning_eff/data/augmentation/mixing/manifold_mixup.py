@@ -151,6 +151,10 @@ class ManifoldMixup(Convex):
         self._stack: BlockStack | None = None
         self._modules: list[nn.Module] = []  # the first is that of depth 1
 
+    @override
+    def detach(self, session: Session) -> None:
+        self._drawn, self._stack, self._modules = None, None, []
+
     # -- the blocks
 
     @override

@@ -12,6 +12,7 @@ from typing_extensions import override
 from lightning_eff._core._targets.calls import Change, TargetCall, mixed
 from lightning_eff._core.passes import loss_of, unseen
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
+from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step
 from lightning_eff._core.technique import Control
 from lightning_eff.data.augmentation._arguments import check_number, no_mixing
@@ -150,6 +151,10 @@ class TransMix(Mixing):
         self._reading: Reading | None = None
         self._step: Step | None = None
         self._attended: float | Tensor = 0.0
+
+    @override
+    def detach(self, session: Session) -> None:
+        self._own, self._reading, self._step = None, None, None
 
     # -- the attention
 

@@ -12,6 +12,7 @@ from lightning_eff._core._targets.calls import Change, TargetCall
 from lightning_eff._core.batches import num_samples, tensors
 from lightning_eff._core.blocks import refuse_compiled_around
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
+from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step
 from lightning_eff._core.technique import Control
 from lightning_eff.data.augmentation._arguments import check_number, too_few_epochs
@@ -182,6 +183,10 @@ class SeqMix(Convex):
         self._embeddings: dict[str, nn.Embedding] = {}
         self._count = 1  # of the batch's tensors of tokens
         self._drawn: tuple[Tensor, Tensor] | None = None  # partners and shares of the batch that is mixed
+
+    @override
+    def detach(self, session: Session) -> None:
+        self._drawn, self._embeddings = None, {}
 
     # -- what looks the tokens up
 
