@@ -286,8 +286,15 @@ def verdict(row: dict[str, Any]) -> str:
     return f"**no time saved**{gone}"
 
 
-def table(result: dict[str, Any]) -> str:
+def committed() -> dict[str, Any] | None:
+    """The results, where they were measured."""
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else None
+
+
+def table(result: dict[str, Any] | None) -> str:
     """The Markdown between the page's marks."""
+    if result is None:
+        return f"{BEGIN}\n\nNot measured yet.\n\n{END}"
     load = max(result["load_average_before_and_after"][0][0], result["load_average_before_and_after"][1][0])
     asked = result["settings"]
     lines = [
@@ -310,7 +317,7 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join([*lines, "", END])
 
 
-def page(text: str, result: dict[str, Any]) -> str:
+def page(text: str, result: dict[str, Any] | None) -> str:
     """The page's ``text`` with the table of these results."""
     head, _, rest = text.partition(BEGIN)
     return f"{head}{table(result)}{rest.partition(END)[2]}"
@@ -330,7 +337,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.page:
-        PAGE.write_text(page(PAGE.read_text(), json.loads(RESULTS.read_text())))
+        PAGE.write_text(page(PAGE.read_text(), committed()))
         return
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -1,7 +1,6 @@
 """The table of time against FLOPs: made of its results, honest where masks save no time, and of all techniques of its rooms."""
 
 import argparse
-import json
 from typing import Any
 
 import pytest
@@ -10,16 +9,31 @@ import lightning_eff
 from benchmarks import fewer_numbers
 from lightning_eff import _public
 
+ROW: dict[str, Any] = {
+    "room": "sparsity",
+    "on": "GPT",
+    "needed": 0.4,
+    "done": 1.0,
+    "time": {"median": 1.0, "lower_quartile": 0.98, "upper_quartile": 1.03},
+}
 
-def result() -> dict[str, Any]:
-    return json.loads(fewer_numbers.RESULTS.read_text())
+
+def made_up() -> dict[str, Any]:
+    names = [name for arms in fewer_numbers.ARMS.values() for name in arms]
+    settings = {"dim": 128, "layers": 3, "length": 144, "batch_size": 8, "rounds": 4}
+    machine = {"device": "x86_64", "cpus": 2, "torch": "2", "load_average_before_and_after": [[1.0], [2.0]]}
+    return {"techniques": dict.fromkeys(names, ROW), "settings": settings, **machine}
 
 
 def test_the_page_is_made_of_the_committed_results() -> None:
-    text = fewer_numbers.PAGE.read_text()
-    assert text == fewer_numbers.page(text, result())
-    assert all(f"| {name} |" in text for arms in fewer_numbers.ARMS.values() for name in arms)
-    assert set(result()["techniques"]) == {name for arms in fewer_numbers.ARMS.values() for name in arms}
+    text, result = fewer_numbers.PAGE.read_text(), fewer_numbers.committed()
+    assert text == fewer_numbers.page(text, result)
+    if result is None:
+        assert "Not measured yet." in text
+        return
+    assert set(result["techniques"]) == {name for arms in fewer_numbers.ARMS.values() for name in arms}
+    masked = [row for row in result["techniques"].values() if row["room"] == "sparsity"]
+    assert masked and all(0.2 < row["needed"] < 0.95 and row["done"] > 0.99 for row in masked)
 
 
 def test_every_technique_of_the_rooms_has_a_row() -> None:
@@ -28,7 +42,9 @@ def test_every_technique_of_the_rooms_has_a_row() -> None:
         room = home.rpartition(".")[0]
         if room in rooms and hasattr(getattr(lightning_eff, name), "saves") and name not in fewer_numbers.UNMEASURED:
             assert any(row.split(",")[0] == name for row in rooms[room]), f"{name} has no row in {room}"
-    assert all(f"| {name} | – " in fewer_numbers.table(result()) for name in fewer_numbers.UNMEASURED)
+    table = fewer_numbers.table(made_up())
+    assert all(f"| {name} |" in table for arms in fewer_numbers.ARMS.values() for name in arms)
+    assert all(f"| {name} | – | – | – | – | not measured: " in table for name in fewer_numbers.UNMEASURED)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +71,3 @@ def test_masks_need_fewer_flops_and_do_as_many() -> None:
     # by token: 12 d^2 of a block's maps, V d of the head, which stays dense; attention's Q K^T and P V, and five such backward
     maps, head, attention = 6 * 12 * 32**2, 6 * 256 * 32, 14 * 16 * 32
     assert 1.0 - row["needed"] == pytest.approx(0.8 * maps / (maps + head + attention), rel=2e-3)
-    assert all(
-        0.2 < r["needed"] < 0.9 and r["done"] > 0.99 for r in result()["techniques"].values() if r["room"] == "sparsity"
-    )
