@@ -187,6 +187,7 @@ from lightning_eff.strategies.compressed_ddp import CompressedDDPStrategy as Com
 from lightning_eff.strategies.deep_speed import DeepSpeedEffStrategy as DeepSpeedEffStrategy
 from lightning_eff.strategies.drop_slowest import DropSlowest as DropSlowest
 from lightning_eff.strategies.hybrid_parallel import HybridParallelStrategy as HybridParallelStrategy
+from lightning_eff.strategies.joint_spar import JointSpar as JointSpar
 from lightning_eff.strategies.local_sgd import LocalSGD as LocalSGD
 from lightning_eff.strategies.res_ist import ResIST as ResIST
 from lightning_eff.tune.tuner import Tuner as Tuner

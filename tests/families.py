@@ -288,7 +288,7 @@ _OTHER_BLOCKS = dict.fromkeys(
 )
 _NO_STACK = "found no stack of repeated blocks"
 _NO_FFN = dict.fromkeys(("CompoundGrowth", "ApproximateRandomDropout"), "found no feed-forward network")
-_GROWN = ("ShallowToDeep", "CompoundGrowth", "DropIn", "AutoProg")  # techniques of one stack
+_GROWN = ("ShallowToDeep", "CompoundGrowth", "DropIn", "AutoProg", "ResIST")  # techniques of one stack
 _ALBERT = dict.fromkeys(
     (
         *_ON_BLOCKS,

@@ -81,7 +81,7 @@ SPARSITY = (
     Row("2:4 sparsity", "Mishra et al. 2021", ("SemiStructuredSparsity",)),
     Row("ReSprop", "Goli & Aamodt 2020", ("ReSprop",)),
     Row("ResIST", "Dun et al. 2021", ("ResIST",)),
-    Row("JointSpar", "Liu et al. 2022", ("JointSpar",)),
+    Row("JointSpar", "Liu & Mozafari 2022", ("JointSpar",)),
     Row(
         "decoupled backpropagation (DDG)",
         "Huo et al. 2018",
