@@ -96,11 +96,10 @@ class ReSprop(Technique):
     conflicts: ClassVar = {
         **dict.fromkeys(
             ("BitFit", "PromptTuning", "VisualPromptTuning"),
-            "it freezes the weights whose gradients are to be compared",
+            "it freezes the weights of the maps at whose outputs gradients are reused",
         ),
         "RegionalCompilation": "gradients at maps inside of compiled blocks cannot be met",
         "KFAC": "its factors would be of gradients that are not those of the batch",
-        "BitFit": "it freezes the weights of the maps at whose outputs gradients are reused",
         "SequencePacking": "padding would have gradients of other samples' tokens, by which it sees what the loss reads",
     }
     needs_budget: ClassVar[bool] = True
