@@ -153,15 +153,33 @@ def test_a_mask_of_ones_is_the_plain_network_bit_for_bit(name: str) -> None:
 
 
 def test_evaluation_sees_all_patches_and_the_pass_leaves_no_trace() -> None:
-    net = Net()
-    net.configure_optimizers = lambda: torch.optim.SGD(net.parameters(), lr=0.0)  # type: ignore[method-assign]
-    data = DataLoader(cast(Any, [make_batch("vit", B)] * 2), batch_size=None)
-    t = trainer(MaskGuidedTokens(), max_steps=2, limit_val_batches=1, val_check_interval=2, num_sanity_val_steps=0)
-    state = torch.get_rng_state()
-    t.fit(net, data, DataLoader(cast(Any, [make_batch("vit", B)]), batch_size=None))
-    assert net.lengths[-3:] == [17] * 3  # validation
-    # the last step: the pass for the masks, whose list of lengths is put back, and its own
-    assert net.lengths[-6:-3] == [17] * 3 and len(state)
+    """Random numbers stand where a plain run leaves them, and counters of the module at its own steps."""
+
+    class Counts(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.calls += 1
+            torch.rand(3)
+            return super().training_step(batch, batch_idx)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    def run(*techniques: Any) -> tuple[Counts, Any, Tensor]:
+        torch.manual_seed(3)
+        net, data = Counts(), DataLoader(cast(Any, [make_batch("vit", B)] * 2), batch_size=None)
+        torch.manual_seed(3)
+        t = trainer(*techniques, max_steps=2, limit_val_batches=1, val_check_interval=2, num_sanity_val_steps=0)
+        t.fit(net, data, DataLoader(cast(Any, [make_batch("vit", B)]), batch_size=None))
+        return net, t, torch.get_rng_state()
+
+    (net, t, state), (plain, other, expected) = run(MaskGuidedTokens()), run()
+    assert net.calls == plain.calls == 3  # validation calls it, too
+    assert torch.equal(state, expected)
+    assert t.callback_metrics["val_loss"].item() == other.callback_metrics["val_loss"].item()
 
 
 class Dots(torch.utils.data.Dataset[Any]):

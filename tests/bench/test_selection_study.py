@@ -1,0 +1,97 @@
+"""The study of sample selection: what is spoilt of its data, that every recipe can be built, and how it judges."""
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import lightning_eff
+from benchmarks import selection
+from benchmarks.spoilt.data import SpoiltDigits
+from examples.vit.data import Digits
+
+
+def sets(**kwargs: Any) -> tuple[Digits, SpoiltDigits]:
+    plain, spoilt = Digits(), SpoiltDigits(**kwargs)
+    plain.setup("fit")
+    spoilt.setup("fit")
+    return plain, spoilt
+
+
+def test_one_label_in_five_is_wrong_and_validation_is_clean() -> None:
+    plain, spoilt = sets(wrong=0.2)
+    (images, labels), (same, others) = plain.train_set.tensors, spoilt.train_set.tensors
+    assert torch.equal(images, same)
+    assert int((labels != others).sum()) == round(0.2 * len(labels))
+    assert set(others.tolist()) <= set(range(10))
+    assert all(torch.equal(a, b) for a, b in zip(plain.val_set.tensors, spoilt.val_set.tensors, strict=True))
+
+
+def test_half_of_the_rows_are_copies_of_few_images() -> None:
+    plain, spoilt = sets(repeated=0.5, copied=32)
+    images, labels = spoilt.train_set.tensors
+    assert len(labels) == len(plain.train_set.tensors[1])
+    _, counts = torch.unique(images.flatten(1), dim=0, return_counts=True)
+    often = counts[counts > 15]
+    assert len(often) == 32 and abs(int(often.sum()) - len(labels) // 2 - 32) <= 1
+    assert int((counts <= 2).sum()) >= len(labels) // 2 - 40
+
+
+@pytest.mark.parametrize(("name", "value"), [("wrong", 1.0), ("repeated", -0.1), ("copied", 0)])
+def test_bad_arguments(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"SpoiltDigits\\({name}="):
+        SpoiltDigits(**{name: value})  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("task", selection.TASKS)
+def test_every_arm_has_a_recipe_that_can_be_built(task: str) -> None:
+    files = {path.stem for path in (selection.FOLDER / "recipes").glob("*.yaml")}
+    assert files == {*selection.ARMS} - {selection.BASELINE}
+    for arm in selection.ARMS:
+        config = selection.config_of(task, arm, 0.01)
+        assert config["model"]["init_args"]["lr"] == 0.01
+        for callback in config["trainer"].get("callbacks", []):
+            module, _, name = callback["class_path"].rpartition(".")
+            holder = lightning_eff if module == "lightning_eff" else importlib.import_module(module)
+            assert not getattr(holder, name)(**callback["init_args"]).neutral
+
+
+def runs_of(arm: str, factor: float) -> list[dict[str, Any]]:
+    """Three runs of two seconds whose loss falls evenly, ``factor`` times as fast as another's."""
+    return [
+        {
+            "arm": arm,
+            "seed": seed,
+            "steps": 100,
+            "points": [
+                {"steps": 50, "seconds": s, "val_loss": 2.5 + 0.01 * seed - factor * s, "val_accuracy": 0.5}
+                for s in (0.5, 1.0, 1.5, 2.0)
+            ],
+        }
+        for seed in (1, 2, 3)
+    ]
+
+
+def test_a_planted_ratio_is_found_and_judged() -> None:
+    runs = runs_of("baseline", 1.0) + runs_of("random_half", 0.8) + runs_of("ordered_sgd", 1.25)
+    found = selection.against(runs, "baseline", "ordered_sgd")
+    assert found is not None and found.estimate == pytest.approx(1.25) and selection.verdict(found) == "faster"
+    slow = selection.against(runs, "baseline", "random_half")
+    assert slow is not None and slow.estimate == pytest.approx(0.8) and selection.verdict(slow) == "slower"
+    assert selection.verdict(None) == "not enough runs"
+    line = selection.row(runs, "ordered_sgd")
+    assert "1.25 [1.25, 1.25] | faster | 1.56 [1.56, 1.56] | faster (`random_half`)" in line
+
+
+def test_the_page_is_that_of_the_results() -> None:
+    kept = json.loads(selection.FILE.read_text())
+    assert selection.PAGE.read_text() == selection.page(kept)
+    assert {*kept["tasks"]} == {*selection.TASKS}
+    for task in kept["tasks"].values():
+        assert {run["arm"] for run in task["runs"]} <= {*selection.ARMS}
+        assert all(yaml.safe_load(json.dumps(run))["points"] for run in task["runs"])
+    assert Path(selection.PAGE).name == "selection.md"
