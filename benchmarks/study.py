@@ -273,7 +273,7 @@ def row(runs: list[dict[str, Any]], arm: str, control: str) -> str:
     found = against(runs, BASELINE, arm)
     cells += [told(found), verdict(found)]
     beside = None if control == BASELINE else against(runs, control, arm)
-    cells += [""] if control == BASELINE else [f"{told(beside)}, {verdict(beside)} than `{control}`"]
+    cells += [""] if control == BASELINE else [f"{told(beside)}, {verdict(beside)} (`{control}`)"]
     return f"| {' | '.join(cells)} |"
 
 
@@ -301,8 +301,11 @@ def page(subject: Subject, kept: dict[str, Any]) -> str:
         runs, planned = results["runs"], len(arms) * kept["seeds"]
         parts += [f"## {title}", ""]
         if results["tuning"]:
-            rates = ", ".join(f"{rate}: {point['val_loss']:.3f}" for rate, point in results["tuning"].items())
-            parts += [f"Validation loss of the baseline by learning rate, on seed 0: {rates}.", ""]
+            ordered = sorted(results["tuning"], key=float)
+            rates = ", ".join(f"{rate}: {results['tuning'][rate]['val_loss']:.3f}" for rate in ordered)
+            best = min(ordered, key=lambda rate: results["tuning"][rate]["val_loss"])
+            edge = ", at the edge of what was tried" if best in (ordered[0], ordered[-1]) else ""
+            parts += [f"Validation loss of the baseline by learning rate, on seed 0: {rates}. Taken: {best}{edge}.", ""]
         if len(runs) < planned:
             parts += [f"**Not complete**: {len(runs)} of {planned} runs were made.", ""]
         if not runs:

@@ -10,9 +10,12 @@ import torch
 import yaml
 
 import lightning_eff
-from benchmarks import selection
+from benchmarks.selection import SUBJECT
 from benchmarks.spoilt.data import SpoiltDigits
+from benchmarks.study import BASELINE, config_of, page
 from examples.vit.data import Digits
+
+ARMS = (BASELINE, *SUBJECT.arms)
 
 
 def sets(**kwargs: Any) -> tuple[Digits, SpoiltDigits]:
@@ -47,12 +50,12 @@ def test_bad_arguments(name: str, value: float) -> None:
         SpoiltDigits(**{name: value})  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("task", selection.TASKS)
+@pytest.mark.parametrize("task", SUBJECT.tasks)
 def test_every_arm_has_a_recipe_that_can_be_built(task: str) -> None:
-    files = {path.stem for path in (selection.FOLDER / "recipes").glob("*.yaml")}
-    assert files == {*selection.ARMS} - {selection.BASELINE}
-    for arm in selection.ARMS:
-        config = selection.config_of(task, arm, 0.01)
+    files = {path.stem for path in (SUBJECT.folder / "recipes").glob("*.yaml")}
+    assert files == {*ARMS} - {BASELINE}
+    for arm in ARMS:
+        config = config_of(SUBJECT.folder, task, arm, 0.01)
         assert config["model"]["init_args"]["lr"] == 0.01
         for callback in config["trainer"].get("callbacks", []):
             module, _, name = callback["class_path"].rpartition(".")
@@ -60,38 +63,11 @@ def test_every_arm_has_a_recipe_that_can_be_built(task: str) -> None:
             assert not getattr(holder, name)(**callback["init_args"]).neutral
 
 
-def runs_of(arm: str, factor: float) -> list[dict[str, Any]]:
-    """Three runs of two seconds whose loss falls evenly, ``factor`` times as fast as another's."""
-    return [
-        {
-            "arm": arm,
-            "seed": seed,
-            "steps": 100,
-            "points": [
-                {"steps": 50, "seconds": s, "val_loss": 2.5 + 0.01 * seed - factor * s, "val_accuracy": 0.5}
-                for s in (0.5, 1.0, 1.5, 2.0)
-            ],
-        }
-        for seed in (1, 2, 3)
-    ]
-
-
-def test_a_planted_ratio_is_found_and_judged() -> None:
-    runs = runs_of("baseline", 1.0) + runs_of("random_half", 0.8) + runs_of("ordered_sgd", 1.25)
-    found = selection.against(runs, "baseline", "ordered_sgd")
-    assert found is not None and found.estimate == pytest.approx(1.25) and selection.verdict(found) == "faster"
-    slow = selection.against(runs, "baseline", "random_half")
-    assert slow is not None and slow.estimate == pytest.approx(0.8) and selection.verdict(slow) == "slower"
-    assert selection.verdict(None) == "not enough runs"
-    line = selection.row(runs, "ordered_sgd")
-    assert "1.25 [1.25, 1.25] | faster | 1.56 [1.56, 1.56] | faster (`random_half`)" in line
-
-
 def test_the_page_is_that_of_the_results() -> None:
-    kept = json.loads(selection.FILE.read_text())
-    assert selection.PAGE.read_text() == selection.page(kept)
-    assert {*kept["tasks"]} == {*selection.TASKS}
+    kept = json.loads(SUBJECT.results.read_text())
+    assert SUBJECT.page.read_text() == page(SUBJECT, kept)
+    assert {*kept["tasks"]} == {*SUBJECT.tasks}
     for task in kept["tasks"].values():
-        assert {run["arm"] for run in task["runs"]} <= {*selection.ARMS}
+        assert {run["arm"] for run in task["runs"]} <= {*ARMS}
         assert all(yaml.safe_load(json.dumps(run))["points"] for run in task["runs"])
-    assert Path(selection.PAGE).name == "selection.md"
+    assert Path(SUBJECT.page).name == "selection.md"

@@ -56,7 +56,7 @@ def test_the_page_says_what_the_runs_say(tmp_path: Path) -> None:
     assert cells[1:3] == ["3", "8"] and cells[4] == "60.2 %"
     assert cells[5].startswith("+10.0 ") and cells[6] == "0.50 s"
     assert cells[7].startswith("2.00 ") and cells[8] == "faster"
-    assert cells[9].startswith("4.00 ") and cells[9].endswith("faster than `worse`")
+    assert cells[9].startswith("4.00 ") and cells[9].endswith("faster (`worse`)")
     worse = [cell.strip() for cell in lines["`worse`"].split("|")[1:-1]]
     assert worse[6] == "not reached" and worse[7].startswith("0.50 ") and worse[8] == "slower"
     assert "Not complete" not in page(of, kept(of))
