@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_eff._core._run.checks import is_checkpointed_reentrantly
 from lightning_eff._core._stack.thawing import thawing
 from lightning_eff._core._stack.unused import look_for_unused, refuse_static_graph
+from lightning_eff._core.losses import loss_of
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
@@ -75,6 +76,12 @@ def next_probabilities(p: Tensor, estimated: Tensor, *, rate: float, total: floa
     # w_d = p_d exp(−α l̂_d),  p ← argmin_q KL(q ‖ w)
     w = p * torch.exp(-rate * (estimated - estimated.min()))  # a common factor does not matter
     return projected(w.clamp_min(1e-300), total, floor)
+
+
+def at_least_zero(loss: Tensor, w: Parameter) -> Tensor:
+    """``loss``, in which none of the layers that were drawn had a part, with a gradient of zero for ``w``."""
+    w.requires_grad_(True)
+    return loss + 0.0 * w.flatten()[:1].sum()
 
 
 class _Sent:
@@ -272,7 +279,12 @@ class JointSpar(Technique):
             for p in self._off:
                 p.requires_grad_(False)
             self.session.when_step_ends(self._thaw)
-        return proceed(batch)
+        output = proceed(batch)
+        loss = loss_of(output)
+        if self._off and loss is not None and not loss.requires_grad:
+            loss = at_least_zero(loss, self._off[0])
+            return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+        return output
 
     def _thaw(self) -> None:
         while self._off:

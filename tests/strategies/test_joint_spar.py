@@ -216,6 +216,25 @@ def test_reentrant_checkpoints_are_refused() -> None:
         step(net, JointSpar(), batch=make_batch("gpt2"))
 
 
+class Passed(Four):
+    """The first map is passed over, as blocks are that are dropped."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = nn.functional.pad(batch[0], (0, -2))
+        return {"loss": nn.functional.cross_entropy(self.maps[1:](x), batch[1])}
+
+
+def test_a_step_in_which_no_layer_that_was_drawn_has_a_part_changes_nothing() -> None:
+    net = Passed()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    t = trainer(Set((True, False, False, False), torch.full((4,), 0.5)), max_steps=2)
+    data: Any = [make_batch("classifier", 8)] * 2
+    t.fit(net, DataLoader(data, batch_size=None))
+    assert t.global_step == 2
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert all(p.requires_grad for p in net.parameters())
+
+
 def test_an_exception_leaves_no_layer_frozen() -> None:
     class Fails(TinyGPT):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -26,7 +26,7 @@ from lightning_eff.model.growth._untrained import Growing, note
 WHO, _HALF = "CompoundGrowth", ((0.0, 0.5), (0.3, 1.0))
 _WHOLE = ("OrthogonalInit", "TFixup", "ZerO", "LSUV", "KFAC", "Lookahead", "OptimizerOffload")
 _FP8 = ("FP8Precision", "INT8Precision", "S2FP8Precision", "Wang2018FP8Precision")
-_HIDING = ("ReZero", "SkipInit", "LayerScale", "Fixup", *_FP8)
+_HIDING = ("ReZero", "SkipInit", "LayerScale", "Fixup", "VeRA", *_FP8)
 
 
 def _small_models(technique: "CompoundGrowth") -> dict[str, Callback]:

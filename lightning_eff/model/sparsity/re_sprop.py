@@ -69,7 +69,8 @@ class ReSprop(Technique):
     same call of the pass before. A sample is a place in the output's first dimension. Each rank compares with gradients of its
     own.
 
-    Logged: ``reused`` (the share of the numbers), ``maps`` (calls of maps whose gradients were compared).
+    Logged: ``reused`` (the share of the numbers), ``maps`` (calls of maps whose gradients were compared),
+    ``held_mb`` (MB of gradients that are kept for the next pass).
 
     Args:
         sparsity: the share that is reused, in [0, 1). 0 is plain training. The paper has 0.9 and less.
@@ -273,7 +274,8 @@ class ReSprop(Technique):
     @override
     def report(self) -> dict[str, float | int | Tensor]:
         shares = [*self._shares.values()]
-        return {"reused": torch.stack(shares).mean() if shares else 0.0, "maps": len(shares)}
+        held = sum(h.numel() * h.element_size() for h in self._previous.values())
+        return {"reused": torch.stack(shares).mean() if shares else 0.0, "maps": len(shares), "held_mb": held / 2**20}
 
     @override
     def summary(self) -> str:
