@@ -30,12 +30,12 @@ from lightning_eff.data.augmentation.mixing.cut_mix import CutMix as CutMix
 from lightning_eff.data.augmentation.mixing.manifold_mixup import ManifoldMixup as ManifoldMixup
 from lightning_eff.data.augmentation.mixing.mixup import Mixup as Mixup
 from lightning_eff.data.augmentation.mixing.saliency_mix import SaliencyMix as SaliencyMix
+from lightning_eff.data.augmentation.mixing.seq_mix import SeqMix as SeqMix
 from lightning_eff.data.augmentation.mixing.style_mix import StyleMix as StyleMix
 from lightning_eff.data.augmentation.mixing.token_mix import TokenMix as TokenMix
 from lightning_eff.data.augmentation.mixing.trans_mix import TransMix as TransMix
 from lightning_eff.data.augmentation.random_erasing import RandomErasing as RandomErasing
 from lightning_eff.data.augmentation.text.eda import EDA as EDA
-from lightning_eff.data.augmentation.text.seq_mix import SeqMix as SeqMix
 from lightning_eff.data.augmentation.text.token_noise import TokenNoise as TokenNoise
 from lightning_eff.data.curriculum.attention_window_warmup import AttentionWindowWarmup as AttentionWindowWarmup
 from lightning_eff.data.curriculum.difficulty_pacing import DifficultyPacing as DifficultyPacing

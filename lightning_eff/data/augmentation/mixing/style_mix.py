@@ -132,8 +132,8 @@ class StyleMix(Mixing):
     def __init__(
         self,
         *,
-        encoder: Codec | None = None,
-        decoder: Codec | None = None,
+        encoder: Codec,
+        decoder: Codec,
         alpha: float = 1.0,
         content_weight: float = 0.7,
         prob: float = 0.2,
@@ -174,7 +174,6 @@ class StyleMix(Mixing):
     @override
     def attach(self, session: Session) -> None:
         super().attach(session)
-        assert self.encoder is not None and self.decoder is not None
         self._codec = [Given(self.encoder), Given(self.decoder)]
 
     @override

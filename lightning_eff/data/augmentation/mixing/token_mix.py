@@ -178,7 +178,7 @@ class TokenMix(Mixing):
     def __init__(
         self,
         *,
-        teacher: Teacher | None = None,
+        teacher: Teacher,
         alpha: float = 1.0,
         block: int = 14,
         patch: int | None = None,

@@ -18,14 +18,14 @@ from lightning_eff._core.steps import Proceed, Step
 from lightning_eff._core.technique import Control
 from lightning_eff.data.augmentation._arguments import check_names, check_number, too_few_epochs
 from lightning_eff.data.augmentation._engine import Augmentation
-from lightning_eff.data.augmentation.text._edits import Edited, apply_edits
-from lightning_eff.data.augmentation.text._tokens import (
+from lightning_eff.data.augmentation._tokens import (
     attended,
     check_ids,
     configs,
     configured_special_tokens,
     found_tokens,
 )
+from lightning_eff.data.augmentation.text._edits import Edited, apply_edits
 
 WHO = "EDA"
 OPERATIONS = ("replace", "insert", "swap", "delete")

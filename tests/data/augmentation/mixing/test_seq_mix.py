@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_eff as eff
-from lightning_eff.data.augmentation.text.seq_mix import made_of, seq_mix
+from lightning_eff.data.augmentation.mixing.seq_mix import made_of, seq_mix
 from tests.cases import Case, classifier
 from tests.data.augmentation.modules import CLASSES, Ids, Spied
 from tests.models import VOCAB, HuggingFace, TinyGPT, Translator, flat, hugging_face, make_batch, trainer

@@ -16,9 +16,9 @@ from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step
 from lightning_eff._core.technique import Control
 from lightning_eff.data.augmentation._arguments import check_number, too_few_epochs
+from lightning_eff.data.augmentation._tokens import found_tokens
 from lightning_eff.data.augmentation.mixing._convex import Convex
 from lightning_eff.data.augmentation.mixing._hook import OutputHook, mixed_rows, standing_around
-from lightning_eff.data.augmentation.text._tokens import found_tokens
 
 WHO = "SeqMix"
 _MASK = re.compile("attention_mask")
