@@ -201,12 +201,12 @@ class Meter(Callback):
         self._ended = 0.0
         self._counter: FlopCounterMode | None = None
 
-    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx == self.warm_up - 1:
             self._counter = FlopCounterMode(display=False, custom_mapping=ON_CPU)
             self._counter.__enter__()
 
-    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         if self._counter is not None:
             self._counter.__exit__(None, None, None)
             self.flops, self._counter = self._counter.get_total_flops(), None
