@@ -1,16 +1,18 @@
-"""What fewer blocks save: a step's measured time over what the blocks' share of the FLOPs predicts.
+"""What a network that is smaller for a while saves: a step's measured time over what its FLOPs predict.
 
-    python benchmarks/block_cost.py [--rounds 8] [--steps 5] [--threads N] [--out block_cost.json]
+    python benchmarks/block_cost.py [--rounds 8] [--steps 5] [--threads N] [--only NAME ...] [--out block_cost.json]
 
-Five arms alternate in one process, each a Trainer fit of the same GPT: without its blocks (``t_rest``), plain
-(``t_plain``), under ``ProgressiveStacking`` with a third of the blocks, under ``ProgressiveLayerDropping`` at its final
-theta, and under ``StochasticDepth`` with half the blocks kept on average. A round gives one ratio for each technique:
+Fits of the same GPT alternate in one process: without its blocks (``t_rest``), plain (``t_plain``), and under each technique
+that grows, drops or freezes, held at half its size: half the blocks, half the hidden units, half the length, half of the
+blocks frozen or, for ``GreedyLayerwise``, all but the first. A round gives one ratio for each technique:
 
-    predicted = t_rest + f (t_plain - t_rest),  f = FLOPs of the blocks that ran / FLOPs of all blocks
+    predicted = t_rest + f (t_plain - t_rest),  f = (FLOPs - FLOPs_rest) / (FLOPs_plain - FLOPs_rest)
 
-where the FLOPs of a step, forward and backward, are counted by torch and the times are medians over the steps of the
-round. Dropping draws other blocks at each step, so its steps are held against their own f. Prints a table and JSON,
-with the medians over the rounds and their range.
+where FLOPs are those of a step, forward and backward, counted by torch in a fit of its own with the same draws, step by
+step, and the times are medians over the steps of the round. Each step is held against its own f, since dropping draws
+other blocks at each. ``AutoProg`` cuts sequences to half, so that the rest of the network has half the tokens, too: it is
+held against the network with and without its blocks on sequences of half the length. Prints a table and JSON, with the
+medians over the rounds and their range.
 """
 
 import argparse
@@ -21,7 +23,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
@@ -50,60 +52,97 @@ class Bytes(Dataset[dict[str, Tensor]]):
 
 
 class Meter(Callback):
-    """Each step's seconds, from the end of the one before, and its blocks that ran; the last warm-up step's FLOPs."""
+    """Each step's seconds, from the end of the one before, or its FLOPs; it ends the fit after ``warm_up + steps`` steps."""
 
-    def __init__(self, blocks: list[nn.Module], warm_up: int) -> None:
-        self.warm_up = warm_up
-        self.seconds: list[float] = []
-        self.ran: list[int] = []
-        self.flops = 0
-        self.flops_ran = 0
-        self._calls, self._ended = 0, 0.0
+    def __init__(self, warm_up: int, steps: int, *, count: bool) -> None:
+        self.warm_up, self.steps, self.count = warm_up, steps, count
+        self.of_step: list[float] = []
+        self._begun = 0.0
         self._counter: FlopCounterMode | None = None
-        for block in blocks:
-            block.register_forward_pre_hook(self._called)
-
-    def _called(self, *_: Any) -> None:
-        self._calls += 1
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._calls = 0
-        if batch_idx == self.warm_up - 1:
+        if self.count:
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
+        done = args[-1] + 1
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+        value = time.perf_counter() - self._begun
         if self._counter is not None:
             self._counter.__exit__(None, None, None)
-            self.flops, self.flops_ran, self._counter = self._counter.get_total_flops(), self._calls, None
-        elif args[-1] >= self.warm_up:
-            self.seconds.append(time.perf_counter() - self._ended)
-            self.ran.append(self._calls)
-        self._ended = time.perf_counter()
+            value, self._counter = float(self._counter.get_total_flops()), None
+        if done > self.warm_up:
+            self.of_step.append(value)
+        trainer.should_stop = done >= self.warm_up + self.steps
+        self._begun = time.perf_counter()
 
 
-def measure(technique: Callable[[], Callback] | None, blocks: int, args: argparse.Namespace, seed: int) -> Meter:
-    """One short fit of the GPT with ``blocks`` blocks."""
+class Arm(NamedTuple):
+    """A technique, the network that it is put on, and the two fits that its prediction is made from."""
+
+    technique: Callable[[], Callback] | None = None
+    blocks: bool = True
+    length: float = 1.0  # of the sequences that the network is given
+    rest: str = "rest"
+    plain: str = "plain"
+
+
+def arms_of(args: argparse.Namespace) -> dict[str, Arm]:
+    """The references, at full and at half length, and every technique at half its size, as the budget has just begun."""
+    half = args.layers // 2
+    later = 0.99  # of a budget of which a fit sees next to nothing
+    grown = [(0.0, 0.5), (later, 1.0)]
+    rest, plain = "rest, half length", "plain, half length"
+    techniques: dict[str, Arm] = {
+        "ProgressiveStacking": Arm(lambda: eff.ProgressiveStacking(stages=[(0.0, half), (later, args.layers)])),
+        "ShallowToDeep": Arm(lambda: eff.ShallowToDeep(group=half, until=later)),
+        "DropIn": Arm(lambda: eff.DropIn(first=half, start=later, end=1.0)),
+        "CompoundGrowth, depth": Arm(lambda: eff.CompoundGrowth(depth=grown, width=None)),
+        "CompoundGrowth, width": Arm(lambda: eff.CompoundGrowth(depth=None, width=grown)),
+        "CompoundGrowth, length": Arm(lambda: eff.CompoundGrowth(depth=None, width=None, length=grown)),
+        "CompoundGrowth": Arm(lambda: eff.CompoundGrowth(depth=grown, width=grown, length=grown)),
+        "AutoProg": Arm(
+            lambda: eff.AutoProg(num_stages=2, until=later, search=0.0, inputs="sequences"), rest=rest, plain=plain
+        ),
+        "GreedyLayerwise": Arm(lambda: eff.GreedyLayerwise(until=1.0)),
+        "LayerFreezing": Arm(lambda: eff.LayerFreezing(start=0.0, end=1e-9, depth=0.5)),
+        "ProgressiveLayerDropping": Arm(lambda: eff.ProgressiveLayerDropping(theta_min=args.theta, gamma=1e12)),
+        "StochasticDepth": Arm(lambda: eff.StochasticDepth(drop=min(args.layers / (args.layers + 1), 0.99))),
+    }
+    if args.only:
+        techniques = {name: arm for name, arm in techniques.items() if name.split(",")[0] in args.only}
+    references = {"rest": Arm(blocks=False), "plain": Arm()}
+    if any(arm.rest != "rest" for arm in techniques.values()):
+        references[rest] = Arm(blocks=False, length=0.5)
+        references[plain] = Arm(length=0.5)
+    return references | techniques
+
+
+def measure(arm: Arm, args: argparse.Namespace, seed: int, *, count: bool) -> list[float]:
+    """One short fit: the seconds, or the FLOPs, of each step behind the warm-up."""
     seed_everything(seed, verbose=False)
-    model = GPT(dim=args.dim, num_layers=max(blocks, 1), num_heads=4, block_size=args.length, num_samples=0)
-    if not blocks:
+    model = GPT(dim=args.dim, num_layers=args.layers, num_heads=4, block_size=args.length, num_samples=0)
+    if not arm.blocks:
         model.blocks = nn.ModuleList()
     steps = args.warm_up + args.steps
-    meter = Meter(list(model.blocks), args.warm_up)
+    meter = Meter(args.warm_up, args.steps, count=count)
     trainer = Trainer(
         accelerator="auto",
         devices=1,
-        max_steps=steps,
+        max_steps=10**6,  # the budget, of which a technique sees the beginning
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[*([technique()] if technique else []), meter],
+        callbacks=[*([arm.technique()] if arm.technique else []), meter],
     )
-    trainer.fit(model, DataLoader(Bytes(steps * args.batch_size, args.length), args.batch_size))
-    return meter
+    data = Bytes(steps * args.batch_size, round(args.length * arm.length))
+    trainer.fit(model, DataLoader(data, args.batch_size))
+    if len(meter.of_step) != args.steps:
+        raise RuntimeError(f"{len(meter.of_step)} of {args.steps} steps were run.")
+    return meter.of_step
 
 
 def main() -> None:
@@ -117,46 +156,44 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--theta", type=float, default=0.5)
     parser.add_argument("--threads", type=int, help="torch's, on CPU; fewer than the cores on a shared machine")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="techniques, by their classes' names")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.layers % 2 or args.length % 2:
+        parser.error(
+            f"got --layers {args.layers} and --length {args.length}; expected even numbers, which have halves."
+        )
     warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     if args.threads:
         torch.set_num_threads(args.threads)
-    third = max(args.layers // 3, 1)
-    arms: dict[str, tuple[Callable[[], Callback] | None, int]] = {
-        "rest": (None, 0),
-        "plain": (None, args.layers),
-        "stacking": (lambda: eff.ProgressiveStacking(stages=[(0.0, third)]), args.layers),
-        "dropping": (lambda: eff.ProgressiveLayerDropping(theta_min=args.theta, gamma=1e6), args.layers),
-        "depth": (lambda: eff.StochasticDepth(drop=min(args.layers / (args.layers + 1), 0.99)), args.layers),
-    }
-    ratios: dict[str, list[float]] = {"stacking": [], "dropping": [], "depth": []}
-    shares: dict[str, list[float]] = {"stacking": [], "dropping": [], "depth": []}
+    arms = arms_of(args)
+    named = [name for name, arm in arms.items() if arm.technique]
+    if not named:
+        parser.error(f"--only {' '.join(args.only)}: none of these is measured here.")
+    ratios: dict[str, list[float]] = {name: [] for name in named}
+    shares: dict[str, list[float]] = {name: [] for name in named}
     times: dict[str, list[float]] = {name: [] for name in arms}
     for round_ in range(args.rounds + 1):
-        met = {name: measure(*arm, args, seed=round_) for name, arm in arms.items()}
+        flops = {name: measure(arm, args, round_, count=True) for name, arm in arms.items()}
+        seconds = {name: measure(arm, args, round_, count=False) for name, arm in arms.items()}
         if not round_:  # the first round warms the process up
             continue
-        t = {name: statistics.median(meter.seconds) for name, meter in met.items()}
+        t = {name: statistics.median(values) for name, values in seconds.items()}
         for name in t:
             times[name].append(t[name])
-        flops_rest = met["rest"].flops
-        flops_block = (met["plain"].flops - flops_rest) / args.layers
-        for name in ratios:
-            meter = met[name]
-            # FLOPs of one block that ran, as counted under the technique, by those of one block of the plain model
-            per_block = (meter.flops - flops_rest) / meter.flops_ran / flops_block if meter.flops_ran else 1.0
-            f = [ran * per_block / args.layers for ran in meter.ran]
-            each = [
-                s / (t["rest"] + share * (t["plain"] - t["rest"])) for s, share in zip(meter.seconds, f, strict=True)
-            ]
+        for name in named:
+            rest, plain = arms[name].rest, arms[name].plain
+            blocks = flops[plain][0] - flops[rest][0]
+            f = [(counted - flops[rest][0]) / blocks for counted in flops[name]]
+            each = [s / (t[rest] + share * (t[plain] - t[rest])) for s, share in zip(seconds[name], f, strict=True)]
             ratios[name].append(statistics.median(each))
             shares[name].append(statistics.mean(f))
         print(f"round {round_}/{args.rounds}: " + ", ".join(f"{n} {r[-1]:.3f}" for n, r in ratios.items()), flush=True)
-    print(f"\n{'arm':<10} {'step, ms':>9} {'f of FLOPs':>11} {'measured / predicted':>21} {'range':>15}")
+    print(f"\n{'arm':<24} {'step, ms':>9} {'f of FLOPs':>11} {'measured / predicted':>21} {'range':>15}")
     for name in arms:
-        row = f"{name:<10} {1e3 * statistics.median(times[name]):9.1f}"
+        row = f"{name:<24} {1e3 * statistics.median(times[name]):9.1f}"
         if name in ratios:
             r = ratios[name]
             spread = f"{min(r):.3f} - {max(r):.3f}"

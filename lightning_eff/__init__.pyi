@@ -23,13 +23,19 @@ from lightning_eff.budget.linear_scaling import LinearScaling as LinearScaling
 from lightning_eff.data.augmentation.cutout import Cutout as Cutout
 from lightning_eff.data.augmentation.images.aug_mix import AugMix as AugMix
 from lightning_eff.data.augmentation.images.auto_augment import AutoAugment as AutoAugment
+from lightning_eff.data.augmentation.images.diff_augment import DiffAugment as DiffAugment
 from lightning_eff.data.augmentation.images.rand_augment import RandAugment as RandAugment
 from lightning_eff.data.augmentation.label_smoothing import LabelSmoothing as LabelSmoothing
 from lightning_eff.data.augmentation.mixing.cut_mix import CutMix as CutMix
+from lightning_eff.data.augmentation.mixing.manifold_mixup import ManifoldMixup as ManifoldMixup
 from lightning_eff.data.augmentation.mixing.mixup import Mixup as Mixup
 from lightning_eff.data.augmentation.mixing.saliency_mix import SaliencyMix as SaliencyMix
+from lightning_eff.data.augmentation.mixing.style_mix import StyleMix as StyleMix
+from lightning_eff.data.augmentation.mixing.token_mix import TokenMix as TokenMix
+from lightning_eff.data.augmentation.mixing.trans_mix import TransMix as TransMix
 from lightning_eff.data.augmentation.random_erasing import RandomErasing as RandomErasing
 from lightning_eff.data.augmentation.text.eda import EDA as EDA
+from lightning_eff.data.augmentation.text.seq_mix import SeqMix as SeqMix
 from lightning_eff.data.augmentation.text.token_noise import TokenNoise as TokenNoise
 from lightning_eff.data.curriculum.attention_window_warmup import AttentionWindowWarmup as AttentionWindowWarmup
 from lightning_eff.data.curriculum.difficulty_pacing import DifficultyPacing as DifficultyPacing
@@ -40,6 +46,7 @@ from lightning_eff.data.curriculum.sequence_length_warmup import SequenceLengthW
 from lightning_eff.data.curriculum.token_budget_batches import TokenBudgetBatches as TokenBudgetBatches
 from lightning_eff.data.exact_resume import ExactResume as ExactResume
 from lightning_eff.data.loader_tuning import LoaderTuning as LoaderTuning
+from lightning_eff.data.selection.adaptive.auto_assist import AutoAssist as AutoAssist
 from lightning_eff.data.selection.adaptive.robust_importance_sampling import (
     RobustImportanceSampling as RobustImportanceSampling,
 )
@@ -52,6 +59,7 @@ from lightning_eff.data.selection.rho_loss import RHOLoss as RHOLoss
 from lightning_eff.data.selection.sample_subset import SampleSubset as SampleSubset
 from lightning_eff.data.selection.selective_backprop import SelectiveBackprop as SelectiveBackprop
 from lightning_eff.data.tokens.fused_linear_cross_entropy import FusedLinearCrossEntropy as FusedLinearCrossEntropy
+from lightning_eff.data.tokens.mask_guided_tokens import MaskGuidedTokens as MaskGuidedTokens
 from lightning_eff.data.tokens.mask_rate_schedule import MaskRateSchedule as MaskRateSchedule
 from lightning_eff.data.tokens.partial_token_training import PartialTokenTraining as PartialTokenTraining
 from lightning_eff.data.tokens.patch_dropout import PatchDropout as PatchDropout
@@ -124,9 +132,11 @@ from lightning_eff.model.layers.remove_qkv_bias import RemoveQKVBias as RemoveQK
 from lightning_eff.model.layers.rms_normalization import RMSNormalization as RMSNormalization
 from lightning_eff.model.layers.seq_norm import SeqNorm as SeqNorm
 from lightning_eff.model.layers.swap_activation import SwapActivation as SwapActivation
+from lightning_eff.model.sparsity.block_sparsity import BlockSparsity as BlockSparsity
 from lightning_eff.model.sparsity.early_bird import EarlyBird as EarlyBird
 from lightning_eff.model.sparsity.gra_sp import GraSP as GraSP
 from lightning_eff.model.sparsity.lottery_tickets import LotteryTickets as LotteryTickets
+from lightning_eff.model.sparsity.re_sprop import ReSprop as ReSprop
 from lightning_eff.model.sparsity.rig_l import RigL as RigL
 from lightning_eff.model.sparsity.semi_structured_sparsity import SemiStructuredSparsity as SemiStructuredSparsity
 from lightning_eff.model.sparsity.set import SET as SET
@@ -175,6 +185,9 @@ from lightning_eff.precision.stochastic_rounding_bf16 import StochasticRoundingB
 from lightning_eff.precision.wang_2018_fp8 import Wang2018FP8Precision as Wang2018FP8Precision
 from lightning_eff.strategies.compressed_ddp import CompressedDDPStrategy as CompressedDDPStrategy
 from lightning_eff.strategies.deep_speed import DeepSpeedEffStrategy as DeepSpeedEffStrategy
+from lightning_eff.strategies.drop_slowest import DropSlowest as DropSlowest
 from lightning_eff.strategies.hybrid_parallel import HybridParallelStrategy as HybridParallelStrategy
+from lightning_eff.strategies.joint_spar import JointSpar as JointSpar
 from lightning_eff.strategies.local_sgd import LocalSGD as LocalSGD
+from lightning_eff.strategies.res_ist import ResIST as ResIST
 from lightning_eff.tune.tuner import Tuner as Tuner

@@ -120,27 +120,39 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
     images = {}
     if kind != "image":
         images = {
+            "MaskGuidedTokens": _NO_IMAGES,
             "PatchDropout": _NO_IMAGES,
             "TokenMerging": _NOT_MERGED,
             "PartialTokenTraining": _NO_TUBES,
             "GatedPositionalAttention": _NO_PATCHES,
             "ChannelsLast": "has no convolution that could profit",
+            "DiffAugment": r"expected one tensor \(B, C, H, W\)",
             **_NOT_SMALLER,
             **dict.fromkeys(
-                ("CutMix", "Cutout", "RandomErasing", "SaliencyMix", "RandAugment", "AutoAugment", "AugMix"),
+                (
+                    "CutMix",
+                    "Cutout",
+                    "RandomErasing",
+                    "SaliencyMix",
+                    "StyleMix",
+                    "TokenMix",
+                    "TransMix",
+                    "RandAugment",
+                    "AutoAugment",
+                    "AugMix",
+                ),
                 "found no images in the batch",
             ),
         }
     if kind not in ("image", "speech"):  # a wave is of floating point
-        images["Mixup"] = "found no images in the batch, and no other tensor"
+        images |= dict.fromkeys(("ManifoldMixup", "Mixup"), "found no images in the batch, and no other tensor")
     fewer = dict.fromkeys(("RandomLTD", "TokenDropping"), _NOT_FEWER) if name in _BY_PLACES else {}
     if name == "gemma2":
         refused = {**(refused or {}), "LogitSoftcap": "caps its logits at 30.0 already"}
     at_ends = ("ZeroProjections", "ReZero", "SkipInit", "LayerScale", "Fixup") if name == "gemma2" else ()
     norms = dict.fromkeys(at_ends, "ends in a norm behind .*, or one to which 1 is added")
     if kind in ("image", "speech"):
-        fewer = dict.fromkeys(("EDA", "TokenNoise"), "found no tokens in the batch")
-        fewer["TokenDropping"] = "no nn.Embedding was called on the ids"
+        fewer = {"TokenDropping": "no nn.Embedding was called on the ids"}
     begun: dict[str, str] = {}
     if kind == "speech" or name == "rembert":  # whose head reads another width than its embedding has
         begun["DataDrivenInit"] = "is neither a language model"
@@ -264,6 +276,7 @@ _SWIN = {"embed_dim": 16, "depths": (2, 2), "num_heads": (2, 2), "window_size": 
 _SWIN |= {"num_channels": 1, "num_labels": 5}
 _ON_BLOCKS = ("pp2", "ProgressiveLayerDropping", "ProgressiveStacking", "Rematerialization")
 _ON_BLOCKS += ("PartialTokenTraining", "RandomLTD", "PatchDropout", "TokenDropping", "TokenMerging", "SequencePacking")
+_ON_BLOCKS += ("MaskGuidedTokens",)
 _SAY_LAYERS = dict.fromkeys(_ON_BLOCKS, "layers=")
 _NO_SEQUENCE = {
     "SequenceLengthWarmup": "no integer tensor of shape .* keys=",
@@ -271,6 +284,7 @@ _NO_SEQUENCE = {
     "NgramEmbedding": _NO_LOOK_UP,
     "PromptTuning": _NO_LOOK_UP,
 }
+_NO_SEQUENCE |= dict.fromkeys(("EDA", "SeqMix", "TokenNoise"), "found no tokens in the batch")
 _NO_SEQUENCE |= {"TokenBudgetBatches": "found no sequence of integers in a sample"}
 _OTHER_BLOCKS = dict.fromkeys(
     ("ProgressiveStacking", "ShallowToDeep", "CompoundGrowth"),
@@ -278,9 +292,18 @@ _OTHER_BLOCKS = dict.fromkeys(
 )
 _NO_STACK = "found no stack of repeated blocks"
 _NO_FFN = dict.fromkeys(("CompoundGrowth", "ApproximateRandomDropout"), "found no feed-forward network")
-_GROWN = ("ShallowToDeep", "CompoundGrowth", "DropIn", "AutoProg")  # techniques of one stack
+_GROWN = ("ShallowToDeep", "CompoundGrowth", "DropIn", "AutoProg", "ResIST")  # techniques of one stack
 _ALBERT = dict.fromkeys(
-    (*_ON_BLOCKS, *_GROWN, "StochasticDepth", "LayerFreezing", "GreedyLayerwise", "RegionalCompilation"), _NO_STACK
+    (
+        *_ON_BLOCKS,
+        *_GROWN,
+        "ManifoldMixup",
+        "StochasticDepth",
+        "LayerFreezing",
+        "GreedyLayerwise",
+        "RegionalCompilation",
+    ),
+    _NO_STACK,
 )
 _NO_LINEAR = dict.fromkeys(
     ("FP8Precision", "INT8Precision", "S2FP8Precision", "Wang2018FP8Precision"), "no linear map is left to run"
@@ -291,7 +314,9 @@ _SQUEEZEBERT |= {"ButterflyLinear": "has no linear map to make factors of"}
 _SQUEEZEBERT |= {"LowRankLinear": "has no linear map to factor", "LoRA": "has no linear map to put factors beside"}
 _SQUEEZEBERT |= {"VeRA": "has no linear map to put factors beside"}
 _SQUEEZEBERT |= {"HoulsbyAdapters": _NOT_BEHIND}
-_NO_TOKENS = dict.fromkeys(("RandomLTD", "PatchDropout", "TokenDropping", "TokenMerging"), _NOT_FEWER)
+_NO_TOKENS = dict.fromkeys(
+    ("RandomLTD", "MaskGuidedTokens", "PatchDropout", "TokenDropping", "TokenMerging"), _NOT_FEWER
+)
 _NO_TOKENS |= {"SequencePacking": _NO_MASK, "PartialTokenTraining": _NO_TUBES}
 _FLOAT_BUFFERS = {"StochasticRoundingBF16": "an operation was given different dtypes .* Buffers are not cast"}
 FAMILIES: dict[str, Family] = {
@@ -329,8 +354,10 @@ FAMILIES: dict[str, Family] = {
         _SWIN,
         _NO_SEQUENCE
         | _SAY_LAYERS
-        | dict.fromkeys(_GROWN, "layers=")
+        | dict.fromkeys((*_GROWN, "ManifoldMixup"), "layers=")
         | {"AttentionWindowWarmup": "is on 4 tokens", "SpanMasking": _NO_DECODER}
+        | {"TransMix": "which are no grid of square patches"}
+        | {"GatedPositionalAttention": _NO_PATCHES}
         | {"GatedPositionalAttention": _NO_PATCHES, "VisualPromptTuning": "layers="}
         | dict.fromkeys(("GhostNorm", "SeqNorm"), "has no BatchNorm to act on")
         | attention_of("swin", "image"),
@@ -344,7 +371,14 @@ FAMILIES: dict[str, Family] = {
         | _NO_FFN
         | _NO_TOKENS
         | {"TFixup": "expected a transformer", "AttentionWindowWarmup": _NO_ATTENTION, "SpanMasking": _NO_DECODER}
+        | {"TransMix": "saw no attention in training_step"}
+        | {"GatedPositionalAttention": _NO_PATCHES}
         | {"GatedPositionalAttention": _NO_PATCHES, "VisualPromptTuning": _NOT_OF_IMAGES}
+        | {
+            "GatedPositionalAttention": _NO_PATCHES,
+            "TokenMix": "holds no nn.Conv2d of 1 channels whose stride is its kernel",
+        }
+        | {"LoRA": "has no linear map to put factors beside", "QuantizedBase": _NO_NAMED}
         | dict.fromkeys(("LoRA", "VeRA"), "has no linear map to put factors beside")
         | {"QuantizedBase": _NO_NAMED}
         | {"HoulsbyAdapters": _NOT_BEHIND}

@@ -40,6 +40,7 @@ IMPORTED = (
     "torch.distributed._composable.contract.STATE_KEY",
     "torch.distributed._composable_state._module_state_mapping",
     "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook._should_compress",
+    "torch.distributed.distributed_c10d._get_default_store",
     "torch.distributed.pipelining._backward.stage_backward_input",
     "torch.distributed.pipelining._backward.stage_backward_weight",
     "torch.distributed.pipelining._utils.generate_stage_to_rank_mapping",

@@ -201,6 +201,7 @@ def resume_from_every_step(
     directory: Path,
     *,
     each: bool = False,
+    third: int | None = None,
     whole: dict[str, torch.Tensor] | None = None,
     **kwargs: Any,
 ) -> dict[str, list[str]]:
@@ -214,6 +215,7 @@ def resume_from_every_step(
         build: makes the techniques.
         directory: for checkpoints.
         each: resume from each of the undisturbed run's checkpoints and train to the end, whatever comes of it.
+        third: 0, 1 or 2: resume from a third of the steps only, every third one from this one on.
         whole: what an undisturbed run left behind whose checkpoints are in ``directory`` already; it is made, if None.
         kwargs: of the trainer.
     """
@@ -224,7 +226,7 @@ def resume_from_every_step(
     found: dict[str, list[str]] = {}
     *before, last = saved
     every = NUM_STEPS // LIVES
-    for i in range(every):
+    for i in range(every) if third is None else [third]:
         stops = [
             Interrupt(directory / f"again-{step}.ckpt", step=step) for step in range(i + 1 + every, NUM_STEPS, every)
         ]

@@ -38,18 +38,14 @@ SELECTION = (
     Row("prototype pruning", "Sorscher et al. 2022", ("DataPruning",), "score='prototypes'"),
     Row("DSIR", "Xie et al. 2023", ("SampleSubset",)),
     Row("RHO-LOSS", "Mindermann et al. 2022", ("RHOLoss",)),
-    Row(
-        "MG-ViT",
-        "Chen et al. 2022",
-        absent="a fine-tuning on few samples with its own two-path network; patches are dropped by PatchDropout",
-    ),
+    Row("MG-ViT", "Chen et al. 2022", ("MaskGuidedTokens",), "its active choice of samples is not built"),
     Row("AutoAssist", "Zhang et al. 2019", ("AutoAssist",)),
     Row(
         "ReLo",
         "Sujit et al. 2022",
         absent="it orders the replay buffer of reinforcement learning, which a LightningModule keeps for itself",
     ),
-    Row("non-blocking minibatches", "He & Dube 2022", ("DropSlowWorkers",)),
+    Row("non-blocking minibatches", "He & Dube 2022", ("DropSlowest",)),
 )
 
 CURRICULUM = (

@@ -77,11 +77,11 @@ SPARSITY = (
     Row("SET", "Mocanu et al. 2018", ("SET", "RigL")),
     Row("SViTE", "Chen et al. 2021", ("SViTE", "RigL")),
     Row("train large, then compress", "Li et al. 2020", ("TrainLargeThenCompress",)),
-    Row("hierarchical block pruning (HRBP)", "Ma et al. 2023", ("BlockSparsity",)),
+    Row("regrouping to dense blocks (HRBP)", "Ma et al. 2023", ("BlockSparsity",)),
     Row("2:4 sparsity", "Mishra et al. 2021", ("SemiStructuredSparsity",)),
     Row("ReSprop", "Goli & Aamodt 2020", ("ReSprop",)),
     Row("ResIST", "Dun et al. 2021", ("ResIST",)),
-    Row("JointSpar", "Liu et al. 2022", ("JointSpar",)),
+    Row("JointSpar", "Liu & Mozafari 2022", ("JointSpar",)),
     Row(
         "decoupled backpropagation (DDG)",
         "Huo et al. 2018",

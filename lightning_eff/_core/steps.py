@@ -197,6 +197,8 @@ class Step:
         around: where a link sets it, what stands around the user's own step in each pass of the training chain, inside
             all links: ``around(run, batch)`` returns what the step shall return, and ``run(batch)`` runs it.
         given: the batch that the user's own step was called with last, behind all links.
+        versions: how many versions of each sample a link has put one after the other into the batch, all of the plain ones
+            first.
     """
 
     chain: "StepChain"
@@ -207,6 +209,7 @@ class Step:
     indices: list[Any] | None = None
     around: Around | None = None
     given: Any = None
+    versions: int = 1
 
     def pick(self, batch: Any, index: Tensor, size: int) -> Any:
         """The samples ``index`` of ``batch``, which has ``size``: what the rest of the chain trains on, by its indices too."""

@@ -1,5 +1,6 @@
 """The engine of techniques that make samples of two: the loss becomes that on both samples' labels, in the same pass."""
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -71,8 +72,8 @@ class Mixing(Augmentation):
     Where :attr:`larger_first`, roles are such that ``lambda`` is at least one half: what reads the batch's labels sees those
     of the larger share.
 
-    Where several techniques mix, each batch is mixed by one of them: of n, each n batches of an epoch in turn go once to
-    each, in an order that is drawn.
+    Where several techniques mix, each batch is mixed by one of them: of n, each n batches of the run in turn go once to each,
+    in an order that is drawn; of an epoch, where epochs have no length.
 
     Class attributes, beside those of :class:`Augmentation`:
         by_sample: labels must be one of each sample.
@@ -182,10 +183,12 @@ class Mixing(Augmentation):
         names = sorted(type(t).__name__ for t in self.session.working if isinstance(t, Mixing))
         if len(names) == 1:
             return True
-        at, epoch = step.batch_idx % len(names), self.session.trainer.current_epoch
-        generator = self.session.generator("whose turn", epoch, step.batch_idx // len(names))
+        epoch, length = self.session.trainer.current_epoch, self.session.trainer.num_training_batches
+        # epochs may be shorter than there are techniques
+        at, epoch = (step.batch_idx, epoch) if math.isinf(length) else (int(epoch * length) + step.batch_idx, 0)
+        generator = self.session.generator("whose turn", epoch, at // len(names))
         order = torch.randperm(len(names), generator=generator)
-        return names[int(order[at])] == type(self).__name__
+        return names[int(order[at % len(names)])] == type(self).__name__
 
     def _mixture(self, step: Step, batch: Any, labels: dict[str, Tensor]) -> tuple[Any, Tensor, Tensor] | None:
         """The batch of mixtures, the partners and the shares; None where it is left alone."""

@@ -16,6 +16,7 @@ from lightning_eff._core.technique import Technique
 from lightning_eff.data.selection._random_subset import RandomSubset
 
 _CHOOSERS = (
+    "AutoAssist",
     "EfficientSAM",
     "ImportanceSampling",
     "KSAM",

@@ -11,12 +11,12 @@ from typing_extensions import override
 from lightning_eff._core._architecture.record import swap_of
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
+from lightning_eff._core._attention.calls import Call
 from lightning_eff._core.losses import loss_of
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control
-from lightning_eff.model.attention._replacing.calls import Call
 from lightning_eff.model.attention._replacing.inside import Inside, places, put_inside
 from lightning_eff.model.attention._replacing.selecting import SLOWER
 from lightning_eff.model.attention._replacing.technique import CONFLICTS, SOME_KEYS, no_sequences

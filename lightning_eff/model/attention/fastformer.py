@@ -10,9 +10,9 @@ from typing_extensions import override
 
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
+from lightning_eff._core._attention.calls import Call, CannotReplace, keys_alone
 from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
 from lightning_eff._core.technique import Control
-from lightning_eff.model.attention._replacing.calls import Call, CannotReplace, keys_alone
 from lightning_eff.model.attention._replacing.inside import Inside, places, put_inside
 from lightning_eff.model.attention._replacing.technique import CONFLICTS, NO_DROPOUT, no_sequences
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from typing_extensions import override
 
+from lightning_eff._core._attention.calls import Call
 from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
-from lightning_eff.model.attention._replacing.calls import Call
 from lightning_eff.model.attention._replacing.chunks import chunked_attention
 from lightning_eff.model.attention._replacing.technique import OUTSIDE, ReplacedAttention, no_sequences
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core import rng
+from lightning_eff._core._attention.calls import Call, CannotReplace, keys_alone
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
-from lightning_eff.model.attention._replacing.calls import Call, CannotReplace, keys_alone
 from lightning_eff.model.attention._replacing.projections import orthogonal_rows
 from lightning_eff.model.attention._replacing.technique import NO_DROPOUT, OUTSIDE, ReplacedAttention, no_sequences
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._attention.calls import Call
 from lightning_eff._core.search_space import SearchSpace, Survey, Uniform
 from lightning_eff._core.technique import Control
-from lightning_eff.model.attention._replacing.calls import Call
 from lightning_eff.model.attention._replacing.selecting import SLOWER, SelectedKeys, with_best
 from lightning_eff.model.attention._replacing.technique import OUTSIDE, SOME_KEYS, no_sequences
 

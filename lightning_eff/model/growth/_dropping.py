@@ -4,12 +4,11 @@ from abc import abstractmethod
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Generator
 from typing_extensions import override
 
-from lightning_eff._core._run.checks import is_checkpointed_reentrantly
+from lightning_eff._core._stack.unused import look_for_unused, refuse_reentrant, refuse_static_graph
 from lightning_eff._core.blocks import BlockStack, refuse_compiled_around
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Technique
@@ -25,36 +24,6 @@ def draw(keep: list[float], generator: Generator) -> frozenset[int]:
     # one number for each block, whatever its p
     numbers = torch.rand(len(keep), generator=generator, dtype=torch.float32).tolist()
     return frozenset(index for index, (number, p) in enumerate(zip(numbers, keep, strict=True)) if number >= p)
-
-
-def refuse_static_graph(session: Session, *, who: str) -> None:
-    """Raise ``ValueError`` where DDP takes it that each step runs the same blocks."""
-    strategy = session.trainer.strategy
-    if isinstance(strategy, DDPStrategy) and strategy._ddp_kwargs.get("static_graph"):
-        raise ValueError(
-            f"{who}: got DDPStrategy(static_graph=True); expected static_graph=False, because"
-            " other blocks are dropped at each step. Leave static_graph out, or take the technique out."
-        )
-
-
-def look_for_unused(session: Session) -> bool:
-    """Let DDP look for the parameters that a step does not use, to the end of the run; whether it did not do so."""
-    strategy = session.trainer.strategy
-    if not isinstance(strategy, DDPStrategy) or strategy._ddp_kwargs.get("find_unused_parameters"):
-        return False
-    session.patches.set(strategy, "_ddp_kwargs", {**strategy._ddp_kwargs, "find_unused_parameters": True})
-    return True
-
-
-def refuse_reentrant(session: Session, stacks: list[BlockStack], *, who: str) -> None:
-    """Raise ``ValueError`` where DDP's search for unused parameters would count those of a reentrant checkpoint twice."""
-    for stack in stacks if isinstance(session.trainer.strategy, DDPStrategy) else ():
-        if is_checkpointed_reentrantly(m for block in stack.blocks for m in block.modules()):
-            raise ValueError(
-                f"{who}: {stack} is checkpointed with use_reentrant=True, under DDP; expected"
-                " use_reentrant=False, because DDP must look for the parameters of dropped blocks. Enable"
-                " checkpointing with gradient_checkpointing_kwargs={'use_reentrant': False}."
-            )
 
 
 class Dropping(Technique):

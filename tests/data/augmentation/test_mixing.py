@@ -133,6 +133,15 @@ def test_evaluation_is_not_mixed(cls: Any) -> None:
     assert all(torch.equal(x, own) for (x, _), (own, _) in zip(net.evaluated, data, strict=True))
 
 
+def test_of_more_that_mix_than_an_epoch_has_batches_each_has_its_turn() -> None:
+    both = {"encoder": torch.nn.Identity(), "decoder": torch.nn.Identity(), "prob": 1.0}
+    several = [eff.Mixup(), eff.CutMix(), eff.SaliencyMix(), eff.ManifoldMixup(), eff.TransMix(), eff.StyleMix(**both)]
+    several.append(eff.TokenMix(teacher="uniform", block=2))
+    spied = [Spied(technique) for technique in several]
+    train(vit(), *several, data=batches(3), max_steps=7)
+    assert [len(one.shares) for one in spied] == [1] * 7
+
+
 def test_of_several_that_mix_each_batch_goes_to_one() -> None:
     spied = [Spied(mixup := busy(eff.Mixup)), Spied(cut_mix := busy(eff.CutMix))]
     count = 40

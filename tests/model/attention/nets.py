@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_eff.model.attention._replacing.calls import Call
-from lightning_eff.model.attention._replacing.mode import Replacing
+from lightning_eff._core._attention.calls import Call
+from lightning_eff._core._attention.mode import Replacing
 from tests import families
 from tests.models import VOCAB, TinyGPT, module
 

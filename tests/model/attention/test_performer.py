@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_eff import Performer
 from lightning_eff._core import rng
-from lightning_eff.model.attention._replacing.calls import Call
+from lightning_eff._core._attention.calls import Call
 from lightning_eff.model.attention._replacing.projections import orthogonal_rows
 from lightning_eff.model.attention.performer import linear_attention, positive_features
 from tests.cases import Case, classifier

@@ -279,6 +279,7 @@ class AugMix(Policy):
                 versions.append(batch if made is None else made[0])
                 shares.append(0.0 if made is None else made[1])
             whole = join(versions)
+        step.versions = len(versions)
         self._note(sum(shares) / 2)
         self.session.chain.cost.forward_samples += 2 * num_samples(batch)
         seen: list[Tensor] = []

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core._architecture.surgeon import Surgeon
+from lightning_eff._core._attention.calls import Call, CannotReplace
+from lightning_eff._core._attention.mode import Replacing
 from lightning_eff._core._branches.probing import aside, attempts
-from lightning_eff.model.attention._replacing.calls import Call, CannotReplace
-from lightning_eff.model.attention._replacing.mode import Replacing
 
 
 class Inside(nn.Module):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._attention.calls import Call
 from lightning_eff._core.technique import Control
-from lightning_eff.model.attention._replacing.calls import Call
 from lightning_eff.model.attention._replacing.technique import OUTSIDE, ReplacedAttention
 
 #: What those that choose must be held against.

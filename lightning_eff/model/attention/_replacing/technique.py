@@ -9,14 +9,14 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._attention.calls import Call, CannotReplace
+from lightning_eff._core._attention.mode import Replacing
 from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.search_space import RunProfile
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step, looking
 from lightning_eff._core.technique import Technique
-from lightning_eff.model.attention._replacing.calls import Call, CannotReplace
-from lightning_eff.model.attention._replacing.mode import Replacing
 
 #: With these attention is not where it can be taken hold of, or what it is handed is not what its tokens are.
 CONFLICTS: Mapping[str, str] = {

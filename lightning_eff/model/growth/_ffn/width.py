@@ -19,6 +19,7 @@ from lightning_eff._core._architecture.linear_maps import is_conv1d
 from lightning_eff._core._branches.ffns import FFN, Part
 from lightning_eff._core._stack.showing import Worn, put_on, take_off, worn_by
 from lightning_eff.model.growth._ffn import tiling
+from lightning_eff.model.growth._ffn.products import narrow_linear
 
 
 class Narrow(Worn):
@@ -77,7 +78,19 @@ class Width:
 
     def run(self, m: nn.Module, plain: type[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """``plain.forward`` of ``m`` with narrow parameters in place of its own."""
-        narrow = {name: self._taken(m._parameters[name]) for name in self._names[id(m)]}
+        names = self._names[id(m)]
+        if (
+            plain.forward is nn.Linear.forward
+            and self.made is None
+            and len(args) == 1
+            and not kwargs
+            and "weight" in names
+        ):
+            weight, part, hidden = self._parts[id(m.weight)]
+            bias: Any = self._taken(m.bias) if "bias" in names else m.bias
+            if part.groups == 1:
+                return narrow_linear(args[0], weight, bias, part.dim, self.units(hidden))
+        narrow = {name: self._taken(m._parameters[name]) for name in names}
         if self.made is not None:
             self.made += narrow.values()
         if plain.forward is nn.Linear.forward:

@@ -8,11 +8,11 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._stack.unused import look_for_unused, refuse_reentrant, refuse_static_graph
 from lightning_eff._core.blocks import BlockStack
 from lightning_eff._core.passes import loss_of, unseen
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
-from lightning_eff.model.growth._dropping import look_for_unused, refuse_reentrant, refuse_static_graph
 from lightning_eff.model.growth._progressive.growing import (
     Growth,
     Momentum,

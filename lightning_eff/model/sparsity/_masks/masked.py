@@ -20,6 +20,7 @@ from lightning_eff.model.sparsity._masks.allotting import DISTRIBUTIONS, Distrib
 from lightning_eff.model.sparsity._masks.finding import Block, Weight, chosen
 
 _ROOM = (
+    "BlockSparsity",
     "EarlyBird",
     "GraSP",
     "LotteryTickets",

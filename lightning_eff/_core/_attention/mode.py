@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from lightning_eff._core._attention.calls import MODULE, Call, CannotReplace, read, restored
 from lightning_eff._core._targets.edges import backward_by_edges, grad_by_edges
 from lightning_eff._core.patches import Patches
-from lightning_eff.model.attention._replacing.calls import MODULE, Call, CannotReplace, read, restored
 
 _SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
 _WEIGHTS = (
@@ -65,8 +65,14 @@ class Replacing(TorchFunctionMode):
             return self._of_module(args, kwargs)
         if func in _SOFTMAX and not self.rerunning:
             scores = args[0] if args else kwargs.get("input")
-            self.by_hand += isinstance(scores, Tensor) and scores.ndim == 4 and min(scores.shape[-2:]) > 1
+            if isinstance(scores, Tensor) and scores.ndim == 4 and min(scores.shape[-2:]) > 1:
+                self.by_hand += 1
+                return self.softmaxed(func(*args, **kwargs))
         return func(*args, **kwargs)
+
+    def softmaxed(self, weights: Tensor) -> Tensor:
+        """What a softmax of scores (B, H, L, S) that is written by hand returns."""
+        return weights
 
     def replace(self, *args: Any, **kwargs: Any) -> Tensor:
         """What a call with these arguments of ``F.scaled_dot_product_attention`` returns."""

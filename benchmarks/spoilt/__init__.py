@@ -1,0 +1,1 @@
+"""Noisy digits whose training set is spoilt: wrong labels, or few images over and over."""

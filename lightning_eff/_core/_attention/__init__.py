@@ -1,0 +1,1 @@
+"""Attention as unchanged modules call it: read as numbers, and computed otherwise."""

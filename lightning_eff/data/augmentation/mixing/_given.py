@@ -1,0 +1,44 @@
+"""Networks that the user gives beside the one that is trained: run on a batch, and left as they were."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_eff._core import rng
+from lightning_eff._core.steps import in_evaluation
+
+
+class Given:
+    """Runs a network, or any function of a tensor, in evaluation mode, without a gradient and without a trace.
+
+    A module is brought to the device of what it is run on, until :meth:`put_back`; it gets numbers of its weights' type.
+
+    Args:
+        network: of one tensor.
+    """
+
+    def __init__(self, network: Callable[[Tensor], Any]) -> None:
+        self.network = network
+        self._came_from: torch.device | None = None
+
+    def __call__(self, x: Tensor) -> Any:
+        with ExitStack() as stack:
+            if isinstance(self.network, nn.Module):
+                held = [t for t in (*self.network.parameters(), *self.network.buffers()) if t.is_floating_point()]
+                if held and held[0].device != x.device:
+                    self._came_from = self._came_from or held[0].device
+                    self.network.to(x.device)
+                x = x.to(held[0].dtype) if held else x
+                stack.enter_context(in_evaluation(self.network.modules()))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(rng.fork())
+            return self.network(x)
+
+    def put_back(self) -> None:
+        """Bring a module to the device where it was."""
+        if self._came_from is not None and isinstance(self.network, nn.Module):
+            self.network.to(self._came_from)
+            self._came_from = None

@@ -1,0 +1,243 @@
+"""Ranks under DDP that train apart and meet: what techniques that say what they meet by share."""
+
+import math
+from copy import deepcopy
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_eff._core.session import Session
+from lightning_eff._core.technique import OtherWeights
+
+
+def average_in_place(parameters: list[Parameter]) -> None:
+    """``w <- (1/N) sum_i w_i`` over all ranks, by torch's averaging; the parameters keep their storage.
+
+    Args:
+        parameters: the same, in shape and order, on all ranks; those without a gradient too, because a rank that did
+            not use one would otherwise send less than the others, which then wait for ever.
+    """
+    from torch.distributed.algorithms.model_averaging.utils import average_parameters  # not with `import lightning_eff`
+
+    if not parameters or dist.get_world_size() == 1:
+        return
+    held = [p.data for p in parameters]
+    group = dist.group.WORLD
+    assert group is not None
+    average_parameters(iter(parameters), group)
+    for p, storage in zip(parameters, held, strict=True):
+        storage.copy_(p.data)
+        p.data = storage
+
+
+class Apart(OtherWeights):
+    """After a start in step, each rank trains by its own gradients, and all meet after every ``interval`` local steps.
+
+    A subclass may say what they meet at (:meth:`mean`): the mean over all ranks, unless it does. Validation, checkpoints and
+    the fit's end see that; each rank's own weights and optimizer state are in the callback's, so that a resumed run is the
+    undisturbed one.
+
+    Attributes:
+        interval: local steps between two meetings.
+        warmup_steps: steps of plain DDP at the start of the run.
+    """
+
+    interval: int
+    warmup_steps: int | float
+    sparse_gradients: ClassVar[bool] = True
+
+    def _take(self, interval: int, warmup_steps: int | float, *, first: int = 0) -> None:
+        """Check and keep the arguments that all have; ``first`` is the least of ``warmup_steps``."""
+        who = type(self).__name__
+        for name, value, least in (("interval", interval, 1), ("warmup_steps", warmup_steps, first)):
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not (whole and value >= least) and not (name == "warmup_steps" and value == math.inf):
+                raise ValueError(f"{who}({name}={value!r}): expected a whole number of optimizer steps >= {least}.")
+        self.interval, self.warmup_steps = interval, warmup_steps
+        self._reset()
+
+    def mean(self, session: Session, parameters: dict[str, Parameter]) -> None:
+        """Let these parameters, by name, be what ranks meet at, in place and the same on all."""
+        average_in_place([*parameters.values()])
+
+    def _reset(self) -> None:
+        self._steps = 0  # optimizer steps of the run
+        self._seen = 0  # the trainer's count of them when the batch began
+        self._averagings = 0
+        self._own: dict[str, Tensor] | None = None  # this rank's weights, while the module holds the mean
+        self._pending: dict[str, Any] | None = None  # from a checkpoint
+        self._hook: Any = None  # torch's PostLocalSGDState
+        self._distributed = False
+        self._finished = False
+
+    # -- the run
+
+    @property
+    @override
+    def neutral(self) -> bool:
+        return self.warmup_steps == math.inf
+
+    @property
+    def local_steps(self) -> int:
+        """Steps that were made apart so far."""
+        return int(max(0, self._steps - self.warmup_steps))
+
+    @property
+    def _apart(self) -> bool:
+        """Whether ranks hold weights of their own."""
+        return self.local_steps % self.interval != 0
+
+    @override
+    def check(self, session: Session) -> None:
+        strategy = session.trainer.strategy
+        if getattr(session.trainer.precision_plugin, "scaler", None) is not None:
+            raise ValueError(
+                f"{type(self).__name__}: got precision {session.trainer.precision!r}, whose gradient scaler would skip steps"
+                " on one rank and not on another; expected a precision without one. Use precision='bf16-mixed'."
+            )
+        if isinstance(strategy, DDPStrategy) and (
+            strategy._ddp_comm_hook is not None
+            or type(strategy)._register_ddp_hooks is not DDPStrategy._register_ddp_hooks
+        ):
+            raise ValueError(
+                f"{type(self).__name__}: {type(strategy).__name__} has a communication hook already, and DDP takes one;"
+                " expected DDP without one. Use strategy='ddp', or take the technique out."
+            )
+
+    @override
+    def attach(self, session: Session) -> None:
+        self._reset()
+        from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post_local_sgd
+
+        strategy = session.trainer.strategy
+        if not isinstance(strategy, DDPStrategy):
+            return
+        wrap, load, state_dict = strategy.configure_ddp, strategy.load_checkpoint, strategy.lightning_module_state_dict
+
+        def configure_ddp() -> None:
+            if self._distributed:  # built anew in mid-run, which would give all ranks the weights of rank 0
+                self._average(session)
+            wrap()
+            model = strategy.model
+            assert isinstance(model, DistributedDataParallel)
+            self._distributed = True
+            self._hook = post_local_sgd.PostLocalSGDState(
+                None, None, self.warmup_steps, post_local_gradient_allreduce=False
+            )
+            model.register_comm_hook(self._hook, post_local_sgd.post_localSGD_hook)
+
+        def load_checkpoint(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            checkpoint = load(*args, **kwargs)
+            saved = checkpoint.get("callbacks", {}).get(self.state_key)
+            if session.fitting and saved and len(saved["optimizers"]) == session.trainer.world_size:
+                checkpoint["optimizer_states"] = saved["optimizers"][session.rank]
+            return checkpoint
+
+        def mean_state_dict() -> dict[str, Any]:
+            if self._own is not None or not self._apart or not self._distributed:
+                return state_dict()
+            with self.shown(session):
+                return deepcopy(state_dict())  # tied weights stay one tensor
+
+        session.patches.set(strategy, "configure_ddp", configure_ddp)
+        session.patches.set(strategy, "load_checkpoint", load_checkpoint)
+        session.patches.set(strategy, "lightning_module_state_dict", mean_state_dict)
+
+    @override
+    def on_optimizers(self, session: Session) -> None:
+        weights = self._pending["weights"] if self._pending is not None else []
+        if len(weights) == session.trainer.world_size:
+            self._write(session, weights[session.rank])
+        self._pending = None
+
+    @override
+    def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
+        self._seen = session.trainer.global_step
+        if self._hook is not None:
+            self._hook.iter = self._steps
+
+    @override
+    def on_batch_end(self, session: Session, batch_idx: int) -> None:
+        self._steps += session.trainer.global_step - self._seen
+        if session.trainer.global_step > self._seen and self.local_steps and not self._apart:
+            self._average(session)
+
+    def _average(self, session: Session) -> None:
+        if self._distributed:
+            self.mean(session, self._parameters(session))
+            self._averagings += 1
+
+    @override
+    def detach(self, session: Session) -> None:
+        super().detach(session)
+        self._hook = None
+
+    # -- the mean, for others to see
+
+    def _parameters(self, session: Session) -> dict[str, Parameter]:
+        return {name: p for name, p in session.module.named_parameters() if p.requires_grad}
+
+    @torch.no_grad()
+    def _write(self, session: Session, weights: dict[str, Tensor]) -> None:
+        parameters = dict(session.module.named_parameters())
+        for name, w in weights.items():
+            parameters[name].copy_(w)
+
+    @override
+    @torch.no_grad()
+    def put_in(self, session: Session) -> None:
+        """Put the mean over ranks into the module, unless it is there."""
+        if self._own is None and self._apart and self._distributed:
+            parameters = self._parameters(session)
+            self._own = {name: p.detach().clone() for name, p in parameters.items()}
+            self.mean(session, parameters)
+
+    @override
+    def take_out(self, session: Session) -> None:
+        """Put this rank's own weights back."""
+        if self._own is not None:
+            self._write(session, self._own)
+        self._own = None
+
+    # -- Lightning's hooks
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        session = self._session or self._past
+        found: dict[str, Any] = {"steps": self._steps, "averagings": self._averagings, "weights": [], "optimizers": []}
+        if session is None or not self._distributed or session.trainer.world_size == 1 or not self.local_steps:
+            return found
+        own = _on_cpu(self._own or self._parameters(session)) if self._apart else None
+        optimizers = [_on_cpu(optimizer.state_dict()) for optimizer in session.optimizers]
+        ranks: list[Any] | None = [None] * session.trainer.world_size if session.rank == 0 else None
+        dist.gather_object((own, optimizers), ranks)
+        if ranks is not None:
+            found["weights"] = [weights for weights, _ in ranks] if self._apart else []
+            found["optimizers"] = [states for _, states in ranks]
+        return found
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.neutral or (self._session is not None and not self._session.fitting):
+            return  # the mean is what is validated or tested
+        self._steps, self._averagings = state_dict["steps"], state_dict["averagings"]
+        self._pending = state_dict
+
+    @override
+    def report(self) -> dict[str, float | int | Tensor]:
+        return {"local_steps": self.local_steps, "averagings": self._averagings}
+
+
+def _on_cpu(value: Any) -> Any:
+    """``value`` with copies of its tensors on the CPU."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _on_cpu(item) for key, item in value.items()}
+    return [_on_cpu(item) for item in value] if isinstance(value, list | tuple) else value
