@@ -95,7 +95,7 @@ class ReSprop(Technique):
     control: ClassVar[Control] = Control("the baseline for as many steps, of which the whole gradient is computed")
     conflicts: ClassVar = {
         **dict.fromkeys(
-            ("BitFit", "PromptTuning", "VisualPromptTuning"),
+            ("BitFit", "PromptTuning", "VeRA", "VisualPromptTuning"),
             "it freezes the weights of the maps at whose outputs gradients are reused",
         ),
         "RegionalCompilation": "gradients at maps inside of compiled blocks cannot be met",
