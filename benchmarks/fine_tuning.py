@@ -195,7 +195,7 @@ def svg(result: dict[str, Any]) -> str:
         for tick in (low + (high - low) * share for share in (0.0, 0.25, 0.5, 0.75, 1.0))
     ]
     below = -1.0  # where the last name stands: none stands on another
-    for name, row in sorted(arms, key=lambda arm: statistics.fmean(arm[1]["test"])):
+    for name, row in sorted(arms, key=lambda arm: -statistics.fmean(arm[1]["test"])):
         at, mean = x(row["trained"]), statistics.fmean(row["test"])
         left, below = at > 400, max(y(mean) + 4, below + 15)
         rows += [
