@@ -194,13 +194,14 @@ def svg(result: dict[str, Any]) -> str:
         f'<text x="54" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:.2f}</text>'
         for tick in (low + (high - low) * share for share in (0.0, 0.25, 0.5, 0.75, 1.0))
     ]
-    for name, row in arms:
+    below = -1.0  # where the last name stands: none stands on another
+    for name, row in sorted(arms, key=lambda arm: -statistics.fmean(arm[1]["test"])):
         at, mean = x(row["trained"]), statistics.fmean(row["test"])
-        left = at > 400
+        left, below = at > 400, max(y(mean) + 4, below + 15)
         rows += [
             f'<path d="M{at:.1f} {y(max(row["test"])):.1f}V{y(min(row["test"])):.1f}" stroke="#202124" stroke-width="2"/>',
             f'<circle cx="{at:.1f}" cy="{y(mean):.1f}" r="5" fill="#7e57c2"/>',
-            f'<text x="{at + (-9 if left else 9):.1f}" y="{y(mean) + 4:.1f}"'
+            f'<text x="{at + (-9 if left else 9):.1f}" y="{below:.1f}"'
             f' text-anchor="{"end" if left else "start"}">{name}</text>',
         ]
     head = (

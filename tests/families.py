@@ -176,6 +176,10 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
     if name in _RELU2:
         begun["SwapActivation"] = "has no activation to act on"
     masks = {"SequencePacking": _NO_MASK, "MaskRateSchedule": _NO_IDS if kind in ("image", "speech") else _NOT_MASKED}
+    if name in ("mamba", "squeezebert"):
+        begun["EarlyBird"] = "found no BatchNorm that trains, no attention's heads"
+    if name == "mamba":
+        begun["VeRA"] = "uses .*dt_proj.base_layer.weight itself .* and does not call"
     if kind != "image":
         begun["VisualPromptTuning"] = _NOT_OF_IMAGES
     if kind == "seq2seq":

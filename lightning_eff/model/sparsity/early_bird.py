@@ -57,7 +57,7 @@ def smallest(scores: Sequence[Tensor], units: Sequence[Units], sparsity: float) 
         if not group:
             continue
         every = torch.cat([scores[i] for i in group])
-        parts = largest(every, max(round((1.0 - sparsity) * every.numel()), 1)).split([units[i].count for i in group])
+        parts = largest(every, max(round((1.0 - sparsity) * every.numel()), 1)).split([units[i].number for i in group])
         for i, part in zip(group, parts, strict=True):
             kept[i] = part
     return kept
@@ -210,11 +210,11 @@ class EarlyBird(Masked):
                 self._refuse(session.module)
             self.units = found
             self.weights = {name: self.weights[name] for u in found for name in u.names}
-            kinds = ", ".join(f"{sum(u.count for u in found if u.kind == k)} {k}s" for k in ("head", "neuron"))
+            kinds = ", ".join(f"{sum(u.number for u in found if u.kind == k)} {k}s" for k in ("head", "neuron"))
             rank_zero_info(f"{WHO}: {kinds} found, such as those that {found[0].names[0]} reads.")
         for u in self.units:
             if u.kind != "channel" and u.names[0] not in self.coefficients:
-                self.coefficients[u.names[0]] = torch.ones(u.count)
+                self.coefficients[u.names[0]] = torch.ones(u.number)
 
     # -- the run
 

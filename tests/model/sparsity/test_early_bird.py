@@ -104,8 +104,8 @@ def test_a_coefficient_of_zero_is_a_head_removed(name: str) -> None:
     neurons = [u for u in technique.units if u.kind == "neuron"]
     assert len(heads) == len(neurons) == 2 and counts.leaks == []
     heads_of = net.model.config.num_attention_heads
-    assert all(u.count == heads_of and int(technique.masks[u.names[0]].sum()) * 2 >= u.width for u in heads)
-    total = sum(u.count for u in neurons)
+    assert all(u.number == heads_of and int(technique.masks[u.names[0]].sum()) * 2 >= u.width for u in heads)
+    total = sum(u.number for u in neurons)
     kept = sum(int(u.sums(technique.masks[u.names[0]].float()).bool().sum()) for u in neurons)
     assert kept == round(0.5 * total)
     batch, seen = make_batch(name, seed=3), list[float]()
@@ -159,7 +159,7 @@ def test_a_resnet_written_by_hand() -> None:
     technique = EarlyBird(sparsity=0.3, window=2, interval=1, distance=1.0)
     counts = fit_on(net, make_batch("vit"), technique, steps=3)
     assert counts.leaks == [] and {u.kind for u in technique.units} == {"channel"}
-    total = sum(u.count for u in technique.units)
+    total = sum(u.number for u in technique.units)
     kept = sum(int(technique.masks[u.names[0]].sum()) for u in technique.units)
     assert kept == round(0.7 * total)
 

@@ -22,24 +22,24 @@ class Units(NamedTuple):
         kind: "channel", "head" or "neuron".
         names: parameters that have them: a norm's scale and shift, or the map that reads them.
         dim: along which of its dimensions they lie.
-        count: how many there are.
+        number: how many there are.
         width: how many numbers of that dimension one unit has, side by side.
     """
 
     kind: str
     names: list[str]
     dim: int
-    count: int
+    number: int
     width: int
 
     def spread(self, kept: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
-        """What ``kept``, (count,), says of each number of a parameter of this shape."""
+        """What ``kept``, (number,), says of each number of a parameter of this shape."""
         along = kept.repeat_interleave(self.width)
         return along.view([-1 if d == self.dim else 1 for d in range(len(shape))]).expand(shape).clone()
 
     def sums(self, values: Tensor) -> Tensor:
-        """The sum of ``values``, of the parameter's shape, over each unit: (count,)."""
-        return values.movedim(self.dim, 0).reshape(self.count, -1).sum(1)
+        """The sum of ``values``, of the parameter's shape, over each unit: (number,)."""
+        return values.movedim(self.dim, 0).reshape(self.number, -1).sum(1)
 
 
 def channels(module: nn.Module, masked: Container[str] = ()) -> list[Units]:
