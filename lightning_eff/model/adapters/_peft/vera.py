@@ -10,6 +10,7 @@ from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.vera import Linear
 from peft.tuners.vera.model import _kaiming_init
 from torch import Tensor, nn
+from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_eff.model.adapters._peft.layers import NAME, kept, refuse_few_bits
@@ -33,6 +34,18 @@ class VeRALinear(Linear):
         """The base's weight; where an encoder layer of torch's may read it, one that it does not read."""
         weight = cast(Tensor, self.get_base_layer().weight)
         return unread(weight) if self.lightning_eff_read else weight
+
+    @override
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """peft's own; where vectors were cast, as in true half precision, with projections that are cast likewise."""
+        made: Any = self  # peft's attributes are None until its layer is made
+        d, b = made.vera_lambda_d[NAME], made.vera_lambda_b[NAME]
+        shared_a, shared_b = made.vera_A[NAME], made.vera_B[NAME]
+        if self.disable_adapters or self.merged or shared_a.dtype == d.dtype:
+            return super().forward(x, *args, **kwargs)
+        base = self.base_layer(x, *args, **kwargs)
+        a = F.linear(made.vera_dropout[NAME](x.to(d.dtype)), shared_a[:, : self.in_features].to(d.dtype))
+        return (base + b * F.linear(d * a, shared_b[: self.out_features].to(d.dtype))).to(base.dtype).to(x.dtype)
 
     @override
     def merge(self, safe_merge: bool = False, adapter_names: "list[str] | None" = None) -> None:
