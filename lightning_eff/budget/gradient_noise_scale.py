@@ -47,10 +47,10 @@ class GradientNoiseScale(Technique):
     progress that the true gradient would.
 
     Small gradients are those of accumulated micro-batches (``accumulate_grad_batches``), of DDP's ranks, or of both. Where
-    there is neither, those of two consecutive steps stand in, whose weights differ by a step: an estimate, for which one
-    gradient is held; the summary says which it was. Windows cut short by the epoch's end, those of batches of different
-    sizes, and those with a batch for which ``training_step`` returned None, are left out. The noise scale grows over training;
-    ``BatchSizeWarmup`` follows it.
+    there is neither, those of two consecutive steps stand in, whose weights differ by a step and whose sizes may: an estimate,
+    for which one gradient is held; the summary says which it was. Windows cut short by the epoch's end, those of micro-batches
+    of different sizes, and those with a batch for which ``training_step`` returned None, are left out. The noise scale grows
+    over training; ``BatchSizeWarmup`` follows it.
 
     Logged: ``critical_batch`` in samples (NaN while it is not known, as where the mean of ``|G|^2`` is not above zero),
     ``signal`` (``|G|^2``), ``noise`` (``S``), ``steps`` measured and ``batch``, the samples of a step.
@@ -201,19 +201,22 @@ class GradientNoiseScale(Technique):
             )
             return
         self._before = None
-        if before is None or before[0] != step - 1 or before[1] != b:
+        if before is None or before[0] != step - 1:
             return
         pairs = [(p.grad, g) for p, g in zip(module.parameters(), before[3], strict=True)]
         if all(now is None or then is None for now, then in pairs):  # other parameters train since
             return
         # one that a step has no gradient of, as an expert without a token, has a gradient of zero
-        found = [[g for g in pair if g is not None] for pair in pairs]
-        both = [pair[0] if len(pair) == 1 else pair[0] + pair[1] for pair in found if pair]
-        self._source = "consecutive steps"
+        some = [(now, then) for now, then in pairs if now is not None or then is not None]
+        self._source, b_before = "consecutive steps", before[1]
+        now, then = 2 * b / (b + b_before), 2 * b_before / (b + b_before)  # 1 where the two have as many samples
+        weighed = [[w * g for w, g in ((now, new), (then, old)) if g is not None] for new, old in some]
+        both = [pair[0] if len(pair) == 1 else pair[0] + pair[1] for pair in weighed]
         small, large = float((square + before[2]) / 2), float(_total([_square(g) for g in both])) / 4
-        self._take(small, large, b, 2 * b, trainer)
+        # of a mean over b the noise is tr / b, and so of two such squares that of their harmonic mean
+        self._take(small, large, b if b == b_before else 2 / (1 / b + 1 / b_before), b + b_before, trainer)
 
-    def _take(self, small: float, large: float, b: int, B: int, trainer: Trainer) -> None:
+    def _take(self, small: float, large: float, b: float, B: int, trainer: Trainer) -> None:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scale = 1.0 if scaler is None else float(scaler.get_scale()) ** 2
         signal, noise = signal_and_noise(small / scale, large / scale, b, B)
@@ -224,7 +227,7 @@ class GradientNoiseScale(Technique):
         self._noise = keep * self._noise + (1 - keep) * noise
         self._weight = keep * self._weight + (1 - keep)
         self._steps += 1
-        self._batch = B if self._source != "consecutive steps" else b
+        self._batch = B if self._source != "consecutive steps" else round(b)
 
     @property
     def critical_batch(self) -> float | None:

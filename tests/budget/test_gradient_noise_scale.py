@@ -77,6 +77,29 @@ def test_consecutive_steps_stand_in_where_there_is_nothing_else() -> None:
     assert told["noise"] == pytest.approx(noise, rel=1e-4) and "by consecutive steps" in technique.summary()
 
 
+def test_consecutive_steps_of_other_sizes() -> None:
+    """A mean over b has the noise tr / b: two such squares together that of the harmonic mean of both b."""
+
+    def of_sizes(samples: Tensor) -> tuple[float, float]:
+        both = samples.double().view(-1, 5, samples.shape[-1])
+        four, one = both[:, :4].mean(1), both[:, 4]
+        small, large = (four.square() + one.square()).sum(-1).mean() / 2, both.mean(1).square().sum(-1).mean()
+        signal, noise = signal_and_noise(float(small), float(large), 2 / (1 / 4 + 1 / 1), 5)
+        return signal, noise
+
+    signal, noise = of_sizes(known_samples(400_000))
+    assert signal == pytest.approx(float(Known.mean.square().sum()), rel=0.02), "unbiased"
+    assert noise == pytest.approx(float(Known.std.square().sum()), rel=0.02), "unbiased"
+    technique, samples = GradientNoiseScale(half_life=1e9), known_samples(5 * 50)
+    batches: Any = [[part] for part in samples.split([4, 1] * 50)]
+    trainer(technique, max_steps=100).fit(Known(), DataLoader(batches, batch_size=None))
+    told = technique.report()
+    assert (told["steps"], told["signal"], told["noise"]) == (
+        50,
+        *(pytest.approx(value, rel=1e-3) for value in of_sizes(samples)),
+    )
+
+
 class Halves(pl.LightningModule):
     """Two weights; ``used`` says of a step which have a gradient."""
 

@@ -37,7 +37,7 @@ def energy(images: Tensor) -> Tensor:
 
 CASES = {
     "TokenMix": Case(
-        active=lambda: eff.TokenMix(teacher=energy, block=2),
+        active=lambda: eff.TokenMix(teacher=energy, block=2, patch=2),
         neutral=lambda: eff.TokenMix(teacher="uniform", prob=0.0),
         model="vit",
         refuses=dict.fromkeys(("gpt2", "llama", "bert", "tiny_gpt", "padded", "translator"), _NO_IMAGES),
