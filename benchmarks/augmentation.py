@@ -39,7 +39,7 @@ SUBJECT = Subject(
     tasks={"digits": "Digits", "rings": "Rings"},
     arms=ARMS,
     budgets={"digits": 8.0, "rings": 20.0},
-    rates={"digits": ("0.003", "0.006", "0.012"), "rings": ("0.0015", "0.003", "0.006")},
+    rates={"digits": ("0.0015", "0.003", "0.006"), "rings": ("0.003", "0.006", "0.012")},
 )
 
 if __name__ == "__main__":
