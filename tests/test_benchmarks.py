@@ -149,7 +149,10 @@ def parsed(task: str, recipe: str | None, tmp_path: Path) -> LightningCLI:
 
 
 def test_every_task_has_every_recipe_that_applies() -> None:
-    found = {(path.parent.parent.name, path.stem) for path in BENCHMARKS.glob("*/recipes/*.yaml")}
+    recipes = [(path.parent.parent, path.stem) for path in BENCHMARKS.glob("*/recipes/*.yaml")]
+    found = {
+        (task.name, name) for task, name in recipes if (task / "baseline.yaml").is_file()
+    }  # others are small studies
     assert found == set(PAIRS)
     assert all(issubclass(getattr(lightning_eff, name), Technique) for name in RECIPES.values())
 
