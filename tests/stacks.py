@@ -44,11 +44,20 @@ def declared(cases: Mapping[str, Case], plugins: Mapping[str, PluginCase]) -> di
 
 @dataclass(frozen=True)
 class Stacked:
-    """Names that are tried at once: on which module, and which of them are looked at, beside which others."""
+    """Names that are tried at once: on which module, and which of them are looked at, beside which others.
+
+    Attributes:
+        model: of which module.
+        names: that are tried.
+        seen: those that are left out, to see whether that shows, beside which others.
+        exact: whether those that leave weights as they are stand beside one here beside which they stood in no stack before,
+            so that a run without them is compared.
+    """
 
     model: str
     names: Stack
     seen: dict[str, Stack]
+    exact: bool = True
 
 
 def stacked(
@@ -85,7 +94,12 @@ def stacked(
         # on a module apart the others are not looked at once more, unless they are asked for
         some = own if model != MODEL and name is None else names
         looked_at = watched(stacks, [one for one in seen if one in some], every, most)
-        found += [Stacked(model, stack, at) for stack, at in zip(stacks, looked_at, strict=True)]
+        unmoved = {one for one in names if one in cases and cases[one].exact and not cases[one].rounds}
+        known: set[Pair] = set()
+        for stack, at in zip(stacks, looked_at, strict=True):
+            beside = {frozenset((a, b)) for a in unmoved & set(stack) for b in stack if a != b}
+            found.append(Stacked(model, stack, at, bool(beside - known)))
+            known |= beside
     return found
 
 
@@ -275,7 +289,7 @@ class Stacks:
 
 
 def checks(
-    stacks: Stacks, stack: Stack, watched: Mapping[str, Stack]
+    stacks: Stacks, stack: Stack, watched: Mapping[str, Stack], *, unmoved: bool = True
 ) -> list[tuple[Stack, Callable[[Stack], str | None]]]:
     """What must be true of a stack: of which of its names, and what looks at these or fewer of them.
 
@@ -283,6 +297,7 @@ def checks(
         stacks: runs them.
         stack: the names.
         watched: those of them that are to be seen to change something here, beside which others.
+        unmoved: whether a run without those that leave weights as they are is compared.
     """
     known: Mapping[str, Case | PluginCase] = {**stacks.cases, **stacks.plugins}
     cases = {name: stacks.cases[name] for name in stack if name in stacks.cases}
@@ -295,6 +310,8 @@ def checks(
     for name, partners in watched.items():
         few = tuple(sorted((name, *partners)))
         found.append((few if FEW * len(few) < len(stack) else stack, partial(stacks.acts, name)))
+    if not unmoved:
+        return found
     if exact and not (lossy and saving):
         found.append((stack, partial(stacks.exact, exact)))
     elif (
@@ -306,17 +323,18 @@ def checks(
     return found
 
 
-def verify(stacks: Stacks, stack: Stack, watched: Mapping[str, Stack]) -> None:
+def verify(stacks: Stacks, stack: Stack, watched: Mapping[str, Stack], *, unmoved: bool = True) -> None:
     """Raise an AssertionError that names the smallest part of ``stack`` of which something is wrong, and what.
 
     Args:
         stacks: runs them; its ``precision`` is set to what the stack's plugin is around.
         stack: names that are allowed together.
         watched: those of them that are to be seen to change something here, beside which others.
+        unmoved: whether a run without those that leave weights as they are is compared.
     """
     for name in stacks.plugins.keys() & set(stack):
         stacks.precision = stacks.plugins[name].precisions[0]
-    for names, wrong in checks(stacks, stack, watched):
+    for names, wrong in checks(stacks, stack, watched, unmoved=unmoved):
         cut_down(names, wrong)
 
 

@@ -28,6 +28,7 @@ from lightning_eff._core.technique import Control, Technique
 WHO = "JointSpar"
 _CURVATURE = ("KFAC", "MFAC", "SampledQuasiNewton")
 _APART = ("LocalSGD", "ResIST")
+_PASSING = ("StochasticDepth", "ProgressiveLayerDropping")
 
 
 def drawn(p: Tensor, generator: Generator) -> Tensor:
@@ -164,6 +165,7 @@ class JointSpar(Technique):
     )
     conflicts: ClassVar[Mapping[str, str]] = {
         "RegionalCompilation": "blocks that take other gradients in each step would be compiled anew for each draw",
+        **dict.fromkeys(_PASSING, "a step may pass over all layers that were drawn, and would have no gradient"),
         **dict.fromkeys(_CURVATURE, "curvature would be of gradients of which some layers are zero"),
         **dict.fromkeys(_APART, "ranks that train apart would draw layers by gradients of their own"),
     }

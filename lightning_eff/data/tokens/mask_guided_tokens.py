@@ -116,6 +116,10 @@ class MaskGuidedTokens(Technique):
             _BOTH,
         ),
         **dict.fromkeys(("Linformer", "GatedPositionalAttention", "AttentionWindowWarmup", "NarrowAttention"), _PLACES),
+        **dict.fromkeys(
+            ("AutoProg", "EfficientTrain", "FixRes", "ProgressiveResizing"),
+            "masks are found in passes of its own, in which images of other sizes are not provided for",
+        ),
         **dict.fromkeys(("A3Attention", "DOTAAttention", "SangerAttention"), "it chooses keys by how many there are"),
         **dict.fromkeys(
             ("EfficientSAM", "KSAM"), "its passes are on some of the samples, and each has a mask of its own"

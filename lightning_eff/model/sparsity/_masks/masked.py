@@ -44,7 +44,7 @@ _GROWTH = ("AutoProg", "CompoundGrowth", "DropIn", "GreedyLayerwise", "Progressi
 _ADAPTERS = ("LoRA", "BitFit", "HoulsbyAdapters", "PromptTuning", "VeRA", "VisualPromptTuning")
 _ANYWHERE: Mapping[str, str] = {
     **dict.fromkeys(_AVERAGES, "an average of weights under several masks has the zeros of none"),
-    "LocalSGD": "each rank would choose masks by weights of its own",
+    **dict.fromkeys(("LocalSGD", "ResIST"), "each rank would choose masks by weights of its own"),
     **dict.fromkeys(_ADAPTERS, "it freezes the weights that masks are for"),
 }
 #: What masks that are chosen over the whole network cannot train with, for ``conflicts``.
