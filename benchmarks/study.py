@@ -32,7 +32,7 @@ from lightning_eff.bench.reports.intervals import Interval, paired_interval  # n
 from lightning_eff.bench.reports.statistics import speed_up, time_to  # noqa: E402
 
 BASELINE = "baseline"
-REHEARSED, WARM, PLAIN, EVALUATIONS = 24, 8, 24, 8
+REHEARSED, WARM, EVALUATIONS = 24, 8, 8
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Subject:
         tasks: titles by name.
         arms: names of recipes and controls, without the baseline.
         controls: which arm stands beside a recipe; the baseline beside those that are not named.
+        home: where the page is written, and beside it in ``results`` the results.
         budgets: processor seconds of a run, by task.
         rates: learning rates that the baseline is tuned over, by task.
     """
@@ -60,14 +61,15 @@ class Subject:
     budgets: Mapping[str, float]
     rates: Mapping[str, Sequence[str]]
     controls: Mapping[str, str] = field(default_factory=dict)
+    home: Path = ROOT / "benchmarks"
 
     @property
     def results(self) -> Path:
-        return ROOT / "benchmarks" / "results" / f"{self.name}.json"
+        return self.home / "results" / f"{self.name}.json"
 
     @property
     def page(self) -> Path:
-        return ROOT / "benchmarks" / f"{self.name}.md"
+        return self.home / f"{self.name}.md"
 
 
 def config_of(folder: Path, task: str, arm: str, rate: float | None = None) -> dict[str, Any]:
@@ -156,6 +158,7 @@ class Study:
         return config_of(self.subject.folder, task, arm, rate)
 
     def save(self) -> None:
+        self.subject.results.parent.mkdir(exist_ok=True)
         part = self.subject.results.with_suffix(".part")
         part.write_text(json.dumps(self.kept, indent=1) + "\n")
         part.replace(self.subject.results)

@@ -30,7 +30,6 @@ _AVERAGES = (
     "StochasticWeightAveraging",
     "TrainableWeightAveraging",
 )
-_MASKS = ("BlockSparsity", "GraSP", "LotteryTickets", "RigL", "SET", "SNIP", "SemiStructuredSparsity")
 _CURVATURE = ("KFAC", "MFAC", "SampledQuasiNewton")
 _GROWTH = ("AutoProg", "CompoundGrowth", "DropIn", "GreedyLayerwise", "ProgressiveStacking", "ShallowToDeep")
 
@@ -127,8 +126,6 @@ class ResIST(Apart):
         **dict.fromkeys(
             _AVERAGES, "the average would be of each rank's own weights, and rank 0's alone would be saved"
         ),
-        **dict.fromkeys(_MASKS, "each rank would choose masks by weights of its own"),
-        "TrainLargeThenCompress": "each rank would choose masks by weights of its own",
         **dict.fromkeys(_CURVATURE, "each rank steps along a gradient of its own, through blocks of its own"),
         **dict.fromkeys(_GROWTH, "the blocks that rounds deal out would change within them"),
         **dict.fromkeys(("StochasticDepth", "ProgressiveLayerDropping"), "both say which blocks a step passes over"),
@@ -267,6 +264,8 @@ class ResIST(Apart):
 
     def _leave(self, session: Session) -> None:
         """What this rank does not hold is not stepped, whatever DDP has made of its gradients."""
+        if self._distributed and session.trainer.world_size > 1 and not self._steps:
+            self._dealt(session, 0)  # before any weight has moved: whether there is something to deal out
         dealt = self._round(session)
         for name, p in session.module.named_parameters() if dealt is not None else ():
             if name in self._inside and session.rank not in self._holders(session, dealt or [], name):

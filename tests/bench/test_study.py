@@ -14,11 +14,7 @@ SEEDS = (1, 2, 3)
 
 
 def subject(folder: Path) -> Subject:
-    class Here(Subject):
-        results = folder / "toy.json"  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
-        page = folder / "toy.md"  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
-
-    return Here(
+    return Subject(
         name="toy",
         title="A toy",
         words="No network at all.",
@@ -28,6 +24,7 @@ def subject(folder: Path) -> Subject:
         budgets={"one": 1.0},
         rates={"one": ("0.1", "0.2")},
         controls={"twice": "worse"},
+        home=folder,
     )
 
 

@@ -15,7 +15,7 @@ def refuse_static_graph(session: Session, *, who: str) -> None:
     if isinstance(strategy, DDPStrategy) and strategy._ddp_kwargs.get("static_graph"):
         raise ValueError(
             f"{who}: got DDPStrategy(static_graph=True); expected static_graph=False, because"
-            " other blocks are dropped at each step. Leave static_graph out, or take the technique out."
+            " each step uses other parameters. Leave static_graph out, or take the technique out."
         )
 
 

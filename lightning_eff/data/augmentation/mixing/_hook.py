@@ -1,6 +1,6 @@
 """What a block returns, seen and changed from outside; and rows of it, mixed as a batch's samples are."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,25 @@ from lightning_eff._core.patches import Patches
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Around, Proceed, Step, looking
 from lightning_eff.data.augmentation.mixing._convex import mixup
+
+#: What cannot stand beside a mixture that is made within the network, and why.
+CHOOSERS: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            "EfficientSAM",
+            "ImportanceSampling",
+            "KSAM",
+            "LossBiasedSampling",
+            "OrderedSGD",
+            "ProxySelection",
+            "RandomSubset",
+            "RHOLoss",
+            "SelectiveBackprop",
+        ),
+        "the other sample of a mixture may not be among those that are chosen, and is needed within the network",
+    ),
+    "AutoAssist": "it first looks at losses in a pass of its own, in which nothing within the network is mixed",
+}
 
 
 def mixed_rows(hidden: Tensor, partner: Tensor, share: Tensor, versions: int = 1, *, who: str = "mixed_rows") -> Tensor:

@@ -18,10 +18,9 @@ from lightning_eff._core.steps import Proceed, Step
 from lightning_eff._core.technique import Control
 from lightning_eff.data.augmentation._arguments import check_number, no_mixing
 from lightning_eff.data.augmentation.mixing._convex import Convex
-from lightning_eff.data.augmentation.mixing._hook import OutputHook, mixed_rows, standing_around
+from lightning_eff.data.augmentation.mixing._hook import CHOOSERS, OutputHook, mixed_rows, standing_around
 
 WHO = "ManifoldMixup"
-_CHOICE = "the other sample of a mixture may not be among those that are chosen, and is needed within the network"
 _PLACES = "the tokens that it leaves of two images lie at different places, and have no mean"
 
 
@@ -94,22 +93,8 @@ class ManifoldMixup(Convex):
         _inputs_alone,
     )
     conflicts: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(
-            (
-                "EfficientSAM",
-                "ImportanceSampling",
-                "KSAM",
-                "LossBiasedSampling",
-                "OrderedSGD",
-                "ProxySelection",
-                "RandomSubset",
-                "RHOLoss",
-                "SelectiveBackprop",
-            ),
-            _CHOICE,
-        ),
+        **CHOOSERS,
         **dict.fromkeys(("PatchDropout", "PartialTokenTraining", "TokenMerging"), _PLACES),
-        "AutoAssist": "it first looks at losses in a pass of its own, in which nothing within the network is mixed",
         "SAF": "a mixture's scores would be held to those of another mixture some epochs before",
     }
     mend: ClassVar[str] = "Leave 0 out of depths, or take the technique out."

@@ -18,13 +18,10 @@ from lightning_eff._core.technique import Control
 from lightning_eff.data.augmentation._arguments import check_number, too_few_epochs
 from lightning_eff.data.augmentation._tokens import found_tokens
 from lightning_eff.data.augmentation.mixing._convex import Convex
-from lightning_eff.data.augmentation.mixing._hook import OutputHook, mixed_rows, standing_around
+from lightning_eff.data.augmentation.mixing._hook import CHOOSERS, OutputHook, mixed_rows, standing_around
 
 WHO = "SeqMix"
 _MASK = re.compile("attention_mask")
-_CHOICE = (
-    "the other sequence of a mixture may not be among those that are chosen, and its tokens are looked up in the step"
-)
 _OWN = "the tokens that it hides and asks for are a sequence's own, and the other one's are lost"
 
 
@@ -140,23 +137,9 @@ class SeqMix(Convex):
     )
     control: ClassVar[Control] = Control("no augmentation: the baseline for as many seconds")
     conflicts: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(
-            (
-                "EfficientSAM",
-                "ImportanceSampling",
-                "KSAM",
-                "LossBiasedSampling",
-                "OrderedSGD",
-                "ProxySelection",
-                "RandomSubset",
-                "RHOLoss",
-                "SelectiveBackprop",
-            ),
-            _CHOICE,
-        ),
+        **CHOOSERS,
         **dict.fromkeys(("MaskRateSchedule", "SpanMasking"), _OWN),
         "SequencePacking": "sequences that share a row are at other places than those that they are mixed with",
-        "AutoAssist": "it first looks at losses in a pass of its own, in which nothing within the network is mixed",
         "SAF": "a mixture's scores would be held to those of another mixture some epochs before",
     }
 
