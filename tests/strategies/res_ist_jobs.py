@@ -6,10 +6,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_eff.strategies.res_ist import ResIST
-from tests.models import TinyGPT, flat, hugging_face, loader, make_batch, module, trainer
+from tests.models import TinyClassifier, TinyGPT, flat, hugging_face, loader, make_batch, module, trainer
 from tests.runs import checkpoints, differences, final_state, fit, resume_from_batches
 from tests.strategies.communication_launch import alike, gathered, main
 
@@ -232,5 +232,31 @@ def t5(name: str, root: Path) -> dict[str, Any]:
     return {"finite": bool(vector.isfinite().all()), "alike": alike(vector), "blocks": blocks}
 
 
+class Narrowing(TinyClassifier):
+    """Each block returns fewer numbers than it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8 - i, 7 - i), nn.Tanh()) for i in range(3))
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def narrowing(name: str, root: Path) -> dict[str, Any]:
+    """What is told where no block can be passed over, long before the first round, and whether weights had moved."""
+    net, told = Narrowing(), ""
+    before = flat(net)
+    t = trainer(ResIST(interval=2, warmup_steps=100, layers="blocks"), max_steps=3, strategy="ddp", devices=2)
+    try:
+        t.fit(net, loader("classifier"))
+    except ValueError as error:
+        told = str(error)
+    return {"told": told, "moved": not torch.equal(before, flat(net))}
+
+
 if __name__ == "__main__":
-    main((rounds, resume, t5))
+    main((rounds, resume, t5, narrowing))

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(900)  # one start of processes serves all, on a
 @pytest.fixture(scope="module")
 def two(once: Once) -> dict[str, Any]:
     """What two processes find, one start for all."""
-    return once("res_ist", lambda: launch("rounds", "resume", "t5", of="res_ist_jobs"))
+    return once("res_ist", lambda: launch("rounds", "resume", "t5", "narrowing", of="res_ist_jobs"))
 
 
 @pytest.mark.parametrize(
@@ -93,6 +93,12 @@ def test_windows_of_micro_batches_resume_too(two: dict[str, Any]) -> None:
 def test_blocks_that_others_need_are_held_by_all(two: dict[str, Any]) -> None:
     assert two["t5"]["finite"] and two["t5"]["alike"]
     assert two["t5"]["blocks"] == [3, 3]  # the first of five, and two of the others
+
+
+def test_a_stack_of_which_nothing_can_be_passed_over_is_refused_before_the_first_step(two: dict[str, Any]) -> None:
+    """And not where the first round begins, after a hundred steps."""
+    assert "no block of" in two["narrowing"]["told"] and "Name another stack by layers=" in two["narrowing"]["told"]
+    assert not two["narrowing"]["moved"]
 
 
 def test_one_process_is_plain_training() -> None:
