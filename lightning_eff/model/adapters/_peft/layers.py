@@ -1,13 +1,12 @@
 """peft's layers, with the way back that ``lightning_eff.export`` asks for."""
 
 import copy
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, cast
 
 from peft import LoraConfig
 from peft.tuners.lora import Linear
 from torch import Tensor, nn
-from typing_extensions import override
 
 from lightning_eff.model.adapters._reading import unread
 
@@ -15,39 +14,51 @@ from lightning_eff.model.adapters._reading import unread
 NAME = "default"
 
 
-class LoRALinear(Linear):
-    """peft's linear map with low-rank factors beside it: ``W x + b + s B A x``.
+class Beside:
+    """What every layer of peft's that stands beside a base map has here, before peft's own class.
+
+    Class attributes:
+        lightning_eff_who: the technique, for messages.
 
     Attributes:
-        lightning_eff_init: what peft's config says of the first factors.
         lightning_eff_read: it lies in a layer that may read its weight instead of calling it.
     """
 
-    lightning_eff_init: Any
+    lightning_eff_who: ClassVar[str]
     lightning_eff_read: bool = False
+    get_base_layer: Callable[[], Any]
 
     @property
-    @override
     def weight(self) -> Tensor:
         """The base's weight; where an encoder layer of torch's may read it, one that it does not read."""
         weight = cast(Tensor, self.get_base_layer().weight)
         return unread(weight) if self.lightning_eff_read else weight
 
-    @override
     def merge(self, safe_merge: bool = False, adapter_names: "list[str] | None" = None) -> None:
         """peft's own, into a weight that is stored.
 
         Raises:
             ValueError: where the weight is kept in few bits, and what is merged into it would be lost.
         """
-        refuse_few_bits("LoRA", self.get_base_layer())
-        super().merge(safe_merge, adapter_names)
+        refuse_few_bits(self.lightning_eff_who, self.get_base_layer())
+        cast(Any, super()).merge(safe_merge, adapter_names)
 
     def fold(self) -> Mapping[str, Tensor]:
-        """``W + s B A``, or DoRA's rescaled sum, by peft's own merge; and the bias itself."""
+        """The map's weight with what stands beside it, by peft's own merge; and the bias itself."""
         merged = copy.deepcopy(self)
         merged.merge(safe_merge=True)
         return kept(self.get_base_layer(), merged.get_base_layer())
+
+
+class LoRALinear(Beside, Linear):
+    """peft's linear map with low-rank factors beside it: ``W x + b + s B A x``, or DoRA's rescaled sum.
+
+    Attributes:
+        lightning_eff_init: what peft's config says of the first factors.
+    """
+
+    lightning_eff_who = "LoRA"
+    lightning_eff_init: Any
 
 
 def refuse_few_bits(who: str, base: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from peft import VeraConfig
@@ -13,27 +13,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
-from lightning_eff.model.adapters._peft.layers import NAME, kept, refuse_few_bits
-from lightning_eff.model.adapters._reading import unread
+from lightning_eff.model.adapters._peft.layers import NAME, Beside
 
 
-class VeRALinear(Linear):
+class VeRALinear(Beside, Linear):
     """peft's linear map with scaled projections beside it: ``W x + bias + b * B (d * A x)``.
 
     Attributes:
         lightning_eff_key: of which the projections were drawn.
-        lightning_eff_read: it lies in a layer that may read its weight instead of calling it.
     """
 
+    lightning_eff_who = "VeRA"
     lightning_eff_key: int
-    lightning_eff_read: bool = False
-
-    @property
-    @override
-    def weight(self) -> Tensor:
-        """The base's weight; where an encoder layer of torch's may read it, one that it does not read."""
-        weight = cast(Tensor, self.get_base_layer().weight)
-        return unread(weight) if self.lightning_eff_read else weight
 
     @override
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -46,22 +37,6 @@ class VeRALinear(Linear):
         base = self.base_layer(x, *args, **kwargs)
         a = F.linear(made.vera_dropout[NAME](x.to(d.dtype)), shared_a[:, : self.in_features].to(d.dtype))
         return (base + b * F.linear(d * a, shared_b[: self.out_features].to(d.dtype))).to(base.dtype).to(x.dtype)
-
-    @override
-    def merge(self, safe_merge: bool = False, adapter_names: "list[str] | None" = None) -> None:
-        """peft's own, into a weight that is stored.
-
-        Raises:
-            ValueError: where the weight is kept in few bits, and what is merged into it would be lost.
-        """
-        refuse_few_bits("VeRA", self.get_base_layer())
-        super().merge(safe_merge, adapter_names)
-
-    def fold(self) -> Mapping[str, Tensor]:
-        """``W + diag(b) B diag(d) A``, by peft's own merge; and the bias itself."""
-        merged = copy.deepcopy(self)
-        merged.merge(safe_merge=True)
-        return kept(self.get_base_layer(), merged.get_base_layer())
 
 
 def projections(rank: int, in_features: int, out_features: int, key: int) -> tuple[BufferDict, BufferDict]:
