@@ -188,3 +188,20 @@ def test_what_cannot_be_is_refused_in_words() -> None:
 
 def test_in_a_config(tmp_path: Path) -> None:
     fit_yaml(tmp_path, "VeRA", {"rank": 8}, max_steps=3)
+
+
+def test_projections_follow_vectors_that_were_cast() -> None:
+    """As true half precision casts them, which leaves buffers in float32."""
+    net = eff.apply(nn.Sequential(nn.Linear(6, 5)), VeRA(rank=3, names=["0"]))
+    layer: Any = net[0]
+    with torch.no_grad():
+        layer.vera_lambda_b["default"].normal_()
+    for p in net.parameters():
+        p.data = p.data.bfloat16()
+    x = torch.randn(4, 6, dtype=torch.bfloat16)
+    a, b = layer.vera_A["default"][:, :6].bfloat16(), layer.vera_B["default"][:5].bfloat16()
+    d, scale = layer.vera_lambda_d["default"], layer.vera_lambda_b["default"]
+    weight, bias = layer.get_base_layer().weight, layer.get_base_layer().bias
+    wanted = x @ weight.T + bias + scale * ((d * (x @ a.T)) @ b.T)
+    assert a.dtype == torch.bfloat16 and layer.vera_A["default"].dtype == torch.float32
+    torch.testing.assert_close(net(x), wanted, rtol=2e-2, atol=2e-2)
