@@ -32,6 +32,12 @@ class Narrow(Worn):
         return width.run(self, self._plain, args, kwargs)
 
 
+def _takes_views(optimizer: Optimizer) -> bool:
+    """Whether its step takes each parameter as it lies, one by one, as torch's own do on a CPU: then nothing is copied."""
+    own = type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
+    return own and not any(group.get("foreach") or group.get("fused") for group in optimizer.param_groups)
+
+
 class Width:
     """How many of their hidden units feed-forward networks compute with.
 
@@ -161,15 +167,16 @@ class Width:
         self._whole()
 
     def _narrowed(self, optimizer: Optimizer) -> None:
+        in_place = _takes_views(optimizer)
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             if id(p) not in self._parts or p.grad is None:
                 continue
             _, part, hidden = self._parts[id(p)]
             full, grad, units = p.data, p.grad, self.units(hidden)
             self._narrow.append((p, part, full, grad))
+            taken = tiling.taken(full, part, units), tiling.taken(grad, part, units)
             p.grad = None
-            p.data = tiling.taken(full, part, units).contiguous()
-            p.grad = tiling.taken(grad, part, units).contiguous()
+            p.data, p.grad = taken if in_place and p.device.type == "cpu" else (t.contiguous() for t in taken)
 
     @torch.no_grad()
     def _whole(self) -> None:
