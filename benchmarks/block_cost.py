@@ -9,7 +9,8 @@ blocks frozen or, for ``GreedyLayerwise``, all but the first. A round gives one 
     predicted = t_rest + f (t_plain - t_rest),  f = (FLOPs - FLOPs_rest) / (FLOPs_plain - FLOPs_rest)
 
 where FLOPs are those of a step, forward and backward, counted by torch in a fit of its own with the same draws, step by
-step, and the times are medians over the steps of the round. Each step is held against its own f, since dropping draws
+step, and the times are medians over the steps of the round; on a CPU and one thread they are of the processor, so that
+what else runs on the machine does not stand in them. Each step is held against its own f, since dropping draws
 other blocks at each. ``AutoProg`` cuts sequences to half, so that the rest of the network has half the tokens, too: it is
 held against the network with and without its blocks on sequences of half the length. Prints a table and JSON, with the
 medians over the rounds and their range.
@@ -56,6 +57,8 @@ class Meter(Callback):
 
     def __init__(self, warm_up: int, steps: int, *, count: bool) -> None:
         self.warm_up, self.steps, self.count = warm_up, steps, count
+        alone = torch.get_num_threads() == 1 and not torch.cuda.is_available()
+        self._clock = time.process_time if alone else time.perf_counter
         self.of_step: list[float] = []
         self._begun = 0.0
         self._counter: FlopCounterMode | None = None
@@ -69,14 +72,14 @@ class Meter(Callback):
         done = args[-1] + 1
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        value = time.perf_counter() - self._begun
+        value = self._clock() - self._begun
         if self._counter is not None:
             self._counter.__exit__(None, None, None)
             value, self._counter = float(self._counter.get_total_flops()), None
         if done > self.warm_up:
             self.of_step.append(value)
         trainer.should_stop = done >= self.warm_up + self.steps
-        self._begun = time.perf_counter()
+        self._begun = self._clock()
 
 
 class Arm(NamedTuple):
