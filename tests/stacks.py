@@ -24,7 +24,7 @@ from tests.plugins import PluginCase
 from tests.runs import NUM_STEPS, SaveBatches, differences, final_state, fit
 
 MODEL = "tiny_gpt"
-RESUMED = (3, 6, 9)  # of 12 steps, in epochs of 5 batches
+RESUMED = (4, 8)  # of 12 steps, in epochs of 5 batches
 EARLY = 3  # batches in which most techniques have changed weights
 CUTTING_SECONDS = 120  # in which what fails is cut down, well below the time that a test may take
 FEW = 3  # a name is looked at beside its partners alone where these with it are less than one in so many of a stack
@@ -213,7 +213,7 @@ class Stacks:
         return None
 
     def resumes(self, names: Stack) -> str | None:
-        """A run is interrupted at three steps, each time to be resumed in the other order: what of it is to blame, if any.
+        """A run is interrupted at two steps, each time to be resumed in the other order: what of it is to blame, if any.
 
         In reversed order a monitor stands beside the techniques.
         """

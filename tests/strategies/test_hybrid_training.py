@@ -128,6 +128,7 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
     compare(TWO, 2, tmp_path)
 
 
+@pytest.mark.slow  # a minute and a half; two processes do so each time
 def test_four_processes_train_as_one(tmp_path: Path) -> None:
     compare(FOUR, 4, tmp_path)
 
