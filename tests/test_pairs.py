@@ -31,7 +31,8 @@ LOOKS = 1  # stacks in which each of them is left out, to see whether that shows
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "stack" in metafunc.fixturenames:
         name = chosen(metafunc.config)
-        stacks = stacked(CASES, PLUGINS, set(REFUSED), *((SOME, None, LOOKS) if name is None else (SEEN, name)))
+        seen, most = (SOME, LOOKS) if name is None else (SEEN, None)
+        stacks = stacked(CASES, PLUGINS, set(REFUSED), seen, name, most)
         marked = [
             pytest.param(
                 stack, id=f"{'' if stack.model == MODEL else stack.model + '-'}{i:02}", marks=_slow(stacks, i, name)
