@@ -130,6 +130,7 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
             **_NOT_SMALLER,
             **dict.fromkeys(
                 (
+                    "CoMixup",
                     "CutMix",
                     "Cutout",
                     "RandomErasing",
