@@ -136,6 +136,7 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
                     "RandomErasing",
                     "SaliencyMix",
                     "StyleMix",
+                    "SuperMix",
                     "TokenMix",
                     "TransMix",
                     "RandAugment",
