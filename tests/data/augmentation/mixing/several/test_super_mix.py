@@ -203,6 +203,31 @@ def test_the_teacher_sees_the_classes_of_all_images_in_what_is_mixed_and_the_res
     assert one.report()["accepted"] == pytest.approx(float((spied.shares[-1][:, 0] < 1).float().mean()))
 
 
+@pytest.mark.parametrize("k", [2, 3])
+def test_what_is_aimed_at_are_the_classes_that_the_teacher_sees_by_their_shares(
+    k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning_eff.data.augmentation.mixing.several import super_mix as file
+
+    asked: list[tuple[Tensor, Tensor]] = []
+
+    def spy(teacher: Any, x: Tensor, target: Tensor, **settings: Any) -> Any:
+        asked.append((x, target))
+        return search(teacher, x, target, **settings)
+
+    monkeypatch.setattr(file, "search", spy)
+    one, data = technique(k=k, targets="mixed"), batches(4)
+    spied = Spied(one)
+    train(Own(F.cross_entropy), one, data=data)
+    for (own, _), (x, target), partner, share in zip(data, asked, spied.partners, spied.shares, strict=True):
+        members = torch.cat([torch.arange(SIZE)[:, None], partner], dim=1)
+        assert torch.equal(x, own[members])
+        alone, mixed = quadrants(own).argmax(1), share[:, 0] < 1
+        expected = (share[:, :, None] * codes(alone[members])).sum(1)
+        torch.testing.assert_close(target[mixed], expected[mixed])
+        torch.testing.assert_close(target.sum(1), torch.ones(SIZE))
+
+
 def test_mixtures_have_the_class_that_the_teacher_sees_in_them() -> None:
     one, data = technique(iterations=3), batches(5)
     spied, net = Spied(one), Own(F.cross_entropy)
