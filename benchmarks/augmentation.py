@@ -25,6 +25,7 @@ ARMS = (
     "saliency_mix",
     "trans_mix",
     "token_mix",
+    "co_mixup",
     "rand_augment",
     "auto_augment",
     "aug_mix",

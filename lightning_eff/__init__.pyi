@@ -31,6 +31,8 @@ from lightning_eff.data.augmentation.mixing.manifold_mixup import ManifoldMixup 
 from lightning_eff.data.augmentation.mixing.mixup import Mixup as Mixup
 from lightning_eff.data.augmentation.mixing.saliency_mix import SaliencyMix as SaliencyMix
 from lightning_eff.data.augmentation.mixing.seq_mix import SeqMix as SeqMix
+from lightning_eff.data.augmentation.mixing.several.co_mixup import CoMixup as CoMixup
+from lightning_eff.data.augmentation.mixing.several.super_mix import SuperMix as SuperMix
 from lightning_eff.data.augmentation.mixing.style_mix import StyleMix as StyleMix
 from lightning_eff.data.augmentation.mixing.token_mix import TokenMix as TokenMix
 from lightning_eff.data.augmentation.mixing.trans_mix import TransMix as TransMix

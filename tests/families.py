@@ -130,11 +130,13 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
             **_NOT_SMALLER,
             **dict.fromkeys(
                 (
+                    "CoMixup",
                     "CutMix",
                     "Cutout",
                     "RandomErasing",
                     "SaliencyMix",
                     "StyleMix",
+                    "SuperMix",
                     "TokenMix",
                     "TransMix",
                     "RandAugment",

@@ -1,7 +1,6 @@
-"""The engine of techniques that make samples of two: the loss becomes that on both samples' labels, in the same pass."""
+"""The engine of techniques that make samples of several: the loss becomes that on all of their labels, in the same pass."""
 
 import math
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -65,12 +64,12 @@ def check_labels(labels: dict[str, Tensor], *, who: str, by_sample: bool = False
 
 
 class Mixing(Augmentation):
-    """Trains on mixtures of each sample with another of its micro-batch, and on both of their labels.
+    """Trains on mixtures of each sample with another of its micro-batch, or several, and on the labels of all of them.
 
     The step's loss on labels ``y`` becomes ``lambda L(y) + (1 - lambda) L(y')`` for each sample, with ``y'`` the labels of
-    the one that was mixed in: for cross-entropy and binary cross-entropy that is the loss on the mixed target, exactly.
-    Where :attr:`larger_first`, roles are such that ``lambda`` is at least one half: what reads the batch's labels sees those
-    of the larger share.
+    the one that was mixed in, or ``sum_k lambda_k L(y_k)`` of several: for cross-entropy and binary cross-entropy that is the
+    loss on the mixed target, exactly. Where :attr:`larger_first`, roles are such that ``lambda`` is at least one half: what
+    reads the batch's labels sees those of the larger share.
 
     Where several techniques mix, each batch is mixed by one of them: of n, each n batches of the run in turn go once to each,
     in an order that is drawn; of an epoch, where epochs have no length.
@@ -110,19 +109,45 @@ class Mixing(Augmentation):
         """
         return floating_images(batch, self.keys, who=type(self).__name__, beside=list(labels.values()))
 
-    @abstractmethod
     def mix(self, inputs: list[Tensor], partner: Tensor, generator: Generator) -> tuple[list[Tensor], Tensor]:
         """Mixtures, and each sample's own share ``lambda`` in them, (B,); at least one half where :attr:`larger_first`.
+
+        What mixes more than two samples says :meth:`compose` instead.
 
         Args:
             inputs: what :meth:`inputs` gives, each (B, ...).
             partner: the sample that each is mixed with, (B,), on the CPU.
             generator: of this micro-batch.
         """
+        raise NotImplementedError
+
+    def compose(self, inputs: list[Tensor], size: int, generator: Generator) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Mixtures, the samples that are mixed into each, and the shares: by default of one, which is drawn.
+
+        Args:
+            inputs: what :meth:`inputs` gives, each (B, ...).
+            size: B.
+            generator: of this micro-batch.
+
+        Returns:
+            The mixtures, each (B, ...); the other samples, (B,) or of several (B, K - 1), on the CPU; each sample's own share,
+            (B,), or its own and those of the others, (B, K).
+        """
+        partner = torch.randperm(size, generator=generator)
+        mixtures, share = self.mix(inputs, partner, generator)
+        return mixtures, partner, share
+
+    def others(self, labels: dict[str, Tensor], partner: Tensor) -> dict[str, list[Tensor]]:
+        """The labels beside each sample's own, by path, from what :meth:`compose` gave as the other samples."""
+        columns = partner.reshape(len(partner), -1).unbind(dim=1)
+        return {path: [y.index_select(0, column.to(y.device)) for column in columns] for path, y in labels.items()}
 
     def weighing(self, share: Tensor) -> Change:
-        """What becomes of a loss call on labels, from what :meth:`mix` gave as shares: ``lambda L(y) + (1 - lambda) L(y')``."""
-        return mixed(share, 1 - share)
+        """What becomes of a loss call on labels, from what :meth:`compose` gave as shares.
+
+        ``lambda L(y) + (1 - lambda) L(y')`` from (B,), and ``sum_k lambda_k L(y_k)`` from (B, K).
+        """
+        return mixed(share, 1 - share) if share.ndim == 1 else mixed(*share.unbind(dim=1))
 
     # -- the run
 
@@ -148,8 +173,8 @@ class Mixing(Augmentation):
             change = only_classes(TargetCall.plain, who=who)
             return proceed(batch) if targets.checked else targets.run(step, batch, proceed, change)
         mixture, partner, share = made
-        self._note(1.0 - float(share.mean()))
-        others = {path: y.index_select(0, partner.to(y.device)) for path, y in labels.items()}
+        self._note(1.0 - float((share if share.ndim == 1 else share[:, 0]).mean()))
+        others = self.others(labels, partner)
         output = targets.run(step, mixture, proceed, only_classes(self.weighing(share), who=who), others)
         if targets.compared and not self._told:
             self._told = True
@@ -191,13 +216,12 @@ class Mixing(Augmentation):
         return names[int(order[at % len(names)])] == type(self).__name__
 
     def _mixture(self, step: Step, batch: Any, labels: dict[str, Tensor]) -> tuple[Any, Tensor, Tensor] | None:
-        """The batch of mixtures, the partners and the shares; None where it is left alone."""
+        """The batch of mixtures, the other samples in them and the shares; None where it is left alone."""
         generator = self.generator(step)
         acts = torch.rand((), generator=generator, dtype=torch.float32) < self.prob
         inputs, size = self._sized(batch, labels)
         if not acts or size < 2:
             return None
-        partner = torch.randperm(size, generator=generator)
-        mixtures, share = self.mix(inputs, partner, generator)
+        mixtures, partner, share = self.compose(inputs, size, generator)
         made = {id(t): m for t, m in zip(inputs, mixtures, strict=True)}
         return replaced(batch, made), partner, share

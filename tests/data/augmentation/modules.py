@@ -181,20 +181,22 @@ class Spied:
     def __init__(self, technique: Mixing) -> None:
         self.partners: list[Tensor] = []
         self.shares: list[Tensor] = []
-        mix = technique.mix
+        compose = technique.compose
 
-        def spy(inputs: list[Tensor], partner: Tensor, generator: torch.Generator) -> Any:
-            made = mix(inputs, partner, generator)
-            self.partners.append(partner)
-            self.shares.append(made[1])
+        def spy(inputs: list[Tensor], size: int, generator: torch.Generator) -> Any:
+            made = compose(inputs, size, generator)
+            self.partners.append(made[1])
+            self.shares.append(made[2])
             return made
 
-        technique.mix = spy
+        technique.compose = spy
 
     def targets(self, at: int, y: Tensor) -> Tensor:
         """The mixed targets of a batch with the labels ``y``, (B, C)."""
-        share = self.shares[at][:, None]
-        return share * codes(y) + (1 - share) * codes(y[self.partners[at]])
+        share, partner = self.shares[at], self.partners[at]
+        if share.ndim == 2:  # of several others
+            return (share[:, :1] * codes(y)) + (share[:, 1:, None] * codes(y[partner])).sum(dim=1)
+        return share[:, None] * codes(y) + (1 - share[:, None]) * codes(y[partner])
 
 
 class _Gradient(pl.Callback):

@@ -12,7 +12,7 @@ from lightning_eff._core.steps import in_evaluation
 
 
 class Given:
-    """Runs a network, or any function of a tensor, in evaluation mode, without a gradient and without a trace.
+    """Runs a network, or any function of a tensor, in evaluation mode and without a trace; by default without a gradient.
 
     A module is brought to the device of what it is run on, until :meth:`put_back`; it gets numbers of its weights' type.
 
@@ -24,7 +24,8 @@ class Given:
         self.network = network
         self._came_from: torch.device | None = None
 
-    def __call__(self, x: Tensor) -> Any:
+    def __call__(self, x: Tensor, *, gradient: bool = False) -> Any:
+        """What the network makes of ``x``, with a graph to it where a ``gradient`` is asked for."""
         with ExitStack() as stack:
             if isinstance(self.network, nn.Module):
                 held = [t for t in (*self.network.parameters(), *self.network.buffers()) if t.is_floating_point()]
@@ -33,7 +34,7 @@ class Given:
                     self.network.to(x.device)
                 x = x.to(held[0].dtype) if held else x
                 stack.enter_context(in_evaluation(self.network.modules()))
-            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch.set_grad_enabled(gradient))
             stack.enter_context(rng.fork())
             return self.network(x)
 
