@@ -182,7 +182,7 @@ class HoulsbyAdapters(Adapter):
             return new
 
         surgeon.leave(left)
-        surgeon.swap(lambda path, m: id(m) in chosen, build, what="a linear map")
+        surgeon.swap(lambda path, m: id(m) in chosen, build, what="a linear map", numbers=True)
         self._adapters = len(made)
         trained |= {id(p) for m in made for p in m.adapter.parameters()}
         where = folded([m.path for m in maps])

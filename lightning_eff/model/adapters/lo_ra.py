@@ -157,7 +157,9 @@ class LoRA(Adapter):
             return new
 
         surgeon.leave(left)
-        surgeon.swap(lambda path, m: id(m) in chosen, build, what="a linear map")
+        surgeon.swap(
+            lambda path, m: id(m) in chosen, build, what="a linear map", numbers=not self.dora and not self.pissa
+        )
         bases = {id(p) for m in made for p in m.base_layer.parameters()} | inside  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
         trained = (trained - bases) | {id(p) for m in made for p in m.parameters() if id(p) not in bases}
         self._maps = len(made)

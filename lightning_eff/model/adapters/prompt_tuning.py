@@ -23,6 +23,7 @@ from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step, looking_on
 from lightning_eff._core.technique import Control
 from lightning_eff.model.adapters._adapter import DEAD, RIVALS, Adapter
+from lightning_eff.model.adapters._pieces import divides, nowhere
 from lightning_eff.model.adapters._prompts.embedding import prompted
 from lightning_eff.model.adapters._prompts.network import network
 from lightning_eff.model.adapters._prompts.prefixing import Prefix, hooked
@@ -146,7 +147,8 @@ class PromptTuning(Adapter):
                 f"{WHO}: the token embedding of {type(root).__name__} lies in what is compiled as one; expected a network that"
                 " is called as it is. Compile blocks one by one (block.compile()), or take the technique out."
             )
-        of = network(root, found, surgeon.batch, who=WHO)
+        with nowhere(root):
+            of = network(root, found, surgeon.batch, who=WHO)
         inside = {id(m) for m in of.module.modules()}
         (plain,) = {id(m): m for m in found.values() if id(m) in inside}.values()
 
@@ -154,7 +156,7 @@ class PromptTuning(Adapter):
             assert isinstance(m, nn.Embedding)
             return prompted(m, first_prompts(m, self.length, self.init))
 
-        surgeon.swap(lambda path, m: m is plain, build, what="a token embedding")
+        surgeon.swap(lambda path, m: m is plain, build, what="a token embedding", numbers=True)
         new: Any = next(m for m in of.module.modules() if hasattr(m, "prompts") and m.waiting is False)
         prefix = Prefix(new, of.ids, who=WHO)
         surgeon.before(of.module, prefix.before)
@@ -164,6 +166,23 @@ class PromptTuning(Adapter):
         self.freeze(surgeon, trained | {id(new.prompts)}, f"{where} ({type(of.module).__name__})")
 
     # -- the run
+
+    @property
+    @override
+    def undivided(self) -> Mapping[str, str]:
+        return {"pipeline": "it tries the network whole, and cuts what it returns, and no process has it whole"}
+
+    @override
+    def on_model(self, session: Session) -> None:
+        super().on_model(session)
+        for prefix in hooked(session.module).values():
+            prefix.divided = divides(session)
+
+    @override
+    def detach(self, session: Session) -> None:
+        super().detach(session)
+        for prefix in hooked(session.module).values():
+            prefix.divided = False
 
     @override
     def attach(self, session: Session) -> None:
@@ -176,6 +195,8 @@ class PromptTuning(Adapter):
         length = max((t.shape[1] for _, t in tensors(batch) if t.ndim == 2 and not t.is_floating_point()), default=1)
         if not self._longest:
             self._longest = length if on_all_ranks(self.session, lambda: self._tried(step, batch)) else 0
+        elif divides(self.session):
+            pass  # the hooks try it, on all ranks at once, since no rank can run the network alone
         elif length > self._longest and self._tried(step, batch):  # as long as others' on one rank alone
             self._longest = length
         return proceed(batch)

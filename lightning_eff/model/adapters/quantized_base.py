@@ -18,9 +18,11 @@ from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._stack.finding import candidates
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, needs_memory_bound
+from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.adapters._adapter import folded
 from lightning_eff.model.adapters._optional import imported, needed
+from lightning_eff.model.adapters._pieces import check_strategy
 
 WHO = "QuantizedBase"
 KINDS = {4: "NF4", 8: "int8"}
@@ -76,7 +78,6 @@ class QuantizedBase(Architecture):
         "the baseline of the same adapter beside the base as it is, for as many seconds"
     )
     change_at: ClassVar[Change] = Change.FREEZE
-    any_strategy: ClassVar[bool] = False
     stays: ClassVar[str] = (
         "its weights are rounded to few bits, and what was learnt beside them is not merged into those; first let"
         " lightning_eff.dequantize(module) give a module with the rounded weights in plain maps, which export takes"
@@ -103,6 +104,17 @@ class QuantizedBase(Architecture):
     @override
     def neutral(self) -> bool:
         return self.names == []
+
+    @override
+    def check(self, session: Session) -> None:
+        super().check(session)
+        check_strategy(session, who=WHO, save="all", undivided={})
+        where = getattr(session.trainer.strategy, "init_on", "all")
+        if where != "all":
+            raise ValueError(
+                f"{WHO} under {type(session.trainer.strategy).__name__}(init_on={where!r}): weights are rounded where the"
+                " module is made, and lie nowhere on some processes; expected init_on='all', with which each process has them."
+            )
 
     # -- the change
 

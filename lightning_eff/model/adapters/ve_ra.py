@@ -140,7 +140,7 @@ class VeRA(Adapter):
             return new
 
         surgeon.leave(left)
-        surgeon.swap(lambda path, m: id(m) in chosen, build, what="a linear map")
+        surgeon.swap(lambda path, m: id(m) in chosen, build, what="a linear map", numbers=True)
         trained = (trained - inside) | {id(p) for m in made for p in m.parameters() if id(p) not in inside}
         self._maps = len(made)
         told = folded([m.path for m in maps])

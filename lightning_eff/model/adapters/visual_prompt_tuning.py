@@ -18,6 +18,7 @@ from lightning_eff._core.blocks import find_stack, hidden_of
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.technique import Control
 from lightning_eff.model.adapters._adapter import DEAD, RIVALS, Adapter
+from lightning_eff.model.adapters._pieces import nowhere
 from lightning_eff.model.adapters._prompts.block import prompted_block
 
 WHO = "VisualPromptTuning"
@@ -141,7 +142,8 @@ class VisualPromptTuning(Adapter):
         blocks = [m for m in stack.container._modules.values() if m is not None]
         if len({*map(id, blocks)}) < len(blocks):
             raise ValueError(f"{WHO}: {stack} has a block several times; expected as many as there are places.")
-        of, d = self._width(surgeon, blocks, str(stack))
+        with nowhere(root):
+            of, d = self._width(surgeon, blocks, str(stack))
         patches = next((m for m in root.modules() if isinstance(m, _PATCHES)), None)
         patch = d if patches is None else patches.weight[0].numel()
         last = len(blocks) - 1
@@ -152,8 +154,9 @@ class VisualPromptTuning(Adapter):
             first = first_prompts(self.length, d, patch) if self.deep or i == 0 else None
             return prompted_block(plain, first, leave=self.length if self.deep or i == last else 0)
 
-        surgeon.swap(lambda path, m: id(m) in at, build, what="a block")
-        self._try(surgeon, of, str(stack))
+        surgeon.swap(lambda path, m: id(m) in at, build, what="a block", numbers=True)
+        with nowhere(root):
+            self._try(surgeon, of, str(stack))
         new = [m._parameters["prompts"] for m in stack.container.children() if "prompts" in m._parameters]
         self._prompts = self.length * len(new)
         kind = f"in each of the {len(new)} blocks" if self.deep else "at the first of the blocks"
@@ -211,6 +214,14 @@ class VisualPromptTuning(Adapter):
                 f" {str(e).splitlines()[0][:120] if str(e) else ''}); expected blocks that see no places: no windows,"
                 " convolutions or tables of relative places. Take the technique out."
             ) from e
+
+    # -- in a run
+
+    @property
+    @override
+    def undivided(self) -> Mapping[str, str]:
+        longer = "the first block hands on k tokens more than it is handed, and stages have a place for as many; give deep=True"
+        return {} if self.deep else {"pipeline": longer}
 
     # -- what is told
 
