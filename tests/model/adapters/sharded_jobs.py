@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 import lightning_eff as eff
 from lightning_eff import BitFit, HoulsbyAdapters, LoRA, PromptTuning, QuantizedBase, VeRA, VisualPromptTuning
 from lightning_eff._core._stack.finding import candidates
+from lightning_eff.strategies._hybrid.saving.gathering import Gathering
 from tests.models import HuggingFace, make_batch, module, trainer
 from tests.runs import largest
 from tests.strategies.hybrid_jobs import Ordered, SaveAt, apart, everywhere, strategy_of
@@ -42,16 +44,17 @@ class Own(pl.LightningModule):
 
     def __init__(self, net: pl.LightningModule, techniques: list[Any]) -> None:
         super().__init__()
-        self.net: Any = net
+        self.net = net
         self.__dict__["techniques"] = techniques
 
     def configure_model(self) -> None:
         if self.techniques:
             eff.apply(self, *self.techniques)
-        if self._device_mesh is None:  # one process
+        device_mesh: Any = self._device_mesh
+        if device_mesh is None:  # one process
             return
-        mesh = self._device_mesh["data_parallel"]
-        inner = self.net.model if isinstance(self.net, HuggingFace) else self.net
+        mesh = device_mesh["data_parallel"]
+        inner: Any = self.net.model if isinstance(self.net, HuggingFace) else self.net
         for stack in candidates(inner):
             for block in stack.container.children() if stack.composite else ():
                 fully_shard(block, mesh=mesh)
@@ -144,6 +147,8 @@ def run(
         with torch.no_grad():
             for p in net.parameters():
                 p.add_(shift)
+    elif devices > 1 and int(os.environ["RANK"]):
+        pl.seed_everything(99, verbose=False)  # nor must what others would draw
     staged = getattr(strategy, "pipeline_parallel_size", 1) > 1  # where no callback may look at parameters
     callbacks = [*techniques, *([] if staged else [held]), *([SaveAt(2, save)] if save else [])]
     t = trainer(*callbacks, strategy=strategy, devices=devices, max_steps=steps, max_epochs=-1)
@@ -240,8 +245,8 @@ def started(directory: str) -> dict[str, Any]:
             try:
                 here = first_of(name, _hybrid(init_on=where), 2)
                 found[f"{where}: {name}"] = max(everywhere(apart(here, one)))
-            except ValueError as refused:
-                found[f"{where}: {name}"] = everywhere(str(refused))
+            except ValueError as error:
+                found[f"{where}: {name}"] = everywhere(str(error))
     return found
 
 
@@ -255,9 +260,52 @@ class Longer(pl.LightningDataModule):
         return DataLoader(batches, batch_size=None)  # pyright: ignore[reportArgumentType]
 
 
+def refused(tried: Any, strategy: Any, kind: str = "", **settings: Any) -> list[str]:
+    """What is said on each rank."""
+    try:
+        run(tried, strategy, kind, **settings)
+        said = "nothing"
+    except (ValueError, RuntimeError) as error:
+        said = str(error)
+    return everywhere(said)
+
+
+def saved(directory: str) -> dict[str, Any]:
+    """What a file is put together of, what is said where it lacks something, and that what was moved is in it."""
+    found: dict[str, Any] = {}
+    asked: list[str] = []
+    on_first = Gathering.on_first
+
+    def noting(self: Gathering, name: str, *args: Any) -> Any:
+        asked.append(name)
+        return on_first(self, name, *args)
+
+    with patch.object(Gathering, "on_first", noting):
+        _, held = run("DoRA", _hybrid(), steps=3, save=f"{directory}/once.ckpt")
+    found["put together"] = {name for name in asked if "blocks" in name} == {*held.optimized}
+    for name in ("hybrid", "fsdp2"):
+        strategy, kind = LAYOUTS[name]
+        whole_one = torch.load(f"{directory}/{name} LoRA.ckpt", weights_only=True)
+        lost = f"{directory}/{name} lost.ckpt"
+        if int(os.environ["RANK"]) == 0:
+            del whole_one["state_dict"][next(iter(whole_one["state_dict"]))]
+            torch.save(whole_one, lost)
+        torch.distributed.barrier()
+        found[f"lost, {name}"] = refused("LoRA", strategy(), kind, resume=lost)
+    net, _ = run("DoRA", _fsdp2(), "own", steps=1)
+    name = "net.blocks.1.proj.base_layer.weight"
+    if int(os.environ["RANK"]):
+        with torch.no_grad():
+            net.get_parameter(name).to_local().add_(1.0)
+    net.trainer.save_checkpoint(f"{directory}/moved.ckpt")
+    kept = torch.load(f"{directory}/moved.ckpt", weights_only=True)["state_dict"]
+    found["moved"] = [key for key in kept if "lora" not in key] == [name]
+    return found
+
+
 def around(directory: str) -> dict[str, Any]:
     """What stands around training: longer texts on one rank, folders, merging, and other first weights."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = saved(directory)
     for name, (strategy, kind) in {"hybrid": LAYOUTS["hybrid"], "fsdp2": LAYOUTS["fsdp2"]}.items():
         prompts: list[Any] = [PromptTuning(4)]
         net = made("short", prompts, kind)
@@ -274,8 +322,8 @@ def around(directory: str) -> dict[str, Any]:
             t = trainer(*techniques, strategy=strategy(), devices=2, max_steps=4)
             t.fit(other, datamodule=Ordered(model, 16, 4), ckpt_path=path)
             said = "nothing"
-        except ValueError as refused:
-            said = str(refused)
+        except ValueError as error:
+            said = str(error)
         found[f"other weights, {name}"] = everywhere(said)
 
     every: tuple[str, Build] = ("tiny_gpt", lambda: [LoRA(rank=4, save="all")])
@@ -298,11 +346,8 @@ def around(directory: str) -> dict[str, Any]:
     )
     plans: dict[str, Any] = {}
     for plan in ({"blocks.0.qkv": "colwise"}, {"blocks.0.qkv.base_layer": "colwise"}):
-        try:
-            run(NEW["LoRA"], _hybrid(tensor_parallel_size=2, tensor_parallel_plan=plan), steps=1)
-            plans[next(iter(plan))] = "nothing"
-        except ValueError as refused:
-            plans[next(iter(plan))] = str(refused)
+        layout = _hybrid(tensor_parallel_size=2, tensor_parallel_plan=plan)
+        plans[next(iter(plan))] = refused(NEW["LoRA"], layout, steps=1)[1]
     return {**found, "plans": plans}
 
 

@@ -60,7 +60,7 @@ def in_two_processes(folder: Path) -> dict[str, Any]:
         torch.save(jobs.first_of(name), folder / f"first {name}.pt")
     torch.save(jobs.whole(eff.export(jobs.run("LoRA", devices=1)[0])), folder / "merged.pt")
     torch.save(jobs.whole(jobs.run("LoRA", devices=1, steps=2)[0]), folder / "at two.pt")
-    found = launch(JOBS, "everything", SHARDED + SPLIT, str(folder), world_size=2, timeout=600)
+    found = launch(JOBS, "everything", SHARDED + SPLIT, str(folder), world_size=2, timeout=240)
     return {"folder": str(folder), **found}
 
 
@@ -94,8 +94,16 @@ def test_what_stands_around_training(layout: str, two: dict[str, Any]) -> None:
     assert found[f"longer, {layout}"] == [4, 4]
     assert found[f"folder, {layout}"] == 0.0
     assert len(found[f"other weights, {layout}"]) == 2
+    assert len(found[f"lost, {layout}"]) == 2
+    for said in found[f"lost, {layout}"]:
+        assert "missing keys ['" in said and "expected those of LoRA's module, but for what is frozen" in said
     for said in found[f"other weights, {layout}"]:
         assert "holds what was trained and not the frozen weights beside it" in said
+
+
+def test_files_are_put_together_of_what_trains_and_hold_what_was_moved(two: dict[str, Any]) -> None:
+    assert two["around"]["put together"]
+    assert two["around"]["moved"]
 
 
 def test_a_whole_module_is_left_and_one_process_resumes_in_two(two: dict[str, Any]) -> None:
