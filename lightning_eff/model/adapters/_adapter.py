@@ -31,12 +31,16 @@ class Adapter(Architecture):
 
     What other techniques put into the module trains too, since its first values are no trained ones.
 
+    Class attributes, beside those of :class:`Architecture`:
+        undivided: parts of a hybrid layout, "tensor" or "pipeline", that it does not train under, and why.
+
     Attributes:
         save: what checkpoints hold.
         also: patterns of parameters, or of modules, that train beside.
     """
 
     change_at: ClassVar[Change] = Change.ADAPT
+    undivided: ClassVar[Mapping[str, str]] = {}
     _partial: Partial | None = None
     _trained = 0
     _frozen = 0
@@ -97,11 +101,6 @@ class Adapter(Architecture):
         rank_zero_info(f"{who}: {what}; {self._trained:,} numbers train, which is {share:.3g} %.")
 
     # -- in a run
-
-    @property
-    def undivided(self) -> Mapping[str, str]:
-        """Which parts of a hybrid layout, "tensor" or "pipeline", these settings do not train under, and why."""
-        return {}
 
     @override
     def check(self, session: Session) -> None:

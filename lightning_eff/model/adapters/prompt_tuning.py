@@ -69,6 +69,10 @@ class PromptTuning(Adapter):
     that the run began with, which is looked at. Without a Trainer load one with ``lightning_eff.apply(plain,
     PromptTuning(...)).load_state_dict(checkpoint["state_dict"], strict=False)``. Generate with ``use_cache=False``.
 
+    ``HybridParallelStrategy`` divides what was put in with all else, but in no pipeline. Under Lightning's
+    ``ModelParallelStrategy`` let ``configure_model`` call ``lightning_eff.apply(self, PromptTuning(...))`` before it
+    divides the module, and give the strategy ``save_distributed_checkpoint=False``, or the technique ``save="all"``.
+
     Logged: ``trained`` and ``frozen``, how many numbers, and ``prompts``.
 
     Args:
@@ -80,10 +84,10 @@ class PromptTuning(Adapter):
 
     Raises:
         ValueError: for other values; at setup or in ``apply``, where there is no token embedding, no call with ids could be
-            seen, tokens are looked up several times, as in encoder-decoders, or the network is compiled; at the first batch,
-            where the network has no room for k tokens more, reads ids beside its embedding, or is handed something along the
-            text that is not known; where a cache holds earlier tokens; under strategies that divide parameters; from a
-            checkpoint without the frozen weights, where the module has others than its run began with.
+            seen, tokens are looked up several times, as in encoder-decoders, or the network is compiled; at the first
+            batch, where the network has no room for k tokens more, reads ids beside its embedding, or is handed something
+            along the text that is not known; where a cache holds earlier tokens; under strategies that divide parameters
+            otherwise; from a checkpoint without the frozen weights, where the module has others than its run began with.
 
     Sources:
         Lester et al. 2021, arXiv:2104.08691.
@@ -92,7 +96,8 @@ class PromptTuning(Adapter):
     saves: ClassVar[str] = "the memory of nearly all gradients and of the optimizer's state; checkpoints of kilobytes"
     paper: ClassVar[str] = "Lester et al. 2021, arXiv:2104.08691"
     constraints: ClassVar[str] = (
-        "language models of one text with room for k tokens more; no cache in generation; a single device or DDP"
+        "language models of one text with room for k tokens more; no cache in generation; a single device, DDP or FSDP2, no"
+        " pipeline"
     )
     survey: ClassVar[Survey | None] = Survey("parameter-efficient tuning (prompts)", zhuang="3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"length": Choice((5, 20, 100))}, _pointless)
@@ -108,6 +113,9 @@ class PromptTuning(Adapter):
         "FixRes": "it ends by training the classifier and norms alone, which are frozen here",
         "GreedyLayerwise": "it trains some blocks at a time, which are frozen here",
         "LayerFreezing": "behind blocks that it freezes there is no gradient, and prompts lie behind all of them",
+    }
+    undivided: ClassVar[Mapping[str, str]] = {
+        "pipeline": "it tries the network whole, and cuts what it returns, and no process has it whole"
     }
     needs_automatic_optimization: ClassVar[bool] = True
     _length = 0
@@ -166,11 +174,6 @@ class PromptTuning(Adapter):
         self.freeze(surgeon, trained | {id(new.prompts)}, f"{where} ({type(of.module).__name__})")
 
     # -- the run
-
-    @property
-    @override
-    def undivided(self) -> Mapping[str, str]:
-        return {"pipeline": "it tries the network whole, and cuts what it returns, and no process has it whole"}
 
     @override
     def on_model(self, session: Session) -> None:

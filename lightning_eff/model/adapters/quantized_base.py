@@ -48,6 +48,9 @@ class QuantizedBase(Architecture):
     kept between the two; inputs are not rounded. A step takes more time for it. The codes are buffers, which DDP sends to all
     processes at each step unless it is told not to: ``DDPStrategy(broadcast_buffers=False)``.
 
+    Strategies that divide parameters do not divide codes, which lie whole on each process: with more than eight processes,
+    weights of 32 bits in pieces take less.
+
     What is trained is trained beside the rounded weights. ``lightning_eff.export`` therefore does not merge into them:
     ``lightning_eff.dequantize(module)`` gives the module with the rounded weights in plain maps, which ``export`` merges.
     Checkpoints hold the codes, or, beside an adapter with ``save="adapter"``, nothing of them.
@@ -61,8 +64,10 @@ class QuantizedBase(Architecture):
             What other techniques put in, as LoRA's factors, is never meant.
 
     Raises:
-        ValueError: for other values; at setup or in ``apply``, where no map is frozen; for a name that means no map, with the
-            nearest ones, or one that cannot be replaced, with the reason; where nothing is left to train.
+        ValueError: for other values; at setup or in ``apply``, where no map is frozen; for a name that means no map, with
+            the nearest ones, or one that cannot be replaced, with the reason; where nothing is left to train; under
+            strategies that divide parameters otherwise than by FSDP2, or before they have numbers on each process
+            (``init_on``).
         ImportError: where bitsandbytes is not installed.
 
     Sources:
@@ -71,7 +76,9 @@ class QuantizedBase(Architecture):
 
     saves: ClassVar[str] = "seven eighths (NF4) or three quarters (int8) of the memory of frozen maps in 32 bits"
     paper: ClassVar[str] = "Dettmers et al. 2023, arXiv:2305.14314"
-    constraints: ClassVar[str] = "maps that do not train, as beside LoRA; needs bitsandbytes; a single device or DDP"
+    constraints: ClassVar[str] = (
+        "maps that do not train, as beside LoRA; needs bitsandbytes; a single device, DDP or FSDP2"
+    )
     survey: ClassVar[Survey | None] = Survey("parameter-efficient tuning (QLoRA)", zhuang="3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"bits": Choice((4, 8))}, _pointless)
     control: ClassVar[Control] = Control(

@@ -42,6 +42,8 @@ LARGE = {"short": 30.0, "vit": 30.0}  # rates of prompts
 class Own(pl.LightningModule):
     """A module as users of FSDP2 write it: ``configure_model`` puts in the adapters, and divides what is there by then."""
 
+    techniques: list[Any]
+
     def __init__(self, net: pl.LightningModule, techniques: list[Any]) -> None:
         super().__init__()
         self.net = net
@@ -55,9 +57,8 @@ class Own(pl.LightningModule):
             return
         mesh = device_mesh["data_parallel"]
         inner: Any = self.net.model if isinstance(self.net, HuggingFace) else self.net
-        for stack in candidates(inner):
-            for block in stack.container.children() if stack.composite else ():
-                fully_shard(block, mesh=mesh)
+        for block in [m for stack in candidates(inner) if stack.composite for m in stack.container.children()]:
+            fully_shard(block, mesh=mesh)
         fully_shard(inner, mesh=mesh)
 
     def forward(self, batch: Any) -> Tensor:
@@ -204,7 +205,7 @@ def trained(cases: list[tuple[str, str]], directory: str) -> dict[str, Any]:
             "apart": apart(last, one["last"]),
             "moved": largest(float((one["first"][n] - one["last"][n]).abs().max()) for n in moved),
             "still": all(torch.equal(t, one["first"][n]) for n, t in last.items() if n not in moved),
-            "optimized": held.optimized == one["optimized"] or layout == "pipeline",
+            "optimized": one["optimized"] == moved and (held.optimized == moved or layout == "pipeline"),
             "counted": sum(len(g["params"]) for g in saved["optimizer_states"][0]["param_groups"]),
             "wanted": len(one["optimized"]),
             "divided": held.divided,
