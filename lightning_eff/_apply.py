@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_eff import _public
+from lightning_eff._core._architecture.run import configuring
 from lightning_eff._core._architecture.technique import Architecture, change
 from lightning_eff._core._run.checks import check_pairs
 
@@ -60,13 +61,16 @@ def apply(module: M, *techniques: Architecture, batch: Any = None) -> M:
         )
     working = [t for t in techniques if not t.neutral]
     check_pairs(working)
-    if isinstance(module, LightningModule) and module not in _CONFIGURED and is_overridden("configure_model", module):
+    of_run = configuring()
+    in_it = module in _CONFIGURED or (of_run is not None and of_run[0] is module)
+    if isinstance(module, LightningModule) and not in_it and is_overridden("configure_model", module):
         _CONFIGURED.add(module)
         try:
             module.configure_model()
         finally:
             _CONFIGURED.discard(module)
-    change(module, working, seed=torch.initial_seed() % 2**63, batch=batch)
+    seed = torch.initial_seed() % 2**63 if of_run is None else of_run[1]
+    change(module, working, seed=seed, batch=batch)
     return module
 
 

@@ -134,6 +134,8 @@ ALL = {"tp", "pp", "shard", "fp8", "bits", "offload", "remat"}
         ({"callbacks": [lightning_eff.SelectiveBackprop]}, {"tp", "pp", "shard"}),
         ({"callbacks": [StochasticWeightAveraging]}, {"tp", "pp", "shard"}),
         ({"callbacks": [lightning_eff.ActivationOffload]}, {"bits"}),
+        ({"callbacks": [lightning_eff.LoRA]}, set()),
+        ({"callbacks": [lightning_eff.PromptTuning]}, {"pp"}),
         ({"precision": "16-mixed"}, {"tp", "pp", "shard", "offload", "fp8"}),
         ({"precision": "32-true"}, {"fp8"}),
         ({"sync_batchnorm": True}, {"tp", "pp"}),

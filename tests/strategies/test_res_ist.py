@@ -1,6 +1,7 @@
 """ResIST: each block has a holder, is averaged over its holders alone, and one process is plain training."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tests.cases import Case, no_blocks
 from tests.conftest import Once
 from tests.families import module as family
 from tests.models import TinyClassifier, hugging_face, loader, make_batch, trainer
-from tests.runs import NUM_STEPS, differences, final_state, fit
+from tests.runs import NUM_STEPS, differences, final_state, fit, fit_yaml
 from tests.strategies.communication_launch import launch
 
 CASES = {
@@ -136,3 +137,7 @@ def test_one_block_at_all_places_is_refused() -> None:
     net.blocks = nn.Sequential(block, block, block)
     with pytest.raises(ValueError, match=r"ResIST: .*holds the same block several times"):
         trainer(ResIST(), max_steps=1).fit(net, loader("classifier"))
+
+
+def test_a_yaml_trains(tmp_path: Path) -> None:
+    fit_yaml(tmp_path, "ResIST", {"interval": 2, "warmup_steps": 1, "layers": "blocks"}, max_steps=4)

@@ -2,9 +2,11 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DeepSpeedStrategy
@@ -24,6 +26,23 @@ from lightning_eff._core.steps import Proceed, Stage, Step
 
 if TYPE_CHECKING:
     from lightning_eff._core.session import Session
+
+
+_CONFIGURING: "list[tuple[LightningModule, int]]" = []
+
+
+def configuring() -> "tuple[LightningModule, int] | None":
+    """The module whose ``configure_model`` a run is in, and the run's seed, which all of its processes have."""
+    return _CONFIGURING[-1] if _CONFIGURING else None
+
+
+@contextmanager
+def _configuring(module: LightningModule, seed: int) -> Iterator[None]:
+    _CONFIGURING.append((module, seed))
+    try:
+        yield
+    finally:
+        _CONFIGURING.pop()
 
 
 class Undoable(Protocol):
@@ -83,7 +102,8 @@ class ArchitectureOfRun:
         configure = module.configure_model
 
         def configure_model() -> None:  # plain: Lightning looks through wrappers, and would find nothing overridden
-            configure()
+            with _configuring(module, session.seed if session.fitting else torch.initial_seed() % 2**63):
+                configure()
             self._changed.append(change())
 
         session.patches.set(module, "configure_model", configure_model)

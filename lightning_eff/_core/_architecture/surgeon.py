@@ -55,6 +55,7 @@ class Surgeon:
         *,
         what: str,
         unties: bool = False,
+        numbers: bool = False,
     ) -> list[str]:
         """Put ``build(submodule)`` in the place of each submodule for which ``match(path, submodule)`` holds.
 
@@ -67,6 +68,7 @@ class Surgeon:
             build: makes the replacement, which takes over the ``training`` flag.
             what: what is looked for, in the words of messages, e.g. "a LayerNorm".
             unties: the replacement may do without a tensor that other modules go on using.
+            numbers: what is made has numbers at once, on the CPU, also where the submodule lies on the meta device.
 
         Returns:
             The paths swapped, each way to a shared module.
@@ -96,7 +98,7 @@ class Surgeon:
             path = chosen[id(m)]
             _check_swappable(path, m, who=self._who)
             swap = Swap.of(m, by=self._who, stays=self._stays)
-            with rng.keyed(self._seed, self._who, path), _made_like(m):
+            with rng.keyed(self._seed, self._who, path), _made_like(m, numbers=numbers):
                 new = build(m)
             if not isinstance(new, nn.Module) or new is m:
                 raise TypeError(
@@ -218,7 +220,7 @@ def _check_swappable(path: str, m: nn.Module, *, who: str) -> None:
 
 
 @contextmanager
-def _made_like(m: nn.Module) -> Iterator[None]:
+def _made_like(m: nn.Module, *, numbers: bool) -> Iterator[None]:
     """What is made within is by default on the device, and of the dtype, of the first floating tensor of ``m``."""
     first = next((t for t in tensors_of(m).values() if t.is_floating_point()), None)
     if first is None:
@@ -227,7 +229,7 @@ def _made_like(m: nn.Module) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(first.dtype if _settable(first) else before)
     try:
-        with torch.device(first.device):
+        with torch.device("cpu" if numbers and first.is_meta else first.device):
             yield
     finally:
         torch.set_default_dtype(before)

@@ -1,7 +1,7 @@
 """What adapters share: what trains and what is frozen, what checkpoints hold, and what is told."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from lightning.pytorch import LightningModule, Trainer
@@ -15,6 +15,7 @@ from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core.session import Session
 from lightning_eff.model.adapters._partial import Partial
+from lightning_eff.model.adapters._pieces import check_numbers, check_strategy
 
 #: Why two of them do not stand together.
 RIVALS = "each freezes what the other trains; give one of them what it shall train beside by also=[...]"
@@ -30,13 +31,16 @@ class Adapter(Architecture):
 
     What other techniques put into the module trains too, since its first values are no trained ones.
 
+    Class attributes, beside those of :class:`Architecture`:
+        undivided: parts of a hybrid layout, "tensor" or "pipeline", that it does not train under, and why.
+
     Attributes:
         save: what checkpoints hold.
         also: patterns of parameters, or of modules, that train beside.
     """
 
     change_at: ClassVar[Change] = Change.ADAPT
-    any_strategy: ClassVar[bool] = False
+    undivided: ClassVar[Mapping[str, str]] = {}
     _partial: Partial | None = None
     _trained = 0
     _frozen = 0
@@ -101,12 +105,17 @@ class Adapter(Architecture):
     @override
     def check(self, session: Session) -> None:
         super().check(session)
+        check_strategy(session, who=type(self).__name__, save=self.save, undivided=self.undivided)
         for other in session.techniques:
             if isinstance(other, Adapter) and not other.neutral and other.save != self.save:
                 raise ValueError(
                     f"{type(self).__name__}(save={self.save!r}) beside {type(other).__name__}(save={other.save!r}): a"
                     " checkpoint holds one or the other; expected the same of both."
                 )
+
+    @override
+    def on_model(self, session: Session) -> None:
+        check_numbers(session, who=type(self).__name__)
 
     @override
     def on_open(self, session: Session) -> None:

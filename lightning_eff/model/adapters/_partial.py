@@ -7,10 +7,10 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_eff._core._architecture.record import check_checkpoint
 from lightning_eff._core.session import Session
+from lightning_eff.model.adapters._pieces import Pieces, local, sketch
 
-#: Numbers of a tensor that are looked at.
-LOOKS = 256
 #: Under which name a module lists buffers that are frozen weights in another form.
 STILL = "_lightning_eff_still"
 
@@ -22,16 +22,6 @@ def still(module: nn.Module) -> dict[str, Tensor]:
         for name in m.__dict__.get(STILL, ()):
             found[f"{path}.{name}" if path else name] = m.get_buffer(name)
     return found
-
-
-def sketch(t: Tensor) -> Tensor:
-    """Two numbers that tell one tensor from another, (2,): a sum over few of its elements, and that of their sizes."""
-    if t.is_meta or not t.numel():
-        return torch.zeros(2)
-    flat = t.detach().reshape(-1)
-    few = flat[:: max(1, flat.numel() // LOOKS)][:LOOKS].to(torch.float32)
-    weights = 1 + torch.arange(few.numel(), device=few.device) % 7
-    return torch.stack([(few * weights).sum(), few.abs().sum()]).cpu()
 
 
 class Partial:
@@ -48,54 +38,77 @@ class Partial:
 
     def __init__(self, session: Session, key: str, who: str) -> None:
         self._session, self._key, self._who = session, key, who
+        self._pieces = Pieces(session)
         self._frozen: dict[str, Tensor] = {}
         self._begun: dict[str, tuple[int, Tensor]] = {}
+        self._keys: list[str] = []
         self._held: set[str] = set()
-        self.base = torch.zeros(0, 2)
+        self.base = torch.zeros(0, 2, device="cpu")
         module, strategy = session.module, session.trainer.strategy
         configure = module.configure_model
-        states, load = strategy.lightning_module_state_dict, strategy.load_model_state_dict
 
         def configure_model() -> None:  # plain: Lightning looks through wrappers
             configure()
             self._look(module)
 
         session.patches.set(module, "configure_model", configure_model)
-        session.patches.set(strategy, "lightning_module_state_dict", lambda: self.without(states()))
-        session.patches.set(strategy, "load_model_state_dict", self._loading(load))
+        session.patches.set(strategy, "lightning_module_state_dict", self._saving(strategy.lightning_module_state_dict))
+        if self._pieces.loads_at_once:
+            session.patches.set(strategy, "load_checkpoint", self._loading_file(strategy.load_checkpoint))
+        else:
+            session.patches.set(strategy, "load_model_state_dict", self._loading(strategy.load_model_state_dict))
 
     def _look(self, module: LightningModule) -> None:
-        self._frozen = still(module)
-        self.base = torch.stack([sketch(p) for p in self._frozen.values()]) if self._frozen else torch.zeros(0, 2)
+        self._frozen, self._keys = still(module), list(module.state_dict())
+        looked = [self._pieces.whole_sketch(p) for p in self._frozen.values()]
+        self.base = torch.stack(looked) if looked else torch.zeros(0, 2, device="cpu")
 
     def begin(self) -> None:
         """Training begins with what the module has now."""
         module = self._session.module
         named = {**dict(module.named_parameters(remove_duplicate=False)), **still(module)}
-        self._frozen = {name: p for name, p in named.items() if name in self._frozen}
-        self._begun = {name: (p._version, sketch(p)) for name, p in self._frozen.items()}
+        here = {name: named[name] for name in self._frozen if name in named}  # a stage of a pipeline has some
+        self._begun = {name: (p._version, sketch(local(p))) for name, p in here.items()}
+        if not self._pieces.divided:
+            self._frozen = here
+            return
+        self._frozen |= here
+        self.base = self._pieces.agreed(self.base, self._frozen)
 
     def without(self, states: dict[str, Any]) -> dict[str, Any]:
         """``states`` without the frozen parameters, and what is saved beside one of them, unless they were moved."""
-        out = {name for name, p in self._frozen.items() if name not in self._held and not self._moved(name, p)}
+        out = self._out()
         return {key: value for key, value in states.items() if not _of(key, out)}
+
+    def _out(self) -> set[str]:
+        moved = self._pieces.anywhere({name for name, p in self._frozen.items() if self._moved(name, p)})
+        return self._frozen.keys() - self._held - moved
+
+    def _saving(self, states: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+        def lightning_module_state_dict() -> dict[str, Any]:
+            out = self._out()
+            found = self._pieces.put_together(states, frozenset(key for key in self._keys if _of(key, out)))
+            return {key: value for key, value in found.items() if not _of(key, out)}
+
+        return lightning_module_state_dict
 
     def _moved(self, name: str, p: Tensor) -> bool:
         if name not in self._begun:
             return False
         version, was = self._begun[name]
-        return p._version != version or not torch.equal(sketch(p), was)
+        return p._version != version or not torch.equal(sketch(local(p)), was)
 
     def _loading(self, load: Callable[..., Any]) -> Callable[..., Any]:
         def load_model_state_dict(checkpoint: Mapping[str, Any], strict: bool = True) -> None:
             saved = checkpoint["state_dict"]
-            self._held = {name for name in self._frozen if name in saved}
-            left_out = self._frozen.keys() - saved.keys()
-            state = checkpoint.get("callbacks", {}).get(self._key)
-            alone = left_out == self._frozen.keys()  # of weights alone, which tell no more
-            if left_out and (state is not None or alone):
-                if state is not None:
-                    self._check(state["base"], left_out)
+            if self._pieces.divided and not saved:  # of a folder, whose pieces are taken up by now
+                load(checkpoint, strict=strict)
+                return
+            left_out = self._left_out(checkpoint)
+            if left_out and self._pieces.divided:
+                self._check_keys(saved, left_out, strict=strict)
+                strict = False
+            elif left_out:
                 own = self._session.module.state_dict()
                 filled = {key: value for key, value in own.items() if _of(key, left_out) and key not in saved}
                 checkpoint = {**checkpoint, "state_dict": {**saved, **filled}}
@@ -103,12 +116,67 @@ class Partial:
 
         return load_model_state_dict
 
+    def _loading_file(self, load: Callable[..., Any]) -> Callable[..., Any]:
+        """Of strategies that take up a file's weights as they read it."""
+
+        def load_checkpoint(checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+            module = self._session.module
+            checkpoint = self._pieces.read(checkpoint_path, weights_only)
+            if checkpoint is None:
+                return load(checkpoint_path, weights_only=weights_only)
+            check_checkpoint(
+                module, checkpoint["state_dict"], checkpoint.get("lightning_eff", {}).get("architecture", [])
+            )
+            left_out, strict = self._left_out(checkpoint), module._strict_loading
+            if left_out:
+                self._check_keys(checkpoint["state_dict"], left_out, strict=module.strict_loading)
+                module._strict_loading = False
+            try:
+                return load(checkpoint_path, weights_only=weights_only)
+            finally:
+                module._strict_loading = strict
+
+        return load_checkpoint
+
+    def _left_out(self, checkpoint: Mapping[str, Any]) -> set[str]:
+        """The frozen parameters that a checkpoint rightly does without; the module has them.
+
+        Raises:
+            ValueError: where the module has others than the checkpoint was trained beside.
+        """
+        saved = checkpoint["state_dict"]
+        self._held = {name for name in self._frozen if name in saved}
+        left_out = self._frozen.keys() - saved.keys()
+        state = checkpoint.get("callbacks", {}).get(self._key)
+        alone = left_out == self._frozen.keys()  # of weights alone, which tell no more
+        if not left_out or (state is None and not alone):
+            return set()
+        if state is not None:
+            self.base = self._pieces.agreed(self.base, self._frozen)
+            self._check(state["base"], left_out)
+        return left_out
+
+    def _check_keys(self, saved: Mapping[str, Any], left_out: set[str], *, strict: bool) -> None:
+        missing = [key for key in self._keys if key not in saved and not _of(key, left_out)]
+        unexpected = [key for key in saved if key not in self._keys]
+        if strict and (missing or unexpected):
+            raise RuntimeError(
+                f"Error(s) in loading state_dict for {type(self._session.module).__name__}: missing keys {missing}, unexpected"
+                f" keys {unexpected}; expected those of {self._who}'s module, but for what is frozen. Load a checkpoint of this"
+                " module, or set strict_loading=False on it."
+            )
+
     def _check(self, base: Tensor, left_out: set[str]) -> None:
         """Raise ``ValueError`` where the checkpoint was trained beside other frozen weights than the module has."""
         names = list(self._frozen)
         wrong = [] if base.shape == self.base.shape else names
         for name, was, now in zip(names, base, self.base, strict=False):
-            if name in left_out and not torch.allclose(now, was, rtol=1e-2, atol=1e-2 * float(was[1]) + 1e-12):
+            known = bool(was.isfinite().all() and now.isfinite().all())
+            if (
+                known
+                and name in left_out
+                and not torch.allclose(now, was, rtol=1e-2, atol=1e-2 * float(was[1]) + 1e-12)
+            ):
                 wrong.append(name)
         if wrong:
             raise ValueError(

@@ -42,6 +42,9 @@ class BitFit(Adapter):
     makes or loads the weights that the run began with, which is looked at. Without a Trainer load one with
     ``lightning_eff.apply(plain, BitFit(...)).load_state_dict(checkpoint["state_dict"], strict=False)``.
 
+    Strategies that divide parameters by FSDP2 train it too: ``HybridParallelStrategy``, and Lightning's
+    ``ModelParallelStrategy`` with ``save_distributed_checkpoint=False``, or with ``save="all"``.
+
     Logged: ``trained`` and ``frozen``, how many numbers.
 
     Args:
@@ -51,9 +54,10 @@ class BitFit(Adapter):
         save: "adapter" for checkpoints of what trains, "all" for whole ones.
 
     Raises:
-        ValueError: for other values; at setup or in ``apply``, where the module has no biases, as most recent language models
-            do, or all of them are frozen; for a name that means none, with the nearest ones; under strategies that divide
-            parameters; from a checkpoint without the frozen weights, where the module has others than its run began with.
+        ValueError: for other values; at setup or in ``apply``, where the module has no biases, as most recent language
+            models do, or all of them are frozen; for a name that means none, with the nearest ones; under strategies that
+            divide parameters otherwise; from a checkpoint without the frozen weights, where the module has others than its
+            run began with.
 
     Sources:
         Ben Zaken et al. 2022, arXiv:2106.10199.
@@ -61,7 +65,7 @@ class BitFit(Adapter):
 
     saves: ClassVar[str] = "the memory of most gradients and of the optimizer's state; checkpoints of kilobytes"
     paper: ClassVar[str] = "Ben Zaken et al. 2022, arXiv:2106.10199"
-    constraints: ClassVar[str] = "fine-tuning of modules that have biases; a single device or DDP"
+    constraints: ClassVar[str] = "fine-tuning of modules that have biases; a single device, DDP or FSDP2"
     survey: ClassVar[Survey | None] = Survey("parameter-efficient tuning (BitFit)", zhuang="3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({}, _pointless)
     control: ClassVar[Control] = Control("the baseline, which tunes all weights, for as many seconds")

@@ -103,6 +103,10 @@ class HoulsbyAdapters(Adapter):
     weights that the run began with, which is looked at. Without a Trainer load one with ``lightning_eff.apply(plain,
     HoulsbyAdapters(...)).load_state_dict(checkpoint["state_dict"], strict=False)``.
 
+    ``HybridParallelStrategy`` divides what was put in with all else. Under Lightning's ``ModelParallelStrategy`` let
+    ``configure_model`` call ``lightning_eff.apply(self, HoulsbyAdapters(...))`` before it divides the module, and give the
+    strategy ``save_distributed_checkpoint=False``, or the technique ``save="all"``.
+
     Logged: ``trained`` and ``frozen``, how many numbers, and ``adapters``.
 
     Args:
@@ -113,10 +117,10 @@ class HoulsbyAdapters(Adapter):
         save: "adapter" for checkpoints of what trains, "all" for whole ones.
 
     Raises:
-        ValueError: for other values; at setup or in ``apply``, where nothing could be run or no branch ends in a map that could
-            be replaced, with the reason for each; for a name that means no map, with the nearest ones; for a map that puts out
-            no more than the bottleneck has; under strategies that divide parameters; from a checkpoint without the frozen
-            weights, where the module has others than its run began with.
+        ValueError: for other values; at setup or in ``apply``, where nothing could be run or no branch ends in a map that
+            could be replaced, with the reason for each; for a name that means no map, with the nearest ones; for a map that
+            puts out no more than the bottleneck has; under strategies that divide parameters otherwise; from a checkpoint
+            without the frozen weights, where the module has others than its run began with.
 
     Sources:
         Houlsby et al. 2019, arXiv:1902.00751.
@@ -124,7 +128,7 @@ class HoulsbyAdapters(Adapter):
 
     saves: ClassVar[str] = "the memory of most gradients and of the optimizer's state; checkpoints of kilobytes"
     paper: ClassVar[str] = "Houlsby et al. 2019, arXiv:1902.00751"
-    constraints: ClassVar[str] = "fine-tuning of residual networks of linear maps; a single device or DDP"
+    constraints: ClassVar[str] = "fine-tuning of residual networks of linear maps; a single device, DDP or FSDP2"
     survey: ClassVar[Survey | None] = Survey("parameter-efficient tuning (adapters)", zhuang="3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"bottleneck": Choice((8, 64))}, _pointless)
     control: ClassVar[Control] = Control("the baseline, which tunes all weights, for as many seconds")
@@ -182,7 +186,7 @@ class HoulsbyAdapters(Adapter):
             return new
 
         surgeon.leave(left)
-        surgeon.swap(lambda path, m: id(m) in chosen, build, what="a linear map")
+        surgeon.swap(lambda path, m: id(m) in chosen, build, what="a linear map", numbers=True)
         self._adapters = len(made)
         trained |= {id(p) for m in made for p in m.adapter.parameters()}
         where = folded([m.path for m in maps])

@@ -48,6 +48,10 @@ class LoRA(Adapter):
     Gradients and optimizer state are those of the factors alone. Activations take as much memory as before, and time is not
     less on small modules.
 
+    ``HybridParallelStrategy`` divides what was put in with all else. Under Lightning's ``ModelParallelStrategy`` let
+    ``configure_model`` call ``lightning_eff.apply(self, LoRA(...))`` before it divides the module, and give the strategy
+    ``save_distributed_checkpoint=False``, or the technique ``save="all"``.
+
     Logged: ``trained`` and ``frozen``, how many numbers, and ``maps``.
 
     Args:
@@ -64,10 +68,11 @@ class LoRA(Adapter):
         save: "adapter" for checkpoints of what trains, "all" for whole ones.
 
     Raises:
-        ValueError: for other values; at setup or in ``apply``, where no map is left to act on, with the reason for each; for a
-            name that means no map, with the nearest ones; for a named map with a smaller side than the rank, or that cannot be
-            replaced; under strategies that divide parameters; with ``b_rate`` where the optimizer is not one of torch's;
-            from a checkpoint without the frozen weights, where the module has others than its run began with.
+        ValueError: for other values; at setup or in ``apply``, where no map is left to act on, with the reason for each;
+            for a name that means no map, with the nearest ones; for a named map with a smaller side than the rank, or that
+            cannot be replaced; under strategies that divide parameters otherwise; with ``b_rate`` where the optimizer is
+            not one of torch's; from a checkpoint without the frozen weights, where the module has others than its run began
+            with.
         ImportError: at setup, where peft is not installed.
 
     Sources:
@@ -77,7 +82,7 @@ class LoRA(Adapter):
 
     saves: ClassVar[str] = "the memory of most gradients and of the optimizer's state; checkpoints of kilobytes"
     paper: ClassVar[str] = "Hu et al. 2022, arXiv:2106.09685"
-    constraints: ClassVar[str] = "fine-tuning; needs peft; a single device or DDP"
+    constraints: ClassVar[str] = "fine-tuning; needs peft; a single device, DDP or FSDP2"
     survey: ClassVar[Survey | None] = Survey("parameter-efficient tuning (LoRA)", zhuang="3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"rank": Choice((4, 8, 16)), "b_rate": Choice((1.0, 16.0))}, pointless
@@ -157,7 +162,9 @@ class LoRA(Adapter):
             return new
 
         surgeon.leave(left)
-        surgeon.swap(lambda path, m: id(m) in chosen, build, what="a linear map")
+        surgeon.swap(
+            lambda path, m: id(m) in chosen, build, what="a linear map", numbers=not self.dora and not self.pissa
+        )
         bases = {id(p) for m in made for p in m.base_layer.parameters()} | inside  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
         trained = (trained - bases) | {id(p) for m in made for p in m.parameters() if id(p) not in bases}
         self._maps = len(made)

@@ -23,6 +23,7 @@ from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step, looking_on
 from lightning_eff._core.technique import Control
 from lightning_eff.model.adapters._adapter import DEAD, RIVALS, Adapter
+from lightning_eff.model.adapters._pieces import divides, nowhere
 from lightning_eff.model.adapters._prompts.embedding import prompted
 from lightning_eff.model.adapters._prompts.network import network
 from lightning_eff.model.adapters._prompts.prefixing import Prefix, hooked
@@ -68,6 +69,10 @@ class PromptTuning(Adapter):
     that the run began with, which is looked at. Without a Trainer load one with ``lightning_eff.apply(plain,
     PromptTuning(...)).load_state_dict(checkpoint["state_dict"], strict=False)``. Generate with ``use_cache=False``.
 
+    ``HybridParallelStrategy`` divides what was put in with all else, but in no pipeline. Under Lightning's
+    ``ModelParallelStrategy`` let ``configure_model`` call ``lightning_eff.apply(self, PromptTuning(...))`` before it
+    divides the module, and give the strategy ``save_distributed_checkpoint=False``, or the technique ``save="all"``.
+
     Logged: ``trained`` and ``frozen``, how many numbers, and ``prompts``.
 
     Args:
@@ -79,10 +84,10 @@ class PromptTuning(Adapter):
 
     Raises:
         ValueError: for other values; at setup or in ``apply``, where there is no token embedding, no call with ids could be
-            seen, tokens are looked up several times, as in encoder-decoders, or the network is compiled; at the first batch,
-            where the network has no room for k tokens more, reads ids beside its embedding, or is handed something along the
-            text that is not known; where a cache holds earlier tokens; under strategies that divide parameters; from a
-            checkpoint without the frozen weights, where the module has others than its run began with.
+            seen, tokens are looked up several times, as in encoder-decoders, or the network is compiled; at the first
+            batch, where the network has no room for k tokens more, reads ids beside its embedding, or is handed something
+            along the text that is not known; where a cache holds earlier tokens; under strategies that divide parameters
+            otherwise; from a checkpoint without the frozen weights, where the module has others than its run began with.
 
     Sources:
         Lester et al. 2021, arXiv:2104.08691.
@@ -91,7 +96,8 @@ class PromptTuning(Adapter):
     saves: ClassVar[str] = "the memory of nearly all gradients and of the optimizer's state; checkpoints of kilobytes"
     paper: ClassVar[str] = "Lester et al. 2021, arXiv:2104.08691"
     constraints: ClassVar[str] = (
-        "language models of one text with room for k tokens more; no cache in generation; a single device or DDP"
+        "language models of one text with room for k tokens more; no cache in generation; a single device, DDP or FSDP2, no"
+        " pipeline"
     )
     survey: ClassVar[Survey | None] = Survey("parameter-efficient tuning (prompts)", zhuang="3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"length": Choice((5, 20, 100))}, _pointless)
@@ -107,6 +113,9 @@ class PromptTuning(Adapter):
         "FixRes": "it ends by training the classifier and norms alone, which are frozen here",
         "GreedyLayerwise": "it trains some blocks at a time, which are frozen here",
         "LayerFreezing": "behind blocks that it freezes there is no gradient, and prompts lie behind all of them",
+    }
+    undivided: ClassVar[Mapping[str, str]] = {
+        "pipeline": "it tries the network whole, and cuts what it returns, and no process has it whole"
     }
     needs_automatic_optimization: ClassVar[bool] = True
     _length = 0
@@ -146,7 +155,8 @@ class PromptTuning(Adapter):
                 f"{WHO}: the token embedding of {type(root).__name__} lies in what is compiled as one; expected a network that"
                 " is called as it is. Compile blocks one by one (block.compile()), or take the technique out."
             )
-        of = network(root, found, surgeon.batch, who=WHO)
+        with nowhere(root):
+            of = network(root, found, surgeon.batch, who=WHO)
         inside = {id(m) for m in of.module.modules()}
         (plain,) = {id(m): m for m in found.values() if id(m) in inside}.values()
 
@@ -154,7 +164,7 @@ class PromptTuning(Adapter):
             assert isinstance(m, nn.Embedding)
             return prompted(m, first_prompts(m, self.length, self.init))
 
-        surgeon.swap(lambda path, m: m is plain, build, what="a token embedding")
+        surgeon.swap(lambda path, m: m is plain, build, what="a token embedding", numbers=True)
         new: Any = next(m for m in of.module.modules() if hasattr(m, "prompts") and m.waiting is False)
         prefix = Prefix(new, of.ids, who=WHO)
         surgeon.before(of.module, prefix.before)
@@ -164,6 +174,18 @@ class PromptTuning(Adapter):
         self.freeze(surgeon, trained | {id(new.prompts)}, f"{where} ({type(of.module).__name__})")
 
     # -- the run
+
+    @override
+    def on_model(self, session: Session) -> None:
+        super().on_model(session)
+        for prefix in hooked(session.module).values():
+            prefix.divided = divides(session)
+
+    @override
+    def detach(self, session: Session) -> None:
+        super().detach(session)
+        for prefix in hooked(session.module).values():
+            prefix.divided = False
 
     @override
     def attach(self, session: Session) -> None:
@@ -176,6 +198,8 @@ class PromptTuning(Adapter):
         length = max((t.shape[1] for _, t in tensors(batch) if t.ndim == 2 and not t.is_floating_point()), default=1)
         if not self._longest:
             self._longest = length if on_all_ranks(self.session, lambda: self._tried(step, batch)) else 0
+        elif divides(self.session):
+            pass  # the hooks try it, on all ranks at once, since no rank can run the network alone
         elif length > self._longest and self._tried(step, batch):  # as long as others' on one rank alone
             self._longest = length
         return proceed(batch)

@@ -18,9 +18,11 @@ from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._stack.finding import candidates
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, needs_memory_bound
+from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.adapters._adapter import folded
 from lightning_eff.model.adapters._optional import imported, needed
+from lightning_eff.model.adapters._pieces import check_strategy
 
 WHO = "QuantizedBase"
 KINDS = {4: "NF4", 8: "int8"}
@@ -46,6 +48,9 @@ class QuantizedBase(Architecture):
     kept between the two; inputs are not rounded. A step takes more time for it. The codes are buffers, which DDP sends to all
     processes at each step unless it is told not to: ``DDPStrategy(broadcast_buffers=False)``.
 
+    Strategies that divide parameters do not divide codes, which lie whole on each process: with more than eight processes,
+    weights of 32 bits in pieces take less.
+
     What is trained is trained beside the rounded weights. ``lightning_eff.export`` therefore does not merge into them:
     ``lightning_eff.dequantize(module)`` gives the module with the rounded weights in plain maps, which ``export`` merges.
     Checkpoints hold the codes, or, beside an adapter with ``save="adapter"``, nothing of them.
@@ -59,8 +64,10 @@ class QuantizedBase(Architecture):
             What other techniques put in, as LoRA's factors, is never meant.
 
     Raises:
-        ValueError: for other values; at setup or in ``apply``, where no map is frozen; for a name that means no map, with the
-            nearest ones, or one that cannot be replaced, with the reason; where nothing is left to train.
+        ValueError: for other values; at setup or in ``apply``, where no map is frozen; for a name that means no map, with
+            the nearest ones, or one that cannot be replaced, with the reason; where nothing is left to train; under
+            strategies that divide parameters otherwise than by FSDP2, or before they have numbers on each process
+            (``init_on``).
         ImportError: where bitsandbytes is not installed.
 
     Sources:
@@ -69,14 +76,15 @@ class QuantizedBase(Architecture):
 
     saves: ClassVar[str] = "seven eighths (NF4) or three quarters (int8) of the memory of frozen maps in 32 bits"
     paper: ClassVar[str] = "Dettmers et al. 2023, arXiv:2305.14314"
-    constraints: ClassVar[str] = "maps that do not train, as beside LoRA; needs bitsandbytes; a single device or DDP"
+    constraints: ClassVar[str] = (
+        "maps that do not train, as beside LoRA; needs bitsandbytes; a single device, DDP or FSDP2"
+    )
     survey: ClassVar[Survey | None] = Survey("parameter-efficient tuning (QLoRA)", zhuang="3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"bits": Choice((4, 8))}, _pointless)
     control: ClassVar[Control] = Control(
         "the baseline of the same adapter beside the base as it is, for as many seconds"
     )
     change_at: ClassVar[Change] = Change.FREEZE
-    any_strategy: ClassVar[bool] = False
     stays: ClassVar[str] = (
         "its weights are rounded to few bits, and what was learnt beside them is not merged into those; first let"
         " lightning_eff.dequantize(module) give a module with the rounded weights in plain maps, which export takes"
@@ -103,6 +111,17 @@ class QuantizedBase(Architecture):
     @override
     def neutral(self) -> bool:
         return self.names == []
+
+    @override
+    def check(self, session: Session) -> None:
+        super().check(session)
+        check_strategy(session, who=WHO, save="all", undivided={})
+        where = getattr(session.trainer.strategy, "init_on", "all")
+        if where != "all":
+            raise ValueError(
+                f"{WHO} under {type(session.trainer.strategy).__name__}(init_on={where!r}): weights are rounded where the"
+                " module is made, and lie nowhere on some processes; expected init_on='all', with which each process has them."
+            )
 
     # -- the change
 

@@ -39,6 +39,10 @@ class VeRA(Adapter):
     ``lightning_eff.export(module)`` merges into the plain module. Without a Trainer load a checkpoint with
     ``lightning_eff.apply(plain, VeRA(...)).load_state_dict(checkpoint["state_dict"], strict=False)``.
 
+    ``HybridParallelStrategy`` divides what was put in with all else. Under Lightning's ``ModelParallelStrategy`` let
+    ``configure_model`` call ``lightning_eff.apply(self, VeRA(...))`` before it divides the module, and give the strategy
+    ``save_distributed_checkpoint=False``, or the technique ``save="all"``.
+
     Logged: ``trained`` and ``frozen``, how many numbers, and ``maps``.
 
     Args:
@@ -52,9 +56,10 @@ class VeRA(Adapter):
         save: "adapter" for checkpoints of what trains, "all" for whole ones.
 
     Raises:
-        ValueError: for other values; at setup or in ``apply``, where no map is left to act on, with the reason for each; for a
-            name that means no map, with the nearest ones, or one that cannot be replaced; under strategies that divide
-            parameters; from a checkpoint without the frozen weights, where the module has others than its run began with.
+        ValueError: for other values; at setup or in ``apply``, where no map is left to act on, with the reason for each;
+            for a name that means no map, with the nearest ones, or one that cannot be replaced; under strategies that
+            divide parameters otherwise; from a checkpoint without the frozen weights, where the module has others than its
+            run began with.
         ImportError: at setup, where peft is not installed.
 
     Sources:
@@ -63,7 +68,7 @@ class VeRA(Adapter):
 
     saves: ClassVar[str] = "the memory of nearly all gradients and of the optimizer's state; checkpoints of kilobytes"
     paper: ClassVar[str] = "Kopiczko et al. 2023, arXiv:2310.11454"
-    constraints: ClassVar[str] = "fine-tuning; needs peft; a single device or DDP"
+    constraints: ClassVar[str] = "fine-tuning; needs peft; a single device, DDP or FSDP2"
     survey: ClassVar[Survey | None] = Survey("parameter-efficient tuning (VeRA)", zhuang="3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"rank": Choice((64, 256, 1024))}, pointless)
     control: ClassVar[Control] = Control("the baseline, which tunes all weights, for as many seconds")
@@ -140,7 +145,7 @@ class VeRA(Adapter):
             return new
 
         surgeon.leave(left)
-        surgeon.swap(lambda path, m: id(m) in chosen, build, what="a linear map")
+        surgeon.swap(lambda path, m: id(m) in chosen, build, what="a linear map", numbers=True)
         trained = (trained - inside) | {id(p) for m in made for p in m.parameters() if id(p) not in inside}
         self._maps = len(made)
         told = folded([m.path for m in maps])

@@ -18,12 +18,16 @@ from lightning_eff._core.blocks import find_stack, hidden_of
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.technique import Control
 from lightning_eff.model.adapters._adapter import DEAD, RIVALS, Adapter
+from lightning_eff.model.adapters._pieces import nowhere
 from lightning_eff.model.adapters._prompts.block import prompted_block
 
 WHO = "VisualPromptTuning"
 _PATCHES = (nn.Conv2d, nn.Conv3d)
 _DEPTH = "prompts enter at the first block and are let go behind the last, of which it passes over some; give deep=True"
 _TOKENS = "prompts stand among the tokens of which it leaves out some; give deep=True"
+_LONGER = (
+    "the first block hands on k tokens more than it is handed, and stages have a place for as many; give deep=True"
+)
 #: What cannot train with shallow prompts alone.
 SHALLOW: Mapping[str, str] = {
     **dict.fromkeys(("StochasticDepth", "ProgressiveLayerDropping", "DropIn", "ProgressiveStacking"), _DEPTH),
@@ -61,6 +65,10 @@ class VisualPromptTuning(Adapter):
     weights that the run began with, which is looked at. Without a Trainer load one with ``lightning_eff.apply(plain,
     VisualPromptTuning(...)).load_state_dict(checkpoint["state_dict"], strict=False)``.
 
+    ``HybridParallelStrategy`` divides what was put in with all else. Under Lightning's ``ModelParallelStrategy`` let
+    ``configure_model`` call ``lightning_eff.apply(self, VisualPromptTuning(...))`` before it divides the module, and give
+    the strategy ``save_distributed_checkpoint=False``, or the technique ``save="all"``.
+
     Logged: ``trained`` and ``frozen``, how many numbers, and ``prompts``, in all blocks.
 
     Args:
@@ -71,10 +79,10 @@ class VisualPromptTuning(Adapter):
         save: "adapter" for checkpoints of what trains, "all" for whole ones.
 
     Raises:
-        ValueError: for other values; at setup or in ``apply``, where no stack is found, its blocks are handed no tokens of an
-            image, (B, T, d), or masks, tables and the like beside them, or take no more tokens, as with windows and relative
-            places; under strategies that divide parameters; from a checkpoint without the frozen weights, where the module
-            has others than its run began with.
+        ValueError: for other values; at setup or in ``apply``, where no stack is found, its blocks are handed no tokens of
+            an image, (B, T, d), or masks, tables and the like beside them, or take no more tokens, as with windows and
+            relative places; under strategies that divide parameters otherwise; from a checkpoint without the frozen
+            weights, where the module has others than its run began with.
 
     Sources:
         Jia et al. 2022, arXiv:2203.12119.
@@ -82,7 +90,9 @@ class VisualPromptTuning(Adapter):
 
     saves: ClassVar[str] = "the memory of nearly all gradients and of the optimizer's state; checkpoints of kilobytes"
     paper: ClassVar[str] = "Jia et al. 2022, arXiv:2203.12119"
-    constraints: ClassVar[str] = "vision transformers whose blocks see no places; fine-tuning; a single device or DDP"
+    constraints: ClassVar[str] = (
+        "vision transformers whose blocks see no places; fine-tuning; a single device, DDP or FSDP2"
+    )
     survey: ClassVar[Survey | None] = Survey("parameter-efficient tuning (visual prompts)", zhuang="3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"length": Choice((5, 10, 50)), "deep": Choice((True, False))}, _pointless
@@ -124,6 +134,7 @@ class VisualPromptTuning(Adapter):
         self.length, self.deep, self.layers = length, deep, layers
         if not deep:
             self.conflicts = {**type(self).conflicts, **SHALLOW}  # pyright: ignore[reportAttributeAccessIssue] -- of this instance alone
+            self.undivided = {"pipeline": _LONGER}  # pyright: ignore[reportAttributeAccessIssue]
         self._take(save, also)
 
     @property
@@ -141,7 +152,8 @@ class VisualPromptTuning(Adapter):
         blocks = [m for m in stack.container._modules.values() if m is not None]
         if len({*map(id, blocks)}) < len(blocks):
             raise ValueError(f"{WHO}: {stack} has a block several times; expected as many as there are places.")
-        of, d = self._width(surgeon, blocks, str(stack))
+        with nowhere(root):
+            of, d = self._width(surgeon, blocks, str(stack))
         patches = next((m for m in root.modules() if isinstance(m, _PATCHES)), None)
         patch = d if patches is None else patches.weight[0].numel()
         last = len(blocks) - 1
@@ -152,8 +164,9 @@ class VisualPromptTuning(Adapter):
             first = first_prompts(self.length, d, patch) if self.deep or i == 0 else None
             return prompted_block(plain, first, leave=self.length if self.deep or i == last else 0)
 
-        surgeon.swap(lambda path, m: id(m) in at, build, what="a block")
-        self._try(surgeon, of, str(stack))
+        surgeon.swap(lambda path, m: id(m) in at, build, what="a block", numbers=True)
+        with nowhere(root):
+            self._try(surgeon, of, str(stack))
         new = [m._parameters["prompts"] for m in stack.container.children() if "prompts" in m._parameters]
         self._prompts = self.length * len(new)
         kind = f"in each of the {len(new)} blocks" if self.deep else "at the first of the blocks"

@@ -73,6 +73,8 @@ def abilities(
             found.setdefault("divided", f"{cls.__name__} needs the parameters whole")
         if issubclass(cls, Technique) and not cls.any_strategy:
             found.setdefault("hybrid", f"{cls.__name__} needs a single device or DDP")
+        for axis in getattr(cls, "undivided", ()):
+            found.setdefault(axis, f"{cls.__name__} needs the module whole")
         for name in PLANNED:
             if issubclass(cls, Technique) and name in cls.conflicts:
                 found.setdefault(name, f"{cls.__name__} refuses it")

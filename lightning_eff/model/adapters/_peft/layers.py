@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, cast
 
+import torch
 from peft import LoraConfig
 from peft.tuners.lora import Linear
 from torch import Tensor, nn
@@ -33,6 +34,12 @@ class Beside:
         """The base's weight; where an encoder layer of torch's may read it, one that it does not read."""
         weight = cast(Tensor, self.get_base_layer().weight)
         return unread(weight) if self.lightning_eff_read else weight
+
+    def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: "torch.device | None" = None) -> None:
+        """peft's own; what stands beside a map without numbers keeps its own."""
+        base = self.get_base_layer()._parameters.get("weight")
+        if device is not None or base is None or not base.is_meta:
+            cast(Any, super())._move_adapter_to_device_of_base_layer(adapter_name, device)
 
     def merge(self, safe_merge: bool = False, adapter_names: "list[str] | None" = None) -> None:
         """peft's own, into a weight that is stored.

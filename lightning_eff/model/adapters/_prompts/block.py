@@ -51,7 +51,7 @@ class PromptedBlock(nn.Module):
             self.times = 1
 
     def _with_prompts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        hidden, prompts = hidden_of(args, kwargs), cast(Tensor, self._parameters[PROMPTS])
+        hidden, prompts = hidden_of(args, kwargs), cast(Tensor, getattr(self, PROMPTS))
         if hidden.ndim != 3 or hidden.shape[-1] != prompts.shape[-1]:
             raise ValueError(
                 f"VisualPromptTuning: a block of {type(self).__bases__[1].__name__} was handed a hidden state of the shape"

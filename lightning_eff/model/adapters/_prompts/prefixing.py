@@ -31,6 +31,7 @@ class Prefix:
     Attributes:
         longest: T of the longest texts that were tried.
         given: calls that got prompts.
+        divided: no process can run the network without the others, which then do so all or none.
 
     Args:
         embedding: the network's, which has the prompts.
@@ -42,6 +43,7 @@ class Prefix:
         self.embedding, self.ids, self.who = embedding, ids, who
         self.longest = 0
         self.given = 0
+        self.divided = False
         self._token = 0
         self._dims: list[tuple[TreeSpec, Dims]] = []  # by what is returned
         self._call: Call | None = None
@@ -56,7 +58,7 @@ class Prefix:
             return None
         call = (args, kwargs)
         self._check(module, call)
-        if ids.shape[1] > self.longest:
+        if self._anywhere(ids.shape[1] > self.longest, ids.device):
             self._try(module, call, ids.shape[1])
         self._call, self.embedding.waiting = call, True
         return self._longer(module, call, self._token)
@@ -85,6 +87,13 @@ class Prefix:
     @property
     def _k(self) -> int:
         return self.embedding.prompts.shape[0]
+
+    def _anywhere(self, here: bool, device: torch.device) -> bool:
+        if not self.divided:
+            return here
+        told = torch.tensor(int(here), device=device)
+        torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX)
+        return bool(told)
 
     def _check(self, module: nn.Module, call: Call) -> None:
         named = arguments(module, *call)
@@ -168,7 +177,7 @@ class Prefix:
                     self.embedding.waiting = True
                     ours, _ = _flat(module.forward(*longer[0], **longer[1]))
                     if all(_alike(a, b) for a, b in zip(known, ours, strict=True)):
-                        self.longest = length
+                        self.longest = max(self.longest, length)
                         return
             finally:
                 prompts.copy_(kept)

@@ -33,13 +33,20 @@ def is_sharded(path: Path) -> bool:
 # -- the module
 
 
-def consolidate(module: nn.Module, plain: Plain, gathering: Gathering) -> dict[str, Any]:
-    """The plain module's ``state_dict`` on rank 0, in host memory; {} elsewhere; collective, one tensor at a time."""
+def consolidate(
+    module: nn.Module, plain: Plain, gathering: Gathering, *, without: frozenset[str] = frozenset()
+) -> dict[str, Any]:
+    """The plain module's ``state_dict`` on rank 0, in host memory; {} elsewhere; collective, one tensor at a time.
+
+    Keys in ``without``, the same on all ranks, are left out.
+    """
     held = module.state_dict()
     first = dist.get_rank() == 0
     whole: dict[str, Any] = {}
     of_slot: dict[str, Tensor] = {}
     for key, name in plain.keys.items():
+        if key in without:
+            continue
         if name is None:
             if first and key in held:
                 whole[key] = held[key]

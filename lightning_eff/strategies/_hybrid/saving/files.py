@@ -43,11 +43,11 @@ class Files:
         self._in_place = False
         self.optimizers: list[NamedOptimizer] = []
 
-    def state_dict(self) -> dict[str, Any]:
-        """The plain module's; on rank 0 only where the module is divided, and then collective."""
+    def state_dict(self, without: frozenset[str] = frozenset()) -> dict[str, Any]:
+        """The plain module's, but for some keys; on rank 0 only where the module is divided, and then collective."""
         if self._whole:
-            return self._module.state_dict()
-        return formats.consolidate(self._module, self._plain, self._gathering)
+            return {key: value for key, value in self._module.state_dict().items() if key not in without}
+        return formats.consolidate(self._module, self._plain, self._gathering, without=without)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The plain optimizer's; on rank 0 only where the module is divided, and then collective."""

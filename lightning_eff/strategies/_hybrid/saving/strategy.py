@@ -20,6 +20,8 @@ class SavingStrategy(ModelParallelStrategy):
     """Saves and loads what the processes of a run hold together, through its :class:`Replica`."""
 
     _replica: "Replica | None"
+    #: keys of the plain module's ``state_dict`` that one file does without, and for which nothing is put together
+    leaves_out: frozenset[str] = frozenset()
 
     @property
     @override
@@ -29,7 +31,7 @@ class SavingStrategy(ModelParallelStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self._replica is not None
-        return {} if self._save_distributed_checkpoint else self._replica.files.state_dict()
+        return {} if self._save_distributed_checkpoint else self._replica.files.state_dict(self.leaves_out)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -1,0 +1,207 @@
+"""What strategies that divide parameters ask of adapters: which are refused, and how pieces are looked at and read."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from lightning_eff._core._architecture.record import swapped
+from lightning_eff._core._run.checks import is_plain
+from lightning_eff._core.session import Session
+
+#: Numbers of a tensor that are looked at.
+LOOKS = 256
+
+
+def sketch(t: Tensor) -> Tensor:
+    """Two numbers that tell one tensor from another, (2,): a sum over few of its elements, and that of their sizes."""
+    if t.is_meta or not t.numel():
+        return torch.zeros(2, device="cpu")
+    flat = t.detach().reshape(-1)
+    few = flat[:: max(1, flat.numel() // LOOKS)][:LOOKS].to(torch.float32)
+    weights = 1 + torch.arange(few.numel(), device=few.device) % 7
+    return torch.stack([(few * weights).sum(), few.abs().sum()]).cpu()
+
+
+def local(t: Tensor) -> Tensor:
+    """This rank's piece of ``t``, or ``t`` itself where it is not divided."""
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+def divides(session: Session) -> bool:
+    """Whether the strategy is one that may divide parameters."""
+    return isinstance(session.trainer.strategy, ModelParallelStrategy)
+
+
+def plans(session: Session) -> bool:
+    """Whether that is the hybrid strategy, which divides the module by itself, and after it was changed."""
+    return divides(session) and hasattr(session.trainer.strategy, "pipeline_parallel_size")
+
+
+def check_strategy(session: Session, *, who: str, save: str, undivided: Mapping[str, str]) -> None:
+    """Raise ``ValueError`` under a strategy that divides parameters in a way of which adapters know nothing.
+
+    Args:
+        session: the run, before anything is touched.
+        who: the technique, for messages.
+        save: what its checkpoints hold.
+        undivided: "tensor" and "pipeline", if it does not train under these, and why.
+    """
+    strategy = session.trainer.strategy
+    name = type(strategy).__name__
+    if is_plain(strategy):
+        return
+    if not isinstance(strategy, ModelParallelStrategy):
+        raise ValueError(
+            f"{who}: got strategy {name}, which divides parameters in its own way; expected a single device, DDP,"
+            " ModelParallelStrategy (FSDP2) or HybridParallelStrategy. Use one of these."
+        )
+    if save == "adapter" and getattr(strategy, "_save_distributed_checkpoint", False):
+        raise ValueError(
+            f"{who}(save='adapter') under {name}(save_distributed_checkpoint=True): a folder of every process's pieces holds"
+            " the whole module; expected one file for what trains alone. Give the strategy save_distributed_checkpoint=False,"
+            f" or {who}(save='all')."
+        )
+
+    sizes = {
+        "tensor": getattr(strategy, "_tensor_parallel_size", 1),
+        "pipeline": getattr(strategy, "pipeline_parallel_size", 1),
+    }
+    for axis, reason in undivided.items():
+        if plans(session) and sizes[axis] != 1:
+            raise ValueError(
+                f"{who} under {name}({axis}_parallel_size={sizes[axis]}): {reason}. Expected {axis}_parallel_size=1: divide"
+                " by data, HybridParallelStrategy(shard=True), or take the technique out."
+            )
+    if not plans(session) and sizes["tensor"] != 1:
+        raise ValueError(
+            f"{who} under {name}(tensor_parallel_size={sizes['tensor']}): the plan in configure_model is of maps in whose place"
+            " others stand by then; expected tensor_parallel_size=1, or HybridParallelStrategy, which finds a plan of the"
+            " maps that there are. Use one of these."
+        )
+
+
+def check_numbers(session: Session, *, who: str) -> None:
+    """Raise ``ValueError``, on all ranks, where what was put in would have no first numbers, or lose them.
+
+    Args:
+        session: the run, whose module is complete, and was not divided by the strategy.
+        who: the technique, for messages.
+    """
+    if not divides(session):
+        return
+    new = {
+        f"{path}.{name}": p
+        for path, m, swap in swapped(session.module)
+        for name, p in m.named_parameters()
+        if p.requires_grad and name.removeprefix("base_layer.") not in swap.tensors
+    }
+    if plans(session):  # rank 0's numbers are all ranks'
+        lost = session.gather(next((name for name, p in new.items() if p.is_meta), None))[0]
+        why = "has no first numbers, since weights that it is made by lie nowhere (meta device)"
+        mend = "init_on='rank0', with numbers there"
+    else:
+        lies = any(t.is_meta for t in (*session.module.parameters(), *session.module.buffers()))
+        lost = next((name for name in session.gather(next(iter(new), None) if lies else None) if name), None)
+        why = "would be made anew with the weights that lie nowhere (meta device), by Lightning"
+        mend = "HybridParallelStrategy(init_on='rank0'), with numbers there"
+    if lost:
+        raise ValueError(
+            f"{who} under {type(session.trainer.strategy).__name__}: {lost} {why}; expected a module with its weights, which"
+            f" is what one fine-tunes. Build it with numbers (without init_module(empty_init=True)), or use {mend}."
+        )
+
+
+@contextmanager
+def nowhere(root: nn.Module) -> Iterator[None]:
+    """A module of which a part lies on the meta device lies there as a whole, so that it can be run for its shapes."""
+    owners = [(m, kind) for m in root.modules() for kind in ("_parameters", "_buffers")]
+    tensors = [t for m, kind in owners for t in getattr(m, kind).values() if t is not None]
+    twins: dict[int, Tensor] = {}
+    if any(t.is_meta for t in tensors):
+        twins = {id(t): t.detach().to("meta") for t in tensors if not t.is_meta}
+    before = [(m, kind, getattr(m, kind)) for m, kind in owners]
+    try:
+        for m, kind, held in before if twins else ():
+            there = {key: twins.get(id(t), t) if t is not None else None for key, t in held.items()}
+            if kind == "_parameters":
+                there = {
+                    k: t if t is None or isinstance(t, nn.Parameter) else nn.Parameter(t) for k, t in there.items()
+                }
+            m.__dict__[kind] = there
+        yield
+    finally:
+        for m, kind, held in before:
+            m.__dict__[kind] = held
+
+
+class Pieces:
+    """One run's module in pieces, or whole where nothing divides it.
+
+    Attributes:
+        divided: whether a strategy may divide it.
+        loads_at_once: whether the strategy takes up weights as it reads a file.
+
+    Args:
+        session: the run.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._agreed = session, False
+        self.divided = divides(session)
+        self.loads_at_once = self.divided and not plans(session)
+
+    def whole_sketch(self, t: Tensor) -> Tensor:
+        """The sketch of ``t``; not numbers of what is divided by now or lies nowhere."""
+        if self.divided and (t.is_meta or isinstance(t, DTensor)):
+            return torch.full((2,), torch.nan, device="cpu")
+        return sketch(t)
+
+    def agreed(self, base: Tensor, frozen: Mapping[str, Tensor]) -> Tensor:
+        """Sketches of the whole tensors: rank 0's, whose first weights all take, or of what is put together; collective."""
+        if not self.divided or self._agreed:
+            return base
+        self._agreed = True
+        found = self._session.trainer.strategy.broadcast(base)
+        for i, t in enumerate(frozen.values()):
+            if found[i].isnan().any() and isinstance(t, DTensor):
+                found[i] = sketch(t.full_tensor())
+            elif found[i].isnan().any() and not t.is_meta:
+                found[i] = sketch(t)
+        return found
+
+    def put_together(self, states: Callable[[], dict[str, Any]], without: frozenset[str]) -> dict[str, Any]:
+        """The module's state, of which some keys are not needed, and their tensors not brought from other processes."""
+        if not self.divided:
+            return states()
+        strategy: Any = self._session.trainer.strategy
+        if not self.loads_at_once:
+            strategy.leaves_out = without
+            try:
+                return states()
+            finally:
+                del strategy.leaves_out
+        frozen = {name for name, p in strategy.model.named_parameters() if not p.requires_grad}
+        if frozen - without:  # some of them were moved meanwhile
+            return states()
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+        return get_model_state_dict(strategy.model, options=options)
+
+    def anywhere(self, names: set[str]) -> set[str]:
+        """What some rank names; collective where the module is divided."""
+        if not self.divided:
+            return names
+        return {name for one in self._session.gather(sorted(names)) for name in one}
+
+    def read(self, path: Any, weights_only: bool | None) -> dict[str, Any] | None:
+        """A checkpoint of one file, its tensors not in memory; None where there is none."""
+        path = Path(self._session.trainer.strategy.broadcast(path))
+        if not path.is_file():
+            return None
+        return torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
