@@ -5,8 +5,8 @@
 
 The files are sorted by path. A GPT of ``examples/gpt`` is trained on the first half of them, and its weights are what each arm
 begins from: LoRA, BitFit, PromptTuning, HoulsbyAdapters, and all weights, by equally many steps on the second half's training
-files. Each arm has rates of its own, of which the one with the lowest loss on validation files at the first seed is taken; what is
-told is the loss on test files, over all seeds, which draw the order of windows and what an adapter begins with.
+files. Each arm has rates of its own, of which the one with the lowest loss on validation files at the first seed is taken; what
+is told is the loss on test files, over all seeds, which draw the order of windows and what an adapter begins with.
 
 ``--page`` writes the table and the figure of docs/how/fine_tuning.md from the committed results.
 """
