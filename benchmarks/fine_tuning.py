@@ -101,6 +101,7 @@ def loss_on(net: GPT, data: ByteWindows) -> float:
 
 def compared(args: argparse.Namespace) -> dict[str, Any]:
     first, second = halves(args)
+    seed_everything(0, verbose=False)
     base = model(args, 2e-3)
     train(base, [], first, args.pretraining, 0)
     began: dict[str, Tensor] = {name: p.clone() for name, p in base.state_dict().items()}
