@@ -106,8 +106,8 @@ def together(group: list[str], root: Path) -> str | None:
         for mode, settings in MODES_OF_GROUPS.items():
             look(mode, *fit(model, build, **{**DDP, **settings}))
         steps = {"max_steps": NUM_STEPS, "accumulate_grad_batches": 1, "look": partial(look, "plain")}
-        found = resume_from_batches(model, build, directory / "steps", (2, 5, 9), **steps, **DDP)
-        found |= resume_from_batches(model, build, directory / "windows", (2, 9), **DDP)
+        found = resume_from_batches(model, build, directory / "steps", (5, 9), **steps, **DDP)
+        found |= resume_from_batches(model, build, directory / "windows", (2,), **DDP)
         ends = (f"ends otherwise where it resumes: {some}" for some in _agreed(found) if some)
         return next((one for some in _agreed(told) for one in some), None) or next(ends, None)
 

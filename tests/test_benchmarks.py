@@ -2,6 +2,7 @@
 
 import json
 import math
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -158,10 +159,10 @@ def test_every_task_has_every_recipe_that_applies() -> None:
 
 
 def _chosen(task: str, recipe: str | None) -> Any:
-    """The recipes of one task are tried each time, one of each other task's, and all when asked for."""
-    slow = (task, recipe) == ("rings", "patch_dropout") or (
-        task != "gpt" and recipe not in (None, "stacking", "patch_dropout", "progressive_resizing")
-    )
+    """A third of the recipes of one task is tried each time, one of each other task's, and all when asked for."""
+    some = recipe in (None, "stacking", "patch_dropout", "progressive_resizing")
+    some = some or (task == "gpt" and zlib.crc32(str(recipe).encode()) % 3 == 0)
+    slow = (task, recipe) == ("rings", "patch_dropout") or not some
     return pytest.param(task, recipe, marks=pytest.mark.slow) if slow else (task, recipe)
 
 

@@ -224,7 +224,7 @@ def groups(config: pytest.Config) -> list[Stack]:
 
 
 def third_of(name: str) -> int:
-    """From which third of the steps it is resumed alone: its group resumes from all, and all alone do so if slow ones run."""
+    """From which third of the steps it is resumed alone, or a group is: from all if slow ones run."""
     return zlib.crc32(name.encode()) % 3
 
 
@@ -238,19 +238,26 @@ def test_resume_equals_uninterrupted(name: str, undisturbed: Callable[[], Undist
 OTHER_MODES = sorted(set(MODES) - {"plain"})
 
 
-@pytest.mark.parametrize(
-    "mode", [mode if mode == "accumulate_clip" else pytest.param(mode, marks=pytest.mark.slow) for mode in OTHER_MODES]
-)
-def test_groups_resume_from_every_step(group: Stack, mode: str, tmp_path: Path) -> None:
-    directories = (tmp_path / str(i) for i in count())
+def _resumed(group: Stack, mode: str, root: Path, third: int | None) -> None:
+    directories = (root / str(i) for i in count())
 
     def wrong(names: Stack) -> str | None:
-        found = resume_from_every_step(
-            model_of(names, ALL), lambda: [ALL[name].active() for name in names], next(directories), **MODES[mode]
-        )
+        build, settings = (lambda: [ALL[name].active() for name in names]), MODES[mode]
+        found = resume_from_every_step(model_of(names, ALL), build, next(directories), third=third, **settings)
         return f"ends otherwise where it resumes: {found}" if found else None
 
     cut_down(group, wrong)
+
+
+def test_groups_resume(group: Stack, tmp_path: Path) -> None:
+    """From a third of the steps, which may be another one than those of its techniques alone."""
+    _resumed(group, "accumulate_clip", tmp_path, third_of("+".join(group)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", OTHER_MODES)
+def test_groups_resume_from_every_step(group: Stack, mode: str, tmp_path: Path) -> None:
+    _resumed(group, mode, tmp_path, None)
 
 
 @pytest.mark.slow

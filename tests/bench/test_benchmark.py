@@ -243,7 +243,7 @@ def test_controls_stand_in_for_their_techniques(tmp_path: Path) -> None:
     assert len(lay_out(("baseline", gpt()), {"both": recipe}, controls=False, ladder=[])) == 2
 
 
-@pytest.mark.parametrize("name", ["gpt2", "vit"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("vit", marks=pytest.mark.slow)])
 def test_compares_recipes_on_hugging_face_models(tmp_path: Path, name: str) -> None:
     def hf(*techniques):
         def build():

@@ -19,7 +19,11 @@ CASE: dict[str, Any] = {"model": "gpt2", "steps": 6}
 
 
 @pytest.mark.parametrize(
-    ("how", "what"), [("kill", "has died without a message"), ("raise", "ArithmeticError: on purpose")]
+    ("how", "what"),
+    [
+        ("kill", "has died without a message"),
+        pytest.param("raise", "ArithmeticError: on purpose", marks=pytest.mark.slow),
+    ],
 )
 def test_a_lost_rank_stops_the_others_with_its_number(how: str, what: str, tmp_path: Path) -> None:
     codes, logs, _ = start(JOBS, "end_early", str(tmp_path), how, world_size=2, timeout=300)
