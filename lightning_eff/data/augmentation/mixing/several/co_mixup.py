@@ -142,7 +142,7 @@ class CoMixup(ByGradients):
     image: maps of labels are refused. What chooses samples by their loss scores the mixtures. Where several techniques mix,
     each batch is mixed by one of them.
 
-    It regularises: it costs about as much again as the step, and tens of milliseconds of the host for each part; it makes
+    It regularises: it costs about as much again as the step, and some 50 milliseconds of the host for each part; it makes
     training fit more slowly, and pays over many epochs alone.
 
     Logged: ``share``, the mean part of the last micro-batch that is of other images than the place's, ``sources``, of how many
