@@ -217,6 +217,38 @@ def test_the_plain_module_computes_what_was_trained_and_products_are_those_of_th
     assert look.told[2][3] - look.told[1][3] == pytest.approx(product / 2)
 
 
+class Elsewhere(torch.optim.AdamW):
+    """The same, of another library, which might ask for weights that lie in one piece."""
+
+
+class Lies(pl.Callback):
+    """Notes whether a weight or its gradient lies in pieces as the optimizer has stepped on it."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.in_pieces: set[bool] = set()
+        hooks = trainer.optimizers[0]._optimizer_step_post_hooks
+        handle = trainer.optimizers[0].register_step_post_hook(self.note)
+        hooks.move_to_end(handle.id, last=False)  # before the technique's, which makes weights whole again
+
+    def note(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self.in_pieces.add(not all(p.is_contiguous() and p.grad.is_contiguous() for p in held))
+
+
+def test_torchs_optimizers_step_on_narrow_weights_as_they_lie_and_others_on_copies() -> None:
+    """With the same numbers."""
+    ends = []
+    for cls, in_pieces in ((torch.optim.AdamW, True), (Elsewhere, False)):
+        pl.seed_everything(0, verbose=False)
+        net, lies = module("tiny_gpt"), Lies()
+        net.configure_optimizers = lambda net=net, cls=cls: cls(net.parameters(), lr=1e-2)
+        technique = CompoundGrowth(depth=None, width=[(0.0, 0.5), (0.9, 1.0)])
+        trainer(technique, lies, max_steps=6).fit(net, loader("tiny_gpt"))
+        assert (True in lies.in_pieces) == in_pieces
+        ends.append([p.detach().clone() for p in net.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
 @pytest.mark.parametrize("noise", [0.0, 1e-3])
 @pytest.mark.parametrize("copy", [True, False])
 def test_growth_keeps_the_function(noise: float, copy: bool) -> None:
