@@ -12,10 +12,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_eff.data.augmentation._mixing import Mixing
+from tests.cases import classifier
 from tests.families import Residual
 from tests.models import HuggingFace, make_batch, trainer
 
 CLASSES, SIDE, SIZE = 4, 8, 6
+_NO_IMAGES = "found no images in the batch"
+#: Of the case of a technique that acts on images alone.
+ON_IMAGES: dict[str, Any] = {
+    "model": "vit",
+    "refuses": dict.fromkeys(("gpt2", "llama", "bert", "tiny_gpt", "padded", "translator"), _NO_IMAGES),
+    "lost": (classifier, "classifier", _NO_IMAGES),
+}
 WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 3.0])
 
 

@@ -9,19 +9,15 @@ import torch.nn.functional as F
 
 import lightning_eff as eff
 from lightning_eff.data.augmentation.cutout import squares
-from tests.cases import Case, classifier
-from tests.data.augmentation.modules import SIZE, Own, batches, chi_squared, train
+from tests.cases import Case
+from tests.data.augmentation.modules import ON_IMAGES, SIZE, Own, batches, chi_squared, train
 from tests.runs import fit_yaml
-
-_NO_IMAGES = "found no images in the batch"
 
 CASES = {
     "Cutout": Case(
         active=lambda: eff.Cutout(),
         neutral=lambda: eff.Cutout(length=0.0),
-        model="vit",
-        refuses=dict.fromkeys(("gpt2", "llama", "bert", "tiny_gpt", "padded", "translator"), _NO_IMAGES),
-        lost=(classifier, "classifier", _NO_IMAGES),
+        **ON_IMAGES,
     )
 }
 

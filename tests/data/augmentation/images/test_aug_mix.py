@@ -17,9 +17,10 @@ from lightning_eff._core.batches import join
 from lightning_eff.data.augmentation.images import aug_mix as home
 from lightning_eff.data.augmentation.images._operations import OPERATIONS
 from lightning_eff.data.augmentation.images.aug_mix import PAPERS, aug_mix, draw_chains, jensen_shannon
-from tests.cases import Case, classifier
+from tests.cases import Case
 from tests.data.augmentation.modules import (
     CLASSES,
+    ON_IMAGES,
     SIZE,
     WEIGHTS,
     Own,
@@ -35,16 +36,13 @@ from tests.models import flat
 from tests.runs import fit_yaml, resume_from_every_step
 
 pytest.importorskip("kornia")
-_NO_IMAGES = "found no images in the batch"
 _RANGE: Any = {"mean": 0.5, "std": 0.1}  # of numbers drawn from a normal distribution
 
 CASES = {
     "AugMix": Case(
         active=lambda: eff.AugMix(**_RANGE),
         neutral=lambda: eff.AugMix(until=0.0),
-        model="vit",
-        refuses=dict.fromkeys(("gpt2", "llama", "bert", "tiny_gpt", "padded", "translator"), _NO_IMAGES),
-        lost=(classifier, "classifier", _NO_IMAGES),
+        **ON_IMAGES,
     )
 }
 

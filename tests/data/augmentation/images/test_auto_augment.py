@@ -13,21 +13,18 @@ from lightning_eff.data.augmentation.images import auto_augment as home
 from lightning_eff.data.augmentation.images._operations import OPERATIONS, operated
 from lightning_eff.data.augmentation.images._tables import TABLES
 from lightning_eff.data.augmentation.images.auto_augment import auto_augment
-from tests.cases import Case, classifier
-from tests.data.augmentation.modules import Own, batches, chi_squared, train, vit
+from tests.cases import Case
+from tests.data.augmentation.modules import ON_IMAGES, Own, batches, chi_squared, train, vit
 from tests.runs import fit_yaml
 
 pytest.importorskip("kornia")
-_NO_IMAGES = "found no images in the batch"
 _RANGE: Any = {"mean": 0.5, "std": 0.1}  # of numbers drawn from a normal distribution
 
 CASES = {
     "AutoAugment": Case(
         active=lambda: eff.AutoAugment(policy="svhn", **_RANGE),
         neutral=lambda: eff.AutoAugment(prob=0.0),
-        model="vit",
-        refuses=dict.fromkeys(("gpt2", "llama", "bert", "tiny_gpt", "padded", "translator"), _NO_IMAGES),
-        lost=(classifier, "classifier", _NO_IMAGES),
+        **ON_IMAGES,
     )
 }
 

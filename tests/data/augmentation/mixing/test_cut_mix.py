@@ -10,19 +10,15 @@ import torch.nn.functional as F
 import lightning_eff as eff
 from lightning_eff.data.augmentation._boxes import inside
 from lightning_eff.data.augmentation.mixing._pasting import boxes, own_share, pasted
-from tests.cases import Case, classifier
-from tests.data.augmentation.modules import Own, Spied, batches, chi_squared, train
+from tests.cases import Case
+from tests.data.augmentation.modules import ON_IMAGES, Own, Spied, batches, chi_squared, train
 from tests.runs import fit_yaml
-
-_NO_IMAGES = "found no images in the batch"
 
 CASES = {
     "CutMix": Case(
         active=lambda: eff.CutMix(per_sample=True),
         neutral=lambda: eff.CutMix(prob=0.0),
-        model="vit",
-        refuses=dict.fromkeys(("gpt2", "llama", "bert", "tiny_gpt", "padded", "translator"), _NO_IMAGES),
-        lost=(classifier, "classifier", _NO_IMAGES),
+        **ON_IMAGES,
     )
 }
 

@@ -11,19 +11,26 @@ from torch import Tensor
 
 import lightning_eff as eff
 from lightning_eff.data.augmentation.mixing.saliency_mix import fine_grained_saliency, peaks
-from tests.cases import Case, classifier
-from tests.data.augmentation.modules import LOSSES, Own, ResNet, Spied, batches, check_exact, conv_next, train, vit
+from tests.cases import Case
+from tests.data.augmentation.modules import (
+    LOSSES,
+    ON_IMAGES,
+    Own,
+    ResNet,
+    Spied,
+    batches,
+    check_exact,
+    conv_next,
+    train,
+    vit,
+)
 from tests.runs import fit_yaml
-
-_NO_IMAGES = "found no images in the batch"
 
 CASES = {
     "SaliencyMix": Case(
         active=lambda: eff.SaliencyMix(),
         neutral=lambda: eff.SaliencyMix(prob=0.0),
-        model="vit",
-        refuses=dict.fromkeys(("gpt2", "llama", "bert", "tiny_gpt", "padded", "translator"), _NO_IMAGES),
-        lost=(classifier, "classifier", _NO_IMAGES),
+        **ON_IMAGES,
     )
 }
 

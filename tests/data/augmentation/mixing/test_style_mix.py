@@ -10,11 +10,20 @@ from torch import Tensor, nn
 
 import lightning_eff as eff
 from lightning_eff.data.augmentation.mixing.style_mix import ada_in, style_mix
-from tests.cases import Case, classifier
-from tests.data.augmentation.modules import LOSSES, Own, ResNet, Spied, batches, check_exact, conv_next, train, vit
+from tests.cases import Case
+from tests.data.augmentation.modules import (
+    LOSSES,
+    ON_IMAGES,
+    Own,
+    ResNet,
+    Spied,
+    batches,
+    check_exact,
+    conv_next,
+    train,
+    vit,
+)
 from tests.runs import fit_yaml
-
-_NO_IMAGES = "found no images in the batch"
 
 
 class Encoder(nn.Module):
@@ -50,9 +59,7 @@ CASES = {
     "StyleMix": Case(
         active=lambda: eff.StyleMix(encoder=encode, decoder=decode, prob=0.9),
         neutral=lambda: eff.StyleMix(encoder=nn.Identity(), decoder=nn.Identity(), prob=0.0),
-        model="vit",
-        refuses=dict.fromkeys(("gpt2", "llama", "bert", "tiny_gpt", "padded", "translator"), _NO_IMAGES),
-        lost=(classifier, "classifier", _NO_IMAGES),
+        **ON_IMAGES,
     )
 }
 

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 import lightning_eff as eff
 from lightning_eff.data.augmentation.mixing.token_mix import activation_share, patch_of, token_blocks
-from tests.cases import Case, classifier
+from tests.cases import Case
 from tests.data.augmentation.modules import (
     LOSSES,
+    ON_IMAGES,
     SIDE,
     SIZE,
     Own,
@@ -27,8 +28,6 @@ from tests.data.augmentation.modules import (
 )
 from tests.runs import fit_yaml
 
-_NO_IMAGES = "found no images in the batch"
-
 
 def energy(images: Tensor) -> Tensor:
     """A teacher: where pixels are far from gray."""
@@ -39,9 +38,7 @@ CASES = {
     "TokenMix": Case(
         active=lambda: eff.TokenMix(teacher=energy, block=2, patch=2),
         neutral=lambda: eff.TokenMix(teacher="uniform", prob=0.0),
-        model="vit",
-        refuses=dict.fromkeys(("gpt2", "llama", "bert", "tiny_gpt", "padded", "translator"), _NO_IMAGES),
-        lost=(classifier, "classifier", _NO_IMAGES),
+        **ON_IMAGES,
     )
 }
 

@@ -13,19 +13,15 @@ from torch import Tensor, nn
 import lightning_eff as eff
 from lightning_eff.data.augmentation.mixing._reading import grid_of
 from lightning_eff.data.augmentation.mixing.trans_mix import attended_share
-from tests.cases import Case, classifier
-from tests.data.augmentation.modules import CLASSES, LOSSES, SIZE, ResNet, Spied, batches, codes, train, vit
+from tests.cases import Case
+from tests.data.augmentation.modules import CLASSES, LOSSES, ON_IMAGES, SIZE, ResNet, Spied, batches, codes, train, vit
 from tests.runs import fit_yaml
-
-_NO_IMAGES = "found no images in the batch"
 
 CASES = {
     "TransMix": Case(
         active=lambda: eff.TransMix(),
         neutral=lambda: eff.TransMix(prob=0.0),
-        model="vit",
-        refuses=dict.fromkeys(("gpt2", "llama", "bert", "tiny_gpt", "padded", "translator"), _NO_IMAGES),
-        lost=(classifier, "classifier", _NO_IMAGES),
+        **ON_IMAGES,
     )
 }
 

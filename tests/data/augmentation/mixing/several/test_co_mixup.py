@@ -21,9 +21,10 @@ from lightning_eff.data.augmentation.mixing.several.co_mixup import (
     sources,
 )
 from lightning_eff.data.selection import selective_backprop
-from tests.cases import Case, classifier
+from tests.cases import Case
 from tests.data.augmentation.modules import (
     LOSSES,
+    ON_IMAGES,
     SIDE,
     SIZE,
     Own,
@@ -37,15 +38,11 @@ from tests.data.augmentation.modules import (
 )
 from tests.runs import fit_yaml
 
-_NO_IMAGES = "found no images in the batch"
-
 CASES = {
     "CoMixup": Case(
         active=lambda: eff.CoMixup(),
         neutral=lambda: eff.CoMixup(prob=0.0),
-        model="vit",
-        refuses=dict.fromkeys(("gpt2", "llama", "bert", "tiny_gpt", "padded", "translator"), _NO_IMAGES),
-        lost=(classifier, "classifier", _NO_IMAGES),
+        **ON_IMAGES,
     )
 }
 

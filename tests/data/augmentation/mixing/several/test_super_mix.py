@@ -19,10 +19,11 @@ from lightning_eff.data.augmentation.mixing.several._masks import (
     sees,
     smoothed,
 )
-from tests.cases import Case, classifier
+from tests.cases import Case
 from tests.data.augmentation.modules import (
     CLASSES,
     LOSSES,
+    ON_IMAGES,
     SIDE,
     SIZE,
     Own,
@@ -37,8 +38,6 @@ from tests.data.augmentation.modules import (
 )
 from tests.runs import fit_yaml
 
-_NO_IMAGES = "found no images in the batch"
-
 
 def quadrants(images: Tensor) -> Tensor:
     """A teacher of four classes: how bright each quarter of an image is."""
@@ -49,9 +48,7 @@ CASES = {
     "SuperMix": Case(
         active=lambda: eff.SuperMix(teacher=quadrants, mask=4, iterations=4, tolerance=0.3, targets="mixed"),
         neutral=lambda: eff.SuperMix(teacher=quadrants, prob=0.0),
-        model="vit",
-        refuses=dict.fromkeys(("gpt2", "llama", "bert", "tiny_gpt", "padded", "translator"), _NO_IMAGES),
-        lost=(classifier, "classifier", _NO_IMAGES),
+        **ON_IMAGES,
     )
 }
 
