@@ -2,9 +2,11 @@
 
 import difflib
 import re
+import zlib
 from collections.abc import Collection, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +29,16 @@ def named(asked: str, names: Collection[str]) -> str:
     raise pytest.UsageError(
         f"got the technique {asked!r}, which nothing has that is exported or stands in for it; {hint}."
     )
+
+
+def one_of(n: int, *key: str) -> Any:
+    """The marks of what is tried each time for one of ``n`` keys, always the same ones, and for the others if slow ones run."""
+    return () if share_of(n, *key) == 0 else pytest.mark.slow
+
+
+def share_of(n: int, *key: str) -> int:
+    """In which of ``n`` parts this key is, from 0 on."""
+    return zlib.crc32("+".join(key).encode()) % n
 
 
 CHOSEN = pytest.StashKey[str | None]()

@@ -24,7 +24,8 @@ from tests.plugins import PluginCase
 from tests.runs import NUM_STEPS, SaveBatches, differences, final_state, fit
 
 MODEL = "tiny_gpt"
-RESUMED = (4, 8)  # of 12 steps, in epochs of 5 batches
+RESUMED = (7,)  # of 12 steps, in epochs of 5 batches
+MONITORED = 3  # a monitor, which counts each operation, stands beside one of so many stacks
 EARLY = 3  # batches in which most techniques have changed weights
 CUTTING_SECONDS = 120  # in which what fails is cut down, well below the time that a test may take
 FEW = 3  # a name is looked at beside its partners alone where these with it are less than one in so many of a stack
@@ -52,12 +53,14 @@ class Stacked:
         seen: those that are left out, to see whether that shows, beside which others.
         exact: whether those that leave weights as they are stand beside one here beside which they stood in no stack before,
             so that a run without them is compared.
+        monitored: whether a monitor stands beside them where they are resumed.
     """
 
     model: str
     names: Stack
     seen: dict[str, Stack]
     exact: bool = True
+    monitored: bool = True
 
 
 def stacked(
@@ -98,7 +101,7 @@ def stacked(
         known: set[Pair] = set()
         for stack, at in zip(stacks, looked_at, strict=True):
             beside = {frozenset((a, b)) for a in unmoved & set(stack) for b in stack if a != b}
-            found.append(Stacked(model, stack, at, bool(beside - known)))
+            found.append(Stacked(model, stack, at, bool(beside - known), len(found) % MONITORED == 0))
             known |= beside
     return found
 
@@ -165,6 +168,7 @@ class Stacks:
         directory: for checkpoints.
         precision: of runs without a plugin: the one that the stack's plugin is around.
         model: of which module.
+        monitored: whether a monitor stands beside what is resumed.
     """
 
     cases: Mapping[str, Case]
@@ -172,6 +176,7 @@ class Stacks:
     directory: Path
     precision: str = "32-true"
     model: str = MODEL
+    monitored: bool = True
     _whole: dict[Stack, Whole] = field(default_factory=dict)
     _numbers: dict[Stack, int] = field(default_factory=dict)
 
@@ -213,9 +218,9 @@ class Stacks:
         return None
 
     def resumes(self, names: Stack) -> str | None:
-        """A run is interrupted at two steps, each time to be resumed in the other order: what of it is to blame, if any.
+        """A run is interrupted and resumed in reversed order, or several times in turn: what of it is to blame, if any.
 
-        In reversed order a monitor stands beside the techniques.
+        In reversed order a monitor stands beside the techniques, where one is asked for.
         """
         wrong = self._resumed(names, RESUMED)
         if not wrong:
@@ -225,7 +230,8 @@ class Stacks:
                 return f"resumed from step {step}, ends otherwise than undisturbed: {alone}"
         for step in RESUMED:
             if alone := self._resumed(names, (step,)):
-                return f"in reversed order, beside a monitor, ends otherwise when resumed from step {step}: {alone}"
+                beside = ", beside a monitor," if self.monitored else ""
+                return f"in reversed order{beside or ','} ends otherwise when resumed from step {step}: {alone}"
         told = ", ".join(map(str, RESUMED))
         return f"resumed again and again, at the steps {told}, in one order and the other, ends otherwise: {wrong}"
 
@@ -240,7 +246,7 @@ class Stacks:
         whole = self.whole(names)
         at, net, trainer = self._at(names), None, None
         for (step, until), backwards in zip(pairwise((*steps, None)), cycle(orders)):
-            beside: list[pl.Callback] = [EfficiencyMonitor()] if backwards else []
+            beside: list[pl.Callback] = [EfficiencyMonitor()] if backwards and self.monitored else []
             if until is not None:
                 beside += [SaveBatches(at / "again", [until]), _Until(until)]
             path = at / f"batch={step}.ckpt" if step == steps[0] else at / "again" / f"batch={step}.ckpt"

@@ -2,7 +2,6 @@
 
 import json
 import math
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from lightning_eff._core._images.images import resize
 from lightning_eff._core.technique import Technique
 from lightning_eff.bench.reports.statistics import summarize
 from tests.bench import synthetic
+from tests.selection import share_of
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -161,7 +161,7 @@ def test_every_task_has_every_recipe_that_applies() -> None:
 def _chosen(task: str, recipe: str | None) -> Any:
     """A third of the recipes of one task is tried each time, one of each other task's, and all when asked for."""
     some = recipe in (None, "stacking", "patch_dropout", "progressive_resizing")
-    some = some or (task == "gpt" and zlib.crc32(str(recipe).encode()) % 3 == 0)
+    some = some or (task == "gpt" and share_of(3, str(recipe)) == 0)
     slow = (task, recipe) == ("rings", "patch_dropout") or not some
     return pytest.param(task, recipe, marks=pytest.mark.slow) if slow else (task, recipe)
 

@@ -12,8 +12,7 @@ import subprocess
 import sys
 import time
 import warnings
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
@@ -44,7 +43,7 @@ from tests.runs import (
     resume_from_batches,
     resume_from_every_step,
 )
-from tests.selection import chosen
+from tests.selection import chosen, one_of, share_of
 from tests.stacks import cut_down, declared, model_of
 
 NAMES = sorted(CASES)
@@ -52,6 +51,13 @@ NAMES = sorted(CASES)
 every = pytest.mark.parametrize("name", NAMES, scope="module")
 every_and_examples = pytest.mark.parametrize("name", [*NAMES, *sorted(STAND_INS), *sorted(EXAMPLES)], scope="module")
 every_and_stand_ins = pytest.mark.parametrize("name", [*NAMES, *sorted(STAND_INS)], scope="module")
+
+
+def half(names: Sequence[str], key: str) -> Any:
+    """Half of the names are tried each time, by ``key``, and all if slow ones run."""
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=one_of(2, name, key)) for name in names], scope="module"
+    )
 
 
 class _Memory(Logger):
@@ -139,8 +145,7 @@ def test_every_stand_in_has_a_case() -> None:
 
 def _families(name: str) -> list[Any]:
     """A decoder and another network by the technique's name, so that each family has its half; all four when asked for."""
-    drawn = zlib.crc32(name.encode())
-    tried = {("gpt2", "llama")[drawn % 2], ("bert", "vit")[drawn // 2 % 2]}
+    tried = {("gpt2", "llama")[share_of(2, name)], ("bert", "vit")[share_of(2, name, "another")]}
     models = ("gpt2", "llama", "bert", "vit")
     return [pytest.param(name, model, marks=() if model in tried else pytest.mark.slow) for model in models]
 
@@ -206,8 +211,9 @@ def test_neutral_stand_ins_are_plain_training(name: str) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "group" in metafunc.fixturenames:
-        metafunc.parametrize("group", groups(metafunc.config), ids=lambda group: f"{group[0]}-and-{len(group) - 1}")
+    for argument, some in (("group", groups), ("ddp_group", ddp_groups)):
+        if argument in metafunc.fixturenames:
+            metafunc.parametrize(argument, some(metafunc.config), ids=lambda group: f"{group[0]}-and-{len(group) - 1}")
 
 
 def groups(config: pytest.Config) -> list[Stack]:
@@ -223,9 +229,14 @@ def groups(config: pytest.Config) -> list[Stack]:
     return found
 
 
+def ddp_groups(config: pytest.Config) -> list[Stack]:
+    """A third of the groups: all of their techniques, one by one, are tried under DDP if slow ones run."""
+    return [group for group in groups(config) if chosen(config) is not None or share_of(3, *group) == 0]
+
+
 def third_of(name: str) -> int:
     """From which third of the steps it is resumed alone, or a group is: from all if slow ones run."""
-    return zlib.crc32(name.encode()) % 3
+    return share_of(3, name)
 
 
 @every_and_examples
@@ -269,7 +280,7 @@ def test_resume_from_every_step_in_every_mode(name: str, mode: str, tmp_path: Pa
     assert resume_from_every_step(case.model, lambda: [case.active()], tmp_path, each=True, **MODES[mode]) == {}
 
 
-@every
+@half(NAMES, "batch norm")
 def test_resume_without_dropout_layers_but_with_batch_norm(name: str, tmp_path: Path) -> None:
     some = third_of(name[::-1])
     if CASES[name].too_small:  # it needs tensors of some size, or sequences
@@ -282,7 +293,7 @@ def test_resume_without_dropout_layers_but_with_batch_norm(name: str, tmp_path: 
     assert resume_from_every_step("classifier", lambda: [build()], tmp_path, third=some) == {}
 
 
-@every_and_stand_ins
+@half([*NAMES, *sorted(STAND_INS)], "windows")
 def test_resume_within_accumulation_windows(name: str, tmp_path: Path) -> None:
     """The gradients summed so far are in a checkpoint that is saved between optimizer steps."""
     case = ALL[name]
@@ -294,7 +305,7 @@ def under_ddp(once: Once, request: pytest.FixtureRequest) -> dict[str, Any]:
     """One start of two processes for groups of techniques, in every mode and from some steps; of one, also alone."""
     name = chosen(request.config)
     what = [f"alone:{name}" for name in (sorted(EXAMPLES) if name is None else [name])]
-    what += [f"together:{'+'.join(group)}" for group in groups(request.config)]
+    what += [f"together:{'+'.join(group)}" for group in ddp_groups(request.config)]
     return once("ddp", lambda: launch("contract", *what, timeout=TIMEOUT))
 
 
@@ -328,12 +339,12 @@ def test_each_alone_under_ddp(name: str, each_under_ddp: dict[str, Any]) -> None
 
 
 @pytest.mark.timeout(TIMEOUT)
-def test_groups_under_ddp(group: Stack, under_ddp: dict[str, Any]) -> None:
+def test_groups_under_ddp(ddp_group: Stack, under_ddp: dict[str, Any]) -> None:
     """In every mode; and they resume, also within accumulation windows, where each rank has its own sums.
 
     One by one, they do so from every step behind the ``slow`` marker, as all do in one process above.
     """
-    assert under_ddp[f"together:{'+'.join(group)}"] is None
+    assert under_ddp[f"together:{'+'.join(ddp_group)}"] is None
 
 
 @pytest.fixture(scope="module")
@@ -535,8 +546,17 @@ class _Fails(nn.Module):
             raise RuntimeError("planted")
 
 
-@every_and_examples
-@pytest.mark.parametrize("fails_after", [None, 0, 7])
+def _failures(name: str) -> list[Any]:
+    """None, at once, and later: of the two failures one each time."""
+    tried = (0, 7)[share_of(2, name, "failure")]
+    return [pytest.param(name, at, marks=() if at in (None, tried) else pytest.mark.slow) for at in (None, 0, 7)]
+
+
+@pytest.mark.parametrize(
+    ("name", "fails_after"),
+    [one for name in (*NAMES, *sorted(STAND_INS), *sorted(EXAMPLES)) for one in _failures(name)],
+    scope="module",
+)
 def test_leaves_no_trace(name: str, fails_after: int | None) -> None:
     net, data = module(case_of(name).model), loader(case_of(name).model)
     if case_of(name).architecture:  # it stays changed, as it must be for what was trained

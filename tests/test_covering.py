@@ -209,7 +209,7 @@ def test_a_state_that_no_checkpoint_holds_is_found_by_few_runs(tmp_path: Path) -
 
 PLANTED = {
     "undone": (Larger, Signs, "Larger changes nothing: without it, every step and the end are the same"),
-    "resumed": (Forgetting, Growing, "resumed from step 4, ends otherwise than undisturbed: optimizer0/"),
+    "resumed": (Forgetting, Growing, "resumed from step 7, ends otherwise than undisturbed: optimizer0/"),
     "idle": (Idle, Signs, "lets Idle do nothing: acted is zero after every step"),
     "refused": (
         Growing,

@@ -1,12 +1,12 @@
 """Any two techniques train together and resume exactly, or are refused at setup with the reason; so with each plugin.
 
 Few large stacks hold every allowed pair at least once, and are looked at as pairs are; what fails is cut down to the names
-that fail together. That techniques act shows in their figures; that one still changes weights beside others is looked at for
-a third of them, in the stacks where most of these stand, and of any with ``--technique``, beside each of its partners. One
-by one, the pairs run behind the ``slow`` marker.
+that fail together. Those are tried each time in which most pairs stand for the first time, four of five; all of them behind
+the ``slow`` marker. That techniques act shows in their figures; that each still changes weights beside others is looked at
+behind the marker, in the stacks where most of these stand, and with ``--technique`` beside each of its partners. One by one,
+the pairs run behind the marker, too.
 """
 
-import zlib
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.cases import ALL, CASES
-from tests.covering import watched
+from tests.covering import Stack, watched
 from tests.plugins import PLUGINS
 from tests.runs import differences, final_state, fit
 from tests.selection import chosen
@@ -24,15 +24,14 @@ NAMES = sorted([*CASES, *PLUGINS])
 REFUSED = declared(CASES, PLUGINS)
 # what they do shows in the weights
 SEEN = [name for name in NAMES if name in PLUGINS or not (CASES[name].exact or CASES[name].rounds)]
-SOME = [name for name in SEEN if zlib.crc32(name.encode()) % 3 == 0]  # looked at each time
+FIRST = 30  # stacks that are tried each time
 LOOKS = 1  # stacks in which each of them is left out, to see whether that shows: a run for each
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "stack" in metafunc.fixturenames:
         name = chosen(metafunc.config)
-        seen, most = (SOME, LOOKS) if name is None else (SEEN, None)
-        stacks = stacked(CASES, PLUGINS, set(REFUSED), seen, name, most)
+        stacks = stacked(CASES, PLUGINS, set(REFUSED), SEEN, name, LOOKS if name is None else None)
         marked = [
             pytest.param(
                 stack, id=f"{'' if stack.model == MODEL else stack.model + '-'}{i:02}", marks=_slow(stacks, i, name)
@@ -43,14 +42,26 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _slow(stacks: list[Stacked], i: int, name: str | None) -> Any:
-    """Of the stacks on a module apart, the first is tried each time, and all when asked for."""
-    again = i > 0 and stacks[i].model != MODEL and stacks[i - 1].model == stacks[i].model
+    """The first are tried each time, of those on a module apart one, and all when asked for."""
+    again = i >= FIRST if stacks[i].model == MODEL else stacks[i - 1].model == stacks[i].model
     return pytest.mark.slow if again and name is None else ()
 
 
-@pytest.mark.timeout(900)  # the largest take two to three minutes of a processor
-def test_stack_trains_and_resumes(stack: Stacked, tmp_path: Path) -> None:
-    verify(Stacks(CASES, PLUGINS, tmp_path, model=stack.model), stack.names, stack.seen, unmoved=stack.exact)
+def _tried(stack: Stacked, root: Path, watched: dict[str, Stack]) -> None:
+    stacks = Stacks(CASES, PLUGINS, root, model=stack.model, monitored=stack.monitored)
+    verify(stacks, stack.names, watched, unmoved=stack.exact)
+
+
+@pytest.mark.timeout(900)  # the largest take a minute or two of a processor
+def test_stack_trains_and_resumes(stack: Stacked, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    _tried(stack, tmp_path, {} if chosen(request.config) is None else stack.seen)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_stack_trains_otherwise_without_each(stack: Stacked, tmp_path: Path) -> None:
+    if stack.seen:
+        _tried(stack, tmp_path, stack.seen)
 
 
 def _together(a: str, b: str) -> bool:

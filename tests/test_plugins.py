@@ -19,6 +19,7 @@ from tests.ddp import launch
 from tests.models import flat, loader, module, trainer
 from tests.plugins import PLUGINS
 from tests.runs import MODES, NUM_STEPS, checkpoints, fit, plain, resume_from_every_step
+from tests.selection import share_of
 
 NAMES = sorted(PLUGINS)
 every = pytest.mark.parametrize("name", NAMES)
@@ -114,6 +115,15 @@ def test_results_of_linear_maps_may_be_changed_in_place(name: str, precision: An
     assert torch.equal(*ends)
 
 
+@every
+@pytest.mark.parametrize("mode", sorted(MODES))
+def test_resume_equals_uninterrupted(name: str, mode: str, tmp_path: Path) -> None:
+    """From a third of the steps, another one in each mode."""
+    some = share_of(3, name, mode)
+    assert resume_from_every_step("tiny_gpt", resuming, tmp_path, third=some, **of_mode(name, mode)) == {}
+
+
+@pytest.mark.slow
 @every
 @pytest.mark.parametrize("mode", sorted(MODES))
 def test_resume_equals_uninterrupted_from_every_step(name: str, mode: str, tmp_path: Path) -> None:

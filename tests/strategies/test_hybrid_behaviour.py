@@ -12,12 +12,12 @@ DP2_PP2: Settings = {"pipeline_parallel_size": 2}
 TP2_DP2: Settings = {"tensor_parallel_size": 2}
 TP2_PP2: Settings = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
 FEW: dict[str, Any] = {
-    "shares": {"dp4": {}, "tp2_pp2": TP2_PP2, "copies": {"shard": 2}},
-    "logs": {"dp2_pp2": DP2_PP2, "tp2_pp2": TP2_PP2},
-    "traces": {"dp2_pp2": DP2_PP2, "tp2_dp2": TP2_DP2},
-    "starts": {"dp2_pp2": DP2_PP2, "tp2_dp2": TP2_DP2},
+    "shares": {"tp2_pp2": TP2_PP2, "copies": {"shard": 2}},
+    "logs": {"tp2_pp2": TP2_PP2},
+    "traces": {"tp2_dp2": TP2_DP2},
+    "starts": {"dp2_pp2": DP2_PP2},
     "precision": {"dp2_pp2": DP2_PP2},
-    "precisions": ["bf16-mixed", "fp8", "act", "16-mixed"],
+    "precisions": ["bf16-mixed", "fp8", "16-mixed"],
 }
 ALL_LAYOUTS: dict[str, Settings] = {
     "dp4": {},
