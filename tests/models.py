@@ -361,13 +361,21 @@ def module(name: str, **kwargs: Any) -> pl.LightningModule:
     return TinyClassifier(**kwargs) if name == "classifier" else hugging_face(name, **kwargs)
 
 
+ACCELERATOR = os.environ.get("LIGHTNING_EFF_TEST_ACCELERATOR", "cpu")
+
+
+def on_gpu() -> bool:
+    """Whether the tests' trainers compute on a GPU."""
+    return ACCELERATOR == "gpu"
+
+
 def trainer(*callbacks: pl.Callback, **kwargs: Any) -> pl.Trainer:
     """A quiet trainer: no logger, no bar, no checkpoints, no validation unless asked for.
 
     It computes on a CPU, or on what the environment variable LIGHTNING_EFF_TEST_ACCELERATOR names, such as "gpu".
     """
     settings: dict[str, Any] = {
-        "accelerator": os.environ.get("LIGHTNING_EFF_TEST_ACCELERATOR", "cpu"),
+        "accelerator": ACCELERATOR,
         "devices": 1,
         "logger": False,
         "enable_progress_bar": False,

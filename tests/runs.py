@@ -171,13 +171,13 @@ def checkpoints(directory: Path) -> list[Path]:
 
 
 def final_state(net: pl.LightningModule, t: pl.Trainer) -> dict[str, torch.Tensor]:
-    """Everything that a run leaves behind, by name: weights, buffers, optimizer state, and the global random state."""
-    found = {f"weights/{name}": value.detach().clone() for name, value in net.state_dict().items()}
+    """Everything that a run leaves behind, by name, on the host: weights, buffers, optimizer state, and the global random state."""
+    found = {f"weights/{name}": value.detach().cpu().clone() for name, value in net.state_dict().items()}
     for i, optimizer in enumerate(t.optimizers):
         for index, state in optimizer.state_dict()["state"].items():
             for name, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    found[f"optimizer{i}/{index}/{name}"] = value.detach().clone()
+                    found[f"optimizer{i}/{index}/{name}"] = value.detach().cpu().clone()
     found["rng"] = torch.get_rng_state()
     found["steps"] = torch.tensor([t.global_step, t.current_epoch])
     return found

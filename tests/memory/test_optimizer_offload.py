@@ -18,7 +18,7 @@ from lightning_eff.memory._hosting.update import HostUpdate, check_optimizer
 from lightning_eff.memory.optimizer_offload import OptimizerOffload
 from lightning_eff.model.growth.progressive_stacking import ProgressiveStacking
 from tests.cases import Case
-from tests.models import TinyClassifier, TinyGPT, flat, loader, module, trainer
+from tests.models import TinyClassifier, TinyGPT, flat, loader, module, on_gpu, trainer
 from tests.runs import MODES, NUM_STEPS, checkpoints, differences, final_state, fit
 
 
@@ -44,6 +44,19 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA de
 Build = Callable[[], pl.LightningModule]
 
 
+def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
+    """What differs of two final states: bit for bit on a CPU; a GPU's arithmetic is not the host's, where ours steps."""
+    names = differences(a, b)
+    if not on_gpu():
+        return names
+    shapes = {name for name in names if name not in a or name not in b or a[name].shape != b[name].shape}
+    return [name for name in names if name in shapes or not close(a[name].double(), b[name].double())]
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    return bool((a - b).norm() <= 1e-3 * b.norm() + 1e-7 * b.numel() ** 0.5)
+
+
 def both(build: Build, callbacks: Callable[[], Sequence[pl.Callback]] = list, data: str = "classifier", **kwargs: Any):
     """What differs at the end of a run with the technique from the same run without; and the technique."""
     found = []
@@ -55,7 +68,7 @@ def both(build: Build, callbacks: Callable[[], Sequence[pl.Callback]] = list, da
         t = trainer(*callbacks(), *extra, **settings)
         t.fit(net, loader(data), loader(data, 8, shuffle=False) if settings.get("limit_val_batches") else None)
         found.append(final_state(net, t))
-    return differences(*found), technique
+    return differing(*found), technique
 
 
 # -- the plain optimizer's steps, bit for bit
@@ -64,12 +77,12 @@ def both(build: Build, callbacks: Callable[[], Sequence[pl.Callback]] = list, da
 @pytest.mark.parametrize("mode", sorted(MODES))
 def test_trains_as_plain(mode: str) -> None:
     whole = final_state(*fit("tiny_gpt", list, **MODES[mode]))
-    assert differences(whole, final_state(*fit("tiny_gpt", lambda: [OptimizerOffload()], **MODES[mode]))) == []
+    assert differing(whole, final_state(*fit("tiny_gpt", lambda: [OptimizerOffload()], **MODES[mode]))) == []
 
 
 def test_trains_gpt2_as_plain() -> None:
     whole = final_state(*fit("gpt2", list))
-    assert differences(whole, final_state(*fit("gpt2", lambda: [OptimizerOffload()]))) == []
+    assert differing(whole, final_state(*fit("gpt2", lambda: [OptimizerOffload()]))) == []
 
 
 def _configured(make: Callable[[pl.LightningModule], Any]) -> Build:
@@ -206,7 +219,7 @@ def test_a_gradient_scaler() -> None:
         t = trainer(*callbacks, max_steps=12, plugins=[plugin()], gradient_clip_val=0.5)
         t.fit(net, loader("classifier"))
         found.append(final_state(net, t))
-    assert differences(*found) == []
+    assert differing(*found) == []
 
 
 # -- what else touches weights, gradients or states
@@ -266,7 +279,7 @@ def test_states_that_others_copy() -> None:
         return ProgressiveStacking(stages=[(0.0, 1), (0.25, 2), (0.6, 4)])
 
     whole = final_state(*fit("tiny_gpt", lambda: [growth()]))
-    assert differences(whole, final_state(*fit("tiny_gpt", lambda: [growth(), OptimizerOffload()]))) == []
+    assert differing(whole, final_state(*fit("tiny_gpt", lambda: [growth(), OptimizerOffload()]))) == []
 
 
 # -- checkpoints
@@ -281,7 +294,7 @@ def test_resumes_with_and_without(tmp_path: Path) -> None:
     for name in ("with", "without"):
         path = checkpoints(tmp_path / name)[4]
         for techniques in (build, lambda: [_Nothing()]):
-            assert differences(whole, final_state(*fit("tiny_gpt", techniques, resume=path))) == [], name
+            assert differing(whole, final_state(*fit("tiny_gpt", techniques, resume=path))) == [], name
         checkpoint = torch.load(path, weights_only=True)
         module("tiny_gpt").load_state_dict(checkpoint["state_dict"], strict=True)
     ours, plain = (
@@ -330,7 +343,7 @@ def test_states_lie_on_the_host_apart_from_the_parameters() -> None:
             assert set(optimizer.state) == set(net.parameters())
             for twin in update._twins.values():
                 assert twin.host.device.type == "cpu"
-                assert torch.equal(twin.host, twin.parameter)
+                assert torch.equal(twin.host, twin.parameter.cpu())
                 assert twin.host.data_ptr() != twin.parameter.data_ptr()
 
     technique = OptimizerOffload()
@@ -423,6 +436,7 @@ def test_an_exception_in_the_step_leaves_the_optimizer_whole() -> None:
     assert set(optimizer.state) == set(state) == set(layer.parameters())
 
 
+@pytest.mark.skipif(on_gpu(), reason="of a CPU")
 def test_says_once_that_nothing_is_gained_on_a_cpu() -> None:
     with pytest.warns(PossibleUserWarning) as caught:
         fit("tiny_gpt", lambda: [OptimizerOffload()], max_steps=3)

@@ -49,12 +49,23 @@ def test_padding_for_cuda(shape: tuple[int, int, int]) -> None:
     """What CUDA's product wants: more than 16 rows, multiples of 8."""
 
     def picky(a: Tensor, b: Tensor) -> Tensor:
-        assert a.shape[0] > 16 and a.shape[1] % 8 == 0 and b.shape[1] % 8 == 0 and a.shape[1] == b.shape[0]
+        assert a.shape[0] > 16 and a.shape[1] == b.shape[0] and not any(size % 8 for size in (*a.shape, *b.shape))
+        assert a.is_contiguous() and b.t().is_contiguous()
         return torch._int_mm(a, b)
 
     m, k, n = shape
-    a, b = integers(m, k), integers(k, n, seed=1)
-    assert torch.equal(padded(a, b, picky).long(), product(a, b))
+    for a in (integers(m, k), integers(k, m).t()):
+        for b in (integers(k, n, seed=1), integers(n, k, seed=1).t()):
+            assert torch.equal(padded(a, b, picky).long(), product(a, b))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("shape", [*SHAPES, (68, 32, 64), (300, 40, 1000)])
+def test_products_on_a_device_are_exact(shape: tuple[int, int, int]) -> None:
+    m, k, n = shape
+    for a in (integers(m, k), integers(k, m).t()):
+        for b in (integers(k, n, seed=1), integers(n, k, seed=1).t()):
+            assert torch.equal(int8_matmul(a.cuda(), b.cuda()).cpu().long(), product(a, b))
 
 
 def test_a_product_that_saturates_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
