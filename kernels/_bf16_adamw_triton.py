@@ -22,7 +22,7 @@ def from_bits(bits):
     return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["num", "seed"])
+@triton.jit(do_not_specialize=["seed"])
 def adamw_kernel(p, g, m, v, keep, size, b1, b2, root, eps, num, seed, HALF: tl.constexpr, TILES: tl.constexpr):
     """``p``, ``m``, ``v`` (num,) as int16 bits, in place; ``g`` likewise if HALF, else float32.
 

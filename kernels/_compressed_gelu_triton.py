@@ -21,7 +21,7 @@ from lightning_eff.kernels._group_quantization_triton import (
 from lightning_eff.kernels.group_quantization import Packed
 
 
-@triton.jit(do_not_specialize=["num", "seed"])
+@triton.jit(do_not_specialize=["seed"])
 def forward_kernel(
     x,
     y,
@@ -60,7 +60,7 @@ def forward_kernel(
     tl.store(minimum + group, low, mask=there)
 
 
-@triton.jit(do_not_specialize=["num"])
+@triton.jit
 def backward_kernel(
     g, codes, scale, minimum, dx, num, GROUP: tl.constexpr, BITS: tl.constexpr, BLOCK_GROUPS: tl.constexpr
 ):

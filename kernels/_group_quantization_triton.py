@@ -136,7 +136,7 @@ def decode(byte, scale, low, BITS: tl.constexpr):
     return low[None, None, :, None] + scale[None, None, :, None] * code.to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["num", "seed"])
+@triton.jit(do_not_specialize=["seed"])
 def quantize_kernel(
     x,
     codes,
@@ -166,7 +166,7 @@ def quantize_kernel(
     tl.store(minimum + group, low, mask=there)
 
 
-@triton.jit(do_not_specialize=["num"])
+@triton.jit
 def dequantize_kernel(
     codes, scale, minimum, out, num, GROUP: tl.constexpr, BITS: tl.constexpr, BLOCK_GROUPS: tl.constexpr
 ):

@@ -49,7 +49,7 @@ def round_bits(value, noise):
     return (moved >> 16).to(tl.int16)
 
 
-@triton.jit(do_not_specialize=["num", "seed"])
+@triton.jit(do_not_specialize=["seed"])
 def round_kernel(x, out, num, seed, TILES: tl.constexpr):
     """``x`` (num,) float32 into ``out`` (num,), the int16 bits of bfloat16."""
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)

@@ -7,6 +7,7 @@ no difference between arms that is smaller says anything. The recipes are those 
 
 import statistics
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +27,15 @@ BETWEEN = 5  #: validations over a run
 
 
 def run(work: Work) -> None:
-    """Settings: ``recipe``, a file's stem or None; ``seed``; ``seconds`` of training; ``model`` and ``data``: arguments."""
+    """Settings: ``recipes``, files' stems; ``seed``; ``seconds`` of training; ``model`` and ``data``: arguments."""
     with quiet():
         work.row("training", lambda: train(work), needs=work.settings["seconds"])
 
 
-def techniques(recipe: str | None) -> list[Callback]:
-    """The callbacks of a recipe's overlay, without the command line's parser."""
-    if recipe is None:
-        return []
-    given = yaml.safe_load((GPT2 / "recipes" / f"{recipe}.yaml").read_text())["trainer"]["callbacks"]
-    return [getattr(lightning_eff, one["class_path"])(**one.get("init_args", {})) for one in given]
+def techniques(recipes: Iterable[str]) -> list[Callback]:
+    """The callbacks of recipes' overlays, without the command line's parser."""
+    given = [yaml.safe_load((GPT2 / "recipes" / f"{one}.yaml").read_text())["trainer"]["callbacks"] for one in recipes]
+    return [getattr(lightning_eff, one["class_path"])(**one.get("init_args", {})) for some in given for one in some]
 
 
 class Clock(Callback):
@@ -83,7 +82,7 @@ def fit(work: Work, max_steps: int, *, validate: bool) -> tuple[Clock, Curve, pl
         precision="32-true" if work.tiny else "bf16-mixed",
         gradient_clip_val=1.0,
         max_steps=max_steps,
-        callbacks=[*techniques(s["recipe"]), watch, *([curve] if validate else [])],
+        callbacks=[*techniques(s["recipes"]), watch, *([curve] if validate else [])],
         val_check_interval=max(1, max_steps // BETWEEN) if validate else None,
         check_val_every_n_epoch=None,
         limit_val_batches=None if validate else 0,
@@ -117,7 +116,7 @@ def train(work: Work) -> Row:
     watch, curve, model = fit(work, num, validate=True)
     tokens = s["data"]["batch_size"] * s["data"]["block_size"]
     return {
-        "recipe": s["recipe"],
+        "recipes": s["recipes"],
         "seed": s["seed"],
         "steps": num,
         "seconds": sum(watch.steps),

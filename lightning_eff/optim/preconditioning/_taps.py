@@ -78,7 +78,8 @@ class Taps:
 
         def take(gradient: Tensor) -> None:
             if self.armed and held:
-                (value,) = held.pop().grad_fn.saved_tensors  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+                kept = held.pop()  # the node goes with its tensor, and what it saved with it
+                (value,) = kept.grad_fn.saved_tensors  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
                 with torch.no_grad():
                     self._take(owner, value, gradient)
 
