@@ -128,7 +128,11 @@ def classifier() -> pl.LightningModule:
 
 
 #: Techniques that need a library of an extra, by that: they have no case where it is not installed.
-NEEDS = {"ScheduleFree": "schedulefree", **dict.fromkeys(("EightBitOptimizer", "QuantizedBase"), "bitsandbytes"), **dict.fromkeys(("AugMix", "AutoAugment", "RandAugment"), "kornia")}
+NEEDS = {
+    "ScheduleFree": "schedulefree",
+    **dict.fromkeys(("EightBitOptimizer", "QuantizedBase"), "bitsandbytes"),
+    **dict.fromkeys(("AugMix", "AutoAugment", "RandAugment"), "kornia"),
+}
 MISSING = {name for name, library in NEEDS.items() if importlib.util.find_spec(library) is None}
 
 ALL: Beside[Case] = Beside(beside("CASES", of="tests.cases.Case"), "CASES")

@@ -85,19 +85,30 @@ def kernels(results: Results) -> str:
     return table(("kernel", "rate", "share"), cells)
 
 
+def compiled_alone(row: dict[str, Any]) -> bool:
+    """Whether it is a plain run that others of its kind, in processes of their own, are held against."""
+    return row["row"] == "bf16" and isinstance(row.get("seconds"), float)
+
+
 def low_precision(results: Results) -> str:
     """Speed-ups over bfloat16, by arm and case."""
     found = {name.removeprefix("low precision "): some for name, some in rows(results, "low precision").items() if some}
     columns = list(dict.fromkeys(re.sub(r" \d+$", "", name) for name in found))
     cells: dict[str, dict[str, str]] = {}
+    alone = {
+        re.sub(r" \d+$", "", name): r["seconds"] for name, some in found.items() for r in some if compiled_alone(r)
+    }
     for name, some in found.items():
         for row in some:
+            base = alone.get(re.sub(r" \d+$", "", name))
             if "speedup" in row:
                 told = middle(row["speedup"])
             elif isinstance(ratio := row.get("ratio"), dict):
                 told = middle({"median": 1 / ratio["median"], "min": 1 / ratio["max"], "max": 1 / ratio["min"]})
             elif ratio is not None:
                 told = f"{1 / ratio:.2f}"
+            elif base is not None and isinstance(row.get("seconds"), float):  # each compiled in a process of its own
+                told = f"{base / row['seconds']:.2f}"
             else:
                 continue
             cells.setdefault(row["row"], {})[re.sub(r" \d+$", "", name)] = told

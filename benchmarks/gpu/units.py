@@ -137,5 +137,10 @@ def training(name: str, recipes: tuple[str, ...], seed: int, tiny: bool) -> Unit
     if tiny:
         model |= {"n_embd": 16, "n_head": 2, "vocab_size": 256, "warmup_steps": 2}
         data |= {"batch_size": 2, "num_eval_windows": 2, "max_bytes": 2_000_000}
-    settings = {"recipes": [*recipes], "seed": seed, "seconds": 1.0 if tiny else 25.0, "rehearsal_steps": 4 if tiny else 50}
+    settings = {
+        "recipes": [*recipes],
+        "seed": seed,
+        "seconds": 1.0 if tiny else 25.0,
+        "rehearsal_steps": 4 if tiny else 50,
+    }
     return Unit(name, "benchmarks.gpu.training", {**settings, "model": model, "data": data}, ("transformers",))
