@@ -171,7 +171,7 @@ def checkpoints(directory: Path) -> list[Path]:
 
 
 def final_state(net: pl.LightningModule, t: pl.Trainer) -> dict[str, torch.Tensor]:
-    """Everything that a run leaves behind, by name, on the host: weights, buffers, optimizer state, and the global random state."""
+    """All that a run leaves behind, by name, on the host: weights, buffers, optimizer state, and the global random state."""
     found = {f"weights/{name}": value.detach().cpu().clone() for name, value in net.state_dict().items()}
     for i, optimizer in enumerate(t.optimizers):
         for index, state in optimizer.state_dict()["state"].items():
