@@ -361,12 +361,14 @@ def module(name: str, **kwargs: Any) -> pl.LightningModule:
     return TinyClassifier(**kwargs) if name == "classifier" else hugging_face(name, **kwargs)
 
 
-ACCELERATOR = os.environ.get("LIGHTNING_EFF_TEST_ACCELERATOR", "cpu")
+def accelerator() -> str:
+    """What the tests' trainers compute on: a CPU, or what LIGHTNING_EFF_TEST_ACCELERATOR names, such as "gpu"."""
+    return os.environ.get("LIGHTNING_EFF_TEST_ACCELERATOR", "cpu")
 
 
 def on_gpu() -> bool:
     """Whether the tests' trainers compute on a GPU."""
-    return ACCELERATOR == "gpu"
+    return accelerator() == "gpu"
 
 
 def trainer(*callbacks: pl.Callback, **kwargs: Any) -> pl.Trainer:
@@ -375,7 +377,7 @@ def trainer(*callbacks: pl.Callback, **kwargs: Any) -> pl.Trainer:
     It computes on a CPU, or on what the environment variable LIGHTNING_EFF_TEST_ACCELERATOR names, such as "gpu".
     """
     settings: dict[str, Any] = {
-        "accelerator": ACCELERATOR,
+        "accelerator": accelerator(),
         "devices": 1,
         "logger": False,
         "enable_progress_bar": False,
