@@ -1,10 +1,10 @@
 """What every technique gains on the reference tasks: run the benches, and write ``docs/evidence.md`` from their results.
 
-    python benchmarks/evidence.py run {gpt,vit,bert,gpt2,rings,bert8k} [--set weights|compute|goal] [--only NAME ...] [--jobs 2]
+    python benchmarks/evidence.py run {gpt,vit,bert,gpt2,rings,bert8k,gpt256} [--set weights|compute|goal] [--only NAME ...] [--jobs 2]
         [--rounds 5] [--reference benchmarks/results/weights_gpt.json]
     python benchmarks/evidence.py search {gpt,vit} [--seeds 0,10]
     python benchmarks/evidence.py confirm {gpt,vit} STACK
-    python benchmarks/evidence.py ladder {gpt,vit,bert,rings,bert8k} [--ladder 0.5,0.75,1.5] [--of STACK] [--budget 300rs]
+    python benchmarks/evidence.py ladder {gpt,vit,bert,rings,bert8k,gpt256} [--ladder 0.5,0.75,1.5] [--of STACK] [--budget 300rs]
     python benchmarks/evidence.py page
 
 ``run`` holds every recipe of a task, with the controls that its techniques name, against the task's baseline, and copies
@@ -45,7 +45,7 @@ from benchmarks.joining import joined  # noqa: E402
 
 OUT, PAGE, VERDICTS = ROOT / "benchmarks" / "out", ROOT / "docs" / "evidence.md", ROOT / "docs" / "verdicts.md"
 SEARCHED = ("muon", "soap", "schedule_free", "moving_average", "batch_warmup", "rate_schedule")
-BUDGET, BUDGETS = "60rs", {"rings": "30rs"}
+BUDGET, BUDGETS = "60rs", {"rings": "30rs", "gpt256": "300rs"}
 SETS = {"bench": CLAIMS, "weights": WEIGHTS, "compute": COMPUTE, "goal": GOAL}
 
 

@@ -21,9 +21,18 @@ TASKS = {
     "gpt2": "GPT-2 124M on source text, one GPU",
     "rings": "ViT on rings with a hatched mark to find",
     "bert8k": "masked language model on source text in 8,255 pieces",
+    "gpt256": "GPT of width 256 on source text",
 }
 
-SHORT = {"gpt": "GPT", "vit": "ViT", "bert": "MLM", "gpt2": "GPT-2", "rings": "rings", "bert8k": "MLM, 8k pieces"}
+SHORT = {
+    "gpt": "GPT",
+    "vit": "ViT",
+    "bert": "MLM",
+    "gpt2": "GPT-2",
+    "rings": "rings",
+    "bert8k": "MLM, 8k pieces",
+    "gpt256": "GPT, width 256",
+}
 
 # Recipe, technique, and what its paper claimed: of their models and budgets, not of these.
 CLAIMS = {
@@ -138,7 +147,7 @@ COMPUTE = {
 
 # What reaches the baseline's final loss in the least time, and the same without one of its parts; put together here.
 EXACT = {"fused_head"}  #: makes the baseline's own steps
-LEAST = {"rings": 30.0}  #: the task's own budget, in seconds, where it is not 60
+LEAST = {"rings": 30.0, "gpt256": 300.0}  #: the task's own budget, in seconds, where it is not 60
 GOAL = {
     "muon_grown_ngrams": "ReplaceOptimizer, ProgressiveStacking and NgramEmbedding(n=[2, 3, 4])",
     "grown_ngrams": "without ReplaceOptimizer",

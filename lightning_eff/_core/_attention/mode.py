@@ -14,6 +14,8 @@ from lightning_eff._core._targets.edges import backward_by_edges, grad_by_edges
 from lightning_eff._core.patches import Patches
 
 _SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
+_BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+_SEEN = frozenset({*_SOFTMAX, *_BACKWARD, F.scaled_dot_product_attention, F.multi_head_attention_forward})
 _WEIGHTS = (
     "attention weights are asked for, which are not computed: call nn.MultiheadAttention with need_weights=False, or"
     " set attn_implementation='sdpa' and no output_attentions of a Hugging Face model"
@@ -50,9 +52,9 @@ class Replacing(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
+        if func not in _SEEN or torch.compiler.is_compiling():
             return func(*args, **kwargs)
-        if func in (Tensor.backward, torch.autograd.backward, torch.autograd.grad):
+        if func in _BACKWARD:
             around, self.rerunning = self.rerunning, True
             try:
                 with self:  # torch has put the mode aside, and what checkpoints run again is to be seen, too

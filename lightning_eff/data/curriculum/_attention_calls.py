@@ -15,6 +15,8 @@ from lightning_eff.data.curriculum._window import band, windowed_attention, with
 
 _FUSED = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
+_BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+_SEEN = frozenset({*_SOFTMAX, *_BACKWARD, F.scaled_dot_product_attention, F.multi_head_attention_forward})
 _MODULE = inspect.signature(F.multi_head_attention_forward)
 
 
@@ -49,7 +51,7 @@ class WindowedAttention(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
+        if func not in _SEEN or torch.compiler.is_compiling():
             return func(*args, **kwargs)
         if func in (Tensor.backward, torch.autograd.backward):
             with self:  # torch has put the mode aside, and what checkpoints run again is to be seen, too
