@@ -1,10 +1,11 @@
 """What every technique gains on the reference tasks: run the benches, and write ``docs/evidence.md`` from their results.
 
-    python benchmarks/evidence.py run {gpt,vit,bert,gpt2,rings,bert8k,gpt256} [--set weights|compute|goal] [--only NAME ...] [--jobs 2]
-        [--rounds 5] [--reference benchmarks/results/weights_gpt.json]
+    python benchmarks/evidence.py run {gpt,vit,bert,gpt2,rings,bert8k,gpt256} [--set weights|compute|goal] [--jobs 2]
+        [--only NAME ...] [--rounds 5] [--reference benchmarks/results/weights_gpt.json]
     python benchmarks/evidence.py search {gpt,vit} [--seeds 0,10]
     python benchmarks/evidence.py confirm {gpt,vit} STACK
-    python benchmarks/evidence.py ladder {gpt,vit,bert,rings,bert8k,gpt256} [--ladder 0.5,0.75,1.5] [--of STACK] [--budget 300rs]
+    python benchmarks/evidence.py ladder {gpt,vit,bert,rings,bert8k,gpt256} [--ladder 0.5,0.75,1.5] [--of STACK]
+        [--budget 300rs]
     python benchmarks/evidence.py page
 
 ``run`` holds every recipe of a task, with the controls that its techniques name, against the task's baseline, and copies
@@ -154,7 +155,7 @@ def main() -> None:
             runner.add_argument("--reference", type=Path, help=what)
         if command is confirm:
             runner.add_argument("stack", help="the name of a file in benchmarks/<task>/stacks")
-        runner.add_argument("--budget", help="of each run (default: 60rs, 30rs for rings)")
+        runner.add_argument("--budget", help="of each run (default: 60rs, 30rs for rings, 300rs for gpt256)")
         runner.add_argument("--jobs", type=int, default=2)
         runner.add_argument("--rounds", type=int, default=6 if command is not ladder else 2)  # a ladder needs no prices
         runner.add_argument("--ladder", default="0.5,0.75,1.5" if command in (run, ladder) else "")

@@ -96,10 +96,12 @@ ONLY = {
 PAIRS = [(task, recipe) for task in TASKS for recipe in RECIPES if task in ONLY.get(recipe, TASKS)]
 PAIRS += [("rings", recipe) for recipe in (*sorted(RESOLUTIONS), "patch_dropout", "random_ltd")]
 PAIRS += [("bert8k", recipe) for recipe in (*sorted(HEADS), "zero_projections", "data_driven_init")]
+PAIRS += [("gpt256", recipe) for recipe in ("compile", "muon", "stacking")]
 
 # Widths and texts as small as they go; depths and lengths stay those of the task, because recipes are fitted to them.
 TINY: dict[str, list[str]] = {
     "gpt": ["--model.dim=16", "--model.num_heads=2", "--data.max_bytes=2000000", "--data.num_eval_windows=2"],
+    "gpt256": ["--model.dim=16", "--model.num_heads=2", "--data.max_bytes=2000000", "--data.num_eval_windows=2"],
     "vit": ["--model.dim=16", "--model.num_heads=2", "--data.batch_size=8", "--trainer.limit_train_batches=2"],
     "rings": [
         *("--model.dim=16", "--model.num_heads=2", "--data.batch_size=8", "--trainer.limit_train_batches=2"),
