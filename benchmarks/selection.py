@@ -33,7 +33,7 @@ SUBJECT = Subject(
     title="Choosing samples where labels are wrong, or data redundant",
     words="A ViT of 2 blocks of width 32 on scikit-learn's digits, shifted and under noise, 256 a batch; validation is clean."
     " Each method trains on half of a batch (`auto_assist` on as many as it picks, `data_pruning` on half of the data set from"
-    " the fourth epoch on) and stands beside a random choice of as many, which costs no score; `robust_importance_sampling`"
+    " the eleventh epoch on) and stands beside a random choice of as many, which costs no score; `robust_importance_sampling`"
     " draws whole batches, so the baseline is its control. The batch size is not tuned, and where `random_half` is faster than"
     " the baseline, smaller batches are. An epoch is of five steps, in which `robust_importance_sampling` learns its"
     " probabilities four times: that makes its steps nearly twice as dear as the baseline's. The models of `rho_loss` are"
@@ -45,7 +45,7 @@ SUBJECT = Subject(
     },
     arms=(HALF, DATA, *CONTROLS),
     budgets={"wrong": 6.0, "repeated": 6.0},
-    rates=dict.fromkeys(("wrong", "repeated"), ("0.003", "0.006", "0.012")),
+    rates={"wrong": ("0.006", "0.012", "0.024", "0.048"), "repeated": ("0.003", "0.006", "0.012")},
     controls=CONTROLS,
 )
 

@@ -97,6 +97,7 @@ PAIRS = [(task, recipe) for task in TASKS for recipe in RECIPES if task in ONLY.
 PAIRS += [("rings", recipe) for recipe in (*sorted(RESOLUTIONS), "patch_dropout", "random_ltd")]
 PAIRS += [("bert8k", recipe) for recipe in (*sorted(HEADS), "zero_projections", "data_driven_init")]
 PAIRS += [("gpt256", recipe) for recipe in ("compile", "muon", "stacking")]
+PAIRS += [("gpt2", "compiled")]
 
 # Widths and texts as small as they go; depths and lengths stay those of the task, because recipes are fitted to them.
 TINY: dict[str, list[str]] = {
