@@ -46,7 +46,7 @@ from benchmarks.joining import joined  # noqa: E402
 
 OUT, PAGE, VERDICTS = ROOT / "benchmarks" / "out", ROOT / "docs" / "evidence.md", ROOT / "docs" / "verdicts.md"
 SEARCHED = ("muon", "soap", "schedule_free", "moving_average", "batch_warmup", "rate_schedule")
-BUDGET, BUDGETS = "60rs", {"rings": "30rs", "gpt256": "300rs"}
+BUDGET, BUDGETS = "60rs", {"rings": "30rs", "gpt256": "150rs"}
 SETS = {"bench": CLAIMS, "weights": WEIGHTS, "compute": COMPUTE, "goal": GOAL}
 
 
@@ -155,7 +155,7 @@ def main() -> None:
             runner.add_argument("--reference", type=Path, help=what)
         if command is confirm:
             runner.add_argument("stack", help="the name of a file in benchmarks/<task>/stacks")
-        runner.add_argument("--budget", help="of each run (default: 60rs, 30rs for rings, 300rs for gpt256)")
+        runner.add_argument("--budget", help="of each run (default: 60rs, 30rs for rings, 150rs for gpt256)")
         runner.add_argument("--jobs", type=int, default=2)
         runner.add_argument("--rounds", type=int, default=6 if command is not ladder else 2)  # a ladder needs no prices
         runner.add_argument("--ladder", default="0.5,0.75,1.5" if command in (run, ladder) else "")

@@ -428,7 +428,7 @@ def test_the_baseline_is_the_best_point_of_its_grid(task: str) -> None:
     best = min(results["results"], key=lambda result: result["metrics"]["val_loss"])
     baseline = yaml.safe_load((BENCHMARKS / task / "baseline.yaml").read_text())
     assert {key: baseline[key] for key in ("trainer", "model", "data")} == best["settings"]
-    assert all(result["validation_seconds"] < 1.5 for result in results["results"])
+    assert all(result["validation_seconds"] < results["budget_seconds"] / 30 for result in results["results"])
 
 
 def test_a_grid_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
