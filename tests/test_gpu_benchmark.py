@@ -286,8 +286,20 @@ def run_here(one: Unit, folder: Path, environment: dict[str, Any]) -> tuple[file
     return json.loads(text), text
 
 
+def in_small() -> list[Any]:
+    """The first of each kind is tried each time, and all if slow ones run."""
+    kinds: set[Any] = set()
+    found = []
+    for of in SMALL:
+        if not of.module.endswith("suites"):
+            kind = (of.module, of.settings.get("what"), of.settings.get("compiled"), bool(of.settings.get("recipes")))
+            found.append(pytest.param(of, marks=pytest.mark.slow if kind in kinds else ()))
+            kinds.add(kind)
+    return found
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("one", [of for of in SMALL if not of.module.endswith("suites")], ids=lambda of: of.name)
+@pytest.mark.parametrize("one", in_small(), ids=lambda of: of.name)
 def test_each_unit_in_small(one: Unit, tmp_path: Path, here: dict[str, Any]) -> None:
     pytest.importorskip("transformers")
     result, text = run_here(one, tmp_path, here)

@@ -19,7 +19,7 @@ from tests.ddp import launch
 from tests.models import flat, loader, module, trainer
 from tests.plugins import PLUGINS
 from tests.runs import MODES, NUM_STEPS, checkpoints, fit, plain, resume_from_every_step
-from tests.selection import share_of
+from tests.selection import one_of, share_of
 
 NAMES = sorted(PLUGINS)
 every = pytest.mark.parametrize("name", NAMES)
@@ -59,8 +59,14 @@ def test_describes_itself(name: str) -> None:
     assert "Raises:" in doc and ("Args:" in doc or not inspect.signature(cls).parameters)
 
 
-@pytest.mark.parametrize(("name", "precision"), AROUND)
-@pytest.mark.parametrize("model", ["gpt2", "llama", "bert", "vit"])
+@pytest.mark.parametrize(
+    ("name", "precision", "model"),
+    [
+        pytest.param(name, precision, model, marks=one_of(3, name, str(precision), model))
+        for name, precision in AROUND
+        for model in ("gpt2", "llama", "bert", "vit")
+    ],
+)
 def test_trains_hugging_face_models(name: str, precision: Any, model: str) -> None:
     net, t = fit(model, list, plugins=[PLUGINS[name].build(precision)])
     without, _ = plain(model, precision)

@@ -95,7 +95,7 @@ def test_signs_against_rows() -> None:
 
 
 @pytest.mark.parametrize("rule", ["sign", "qsgd"])
-@pytest.mark.parametrize("world", ["two", "three"])
+@pytest.mark.parametrize("world", ["two", pytest.param("three", marks=pytest.mark.slow)])
 def test_what_was_sent_and_what_is_kept_is_the_sum(rule: str, world: str, request: pytest.FixtureRequest) -> None:
     found = request.getfixturevalue(world)[f"mean_rule:{rule}"]
     assert found["alike"], "ranks got different numbers"
@@ -104,7 +104,7 @@ def test_what_was_sent_and_what_is_kept_is_the_sum(rule: str, world: str, reques
     assert largest(found["kept"].values()) < 1.5, "the residuals grow"
 
 
-@pytest.mark.parametrize("world", ["two", "three"])
+@pytest.mark.parametrize("world", ["two", pytest.param("three", marks=pytest.mark.slow)])
 def test_signs_against_loops(world: str, request: pytest.FixtureRequest) -> None:
     found = request.getfixturevalue(world)["sign_reference"]
     assert found["error"] < 1e-6 < found["size"]
@@ -157,6 +157,7 @@ def test_resume_equals_uninterrupted(name: str, two: dict[str, Any]) -> None:
         assert found["kept"][0] != found["kept"][1], "ranks keep different residuals"
 
 
+@pytest.mark.slow
 def test_resume_with_another_number_of_ranks(three: dict[str, Any]) -> None:
     assert three["other_world:onebit"] == {"steps": NUM_STEPS, "alike": True, "finite": True}
 

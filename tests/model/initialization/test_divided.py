@@ -17,7 +17,9 @@ from tests.strategies.launch import launch
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", [pytest.param(model, marks=() if i == 0 else pytest.mark.slow) for i, model in enumerate(MODELS)]
+)
 def test_two_processes_set_what_one_sets(model: str, tmp_path: Path) -> None:
     expected: dict[str, Any] = {name: alone(model, build()) for name, build in {**BY_STRUCTURE, **BY_DATA}.items()}
     torch.manual_seed(0)
