@@ -152,7 +152,7 @@ GOAL = {
     "muon_grown_ngrams": "ReplaceOptimizer, ProgressiveStacking and NgramEmbedding(n=[2, 3, 4])",
     "grown_ngrams": "without ReplaceOptimizer",
     "muon_ngrams": "without ProgressiveStacking",
-    "muon_grown": "without NgramEmbedding",
+    "muon_grown": "ReplaceOptimizer and ProgressiveStacking, without NgramEmbedding",
     "muon": "ReplaceOptimizer with Muon alone",
     "soap": "ReplaceOptimizer with SOAP alone",
     "fused_mask_rate": "FusedLinearCrossEntropy and MaskRateSchedule",
@@ -197,7 +197,11 @@ def page(
     """
     lines = (ROOT / "benchmarks" / "evidence_head.md").read_text().rstrip().splitlines()
     tasks = [task for task in TASKS if task in found]
-    missing = [TASKS[task] for task in TASKS if not any(task in part for part in (found, weights or {}, compute or {}))]
+    missing = [
+        TASKS[task]
+        for task in TASKS
+        if not any(task in part for part in (found, weights or {}, compute or {}, shares or {}))
+    ]
     lines += ["", f"Tasks that have no results yet: {', '.join(missing)}."] if missing else []
     if shares:
         lines += ["", "## The time to the baseline's final loss", "", *goal_section(shares)]
