@@ -40,7 +40,7 @@ SUBJECT = Subject(
     tasks={"digits": "Digits", "rings": "Rings"},
     arms=ARMS,
     budgets={"digits": 8.0, "rings": 20.0},
-    rates={"digits": ("0.0015", "0.003", "0.006"), "rings": ("0.003", "0.006", "0.012")},
+    rates={"digits": ("0.0015", "0.003", "0.006", "0.012"), "rings": ("0.003", "0.006", "0.012")},
 )
 
 if __name__ == "__main__":

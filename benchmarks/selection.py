@@ -45,7 +45,7 @@ SUBJECT = Subject(
     },
     arms=(HALF, DATA, *CONTROLS),
     budgets={"wrong": 6.0, "repeated": 6.0},
-    rates={"wrong": ("0.006", "0.012", "0.024", "0.048"), "repeated": ("0.003", "0.006", "0.012")},
+    rates={"wrong": ("0.006", "0.012", "0.024", "0.048"), "repeated": ("0.003", "0.006", "0.012", "0.024")},
     controls=CONTROLS,
 )
 
