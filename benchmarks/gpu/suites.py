@@ -120,7 +120,6 @@ def run(work: Work) -> None:
         raise Broken(recorder.broken)
     if recorder.out_of_time:
         raise OutOfTime(f"{len(work.result['rows'])} tests were run; the others")
-    if (
-        code not in (0, 1, 5) or not work.result["rows"]
-    ):  # a test file that cannot be imported ends a worker's pytest with 1
+    # a worker's pytest ends with 1 where a test file cannot be imported
+    if code not in (0, 1, 5) or not work.result["rows"]:
         raise RuntimeError(f"pytest ended with {code!r}: see what it printed")
