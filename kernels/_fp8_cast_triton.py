@@ -21,7 +21,8 @@ from lightning_eff.kernels.fp8_cast import BLOCK, By, Codes, Pair
 
 NATIVE = (8, 9)  # compute capability of the first devices that convert to E4M3
 MULTIPLE = 16  # of sizes: 16 bytes are read and written at once; single bytes would need an address each, and spill
-NUM_WARPS = 8  # of a tile: 64 elements a thread; by blocks, whose scale all wait for, twice as many
+NUM_WARPS = 8  # of a tile: 64 elements a thread
+BLOCK_WARPS = 16  # where a tile has one scale, which all of its threads wait for
 LONGEST_ROW = 16384  # elements that a program holds in registers, 32 a thread
 TENSOR, ROWS, GROUPS, BLOCKS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
@@ -290,7 +291,7 @@ def cast(
         scale = scale if scale is not None else floats()
         known = scale if peak is None else peak  # a pointer that is not read will do
         grid = (across, along)
-        tiling = {"BLOCK": BLOCK, "num_warps": NUM_WARPS * 2 if by == "blocks" else NUM_WARPS}
+        tiling = {"BLOCK": BLOCK, "num_warps": BLOCK_WARPS if by == "blocks" else NUM_WARPS}
         if by == "rows" or (by == "tensor" and not given):
             amax_kernel[grid](x, amax, turned_amax, known, height, width, PEAK=peak is not None, SCALES=kind, **tiling)
         tile_kernel[grid](

@@ -1,7 +1,7 @@
 """Any two techniques train together and resume exactly, or are refused at setup with the reason; so with each plugin.
 
 Few large stacks hold every allowed pair at least once, and are looked at as pairs are; what fails is cut down to the names
-that fail together. Those are tried each time in which most pairs stand for the first time, four of five; all of them behind
+that fail together. Those are tried each time in which most pairs stand for the first time, two of five; all of them behind
 the ``slow`` marker. That techniques act shows in their figures; that each still changes weights beside others is looked at
 behind the marker, in the stacks where most of these stand, and with ``--technique`` beside each of its partners. One by one,
 the pairs run behind the marker, too.

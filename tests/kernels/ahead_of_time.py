@@ -105,7 +105,7 @@ def configurations() -> list[tuple[Any, str, dict[str, Any], int]]:
                 found.append((cast.rows_kernel, dtype, flags | block, warps))
             for scales in range(4):
                 tile = {"SCALES": scales, "GIVEN": False, "PEAK": scales == 0, "BY_ROW": True, "BY_COLUMN": True}
-                warps = cast.NUM_WARPS * 2 if scales == 3 else cast.NUM_WARPS
+                warps = cast.BLOCK_WARPS if scales == 3 else cast.NUM_WARPS
                 found.append((cast.tile_kernel, dtype, tile | flags | {"BLOCK": cast.BLOCK}, warps))
                 if scales < 2:
                     few = {"PEAK": scales == 0, "SCALES": scales, "BLOCK": cast.BLOCK}
