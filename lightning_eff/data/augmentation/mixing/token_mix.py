@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Generator, Tensor, nn
 from typing_extensions import override
 
@@ -150,7 +151,8 @@ class TokenMix(Mixing):
         ValueError: if an argument is out of its range, or there is no teacher; at setup, for ``until`` below 1 in a run without
             an end; at the first batch, before any weight has changed, if it holds no images of floating point, or labels that
             are no classes, and one of each image, if patches are unknown or do not fill an image, if the teacher returns no
-            maps, or if the step's loss on labels cannot be seen; at any step, if a map is negative or not finite.
+            maps or such as are negative or not finite, or if the step's loss on labels cannot be seen. Later images of which
+            it returns such maps count by their tokens alone; it warns once.
 
     Sources:
         Liu et al. 2022, arXiv:2207.08409.
@@ -214,6 +216,7 @@ class TokenMix(Mixing):
         self._patch = 0
         self._tokens = 0.0
         self._given: Given | None = None  # the teacher
+        self._warned = False
 
     # -- the teacher
 
@@ -222,7 +225,7 @@ class TokenMix(Mixing):
         images = self.inputs(batch, self._targets.labels(step, batch))[0]
         self._patch = patch_of(step.module, images.shape[1]) if self.patch is None else self.patch
         self._grid(images)
-        self._maps(images)
+        self._maps(images, first=True)
 
     def _grid(self, images: Tensor) -> tuple[int, int]:
         """Rows and columns of the images' patches."""
@@ -234,8 +237,8 @@ class TokenMix(Mixing):
             )
         return height // self._patch, width // self._patch
 
-    def _maps(self, images: Tensor) -> Tensor:
-        """What the teacher sees in each patch, (B, h, w), float32."""
+    def _maps(self, images: Tensor, *, first: bool = False) -> Tensor:
+        """What the teacher sees in each patch, (B, h, w), float32; even where it returns what is no activation."""
         grid = self._grid(images)
         if self.teacher == "uniform":
             return images.new_ones(len(images), *grid, dtype=torch.float32)
@@ -251,11 +254,18 @@ class TokenMix(Mixing):
                 " negative. Let it return features summed over channels, or the activation of the class that matters."
             )
         maps = F.adaptive_avg_pool2d(maps.to(images.device, torch.float32)[:, None], grid)[:, 0]
-        if not bool((maps.isfinite() & (maps >= 0)).all()):
-            raise ValueError(
+        usable = (maps.isfinite() & (maps >= 0)).all(dim=2).all(dim=1)
+        if not bool(usable.all()):
+            got = (
                 f"{WHO}: the teacher returned maps with entries that are negative or not finite, from {float(maps.min()):.4g}"
                 f" to {float(maps.max()):.4g}; expected activations >= 0. Take their ReLU, or their square."
             )
+            if first:
+                raise ValueError(got)
+            if not self._warned:
+                self._warned = True
+                rank_zero_warn(f"{got} The images that have them count by their tokens alone.")
+            maps = torch.where(usable[:, None, None], maps, 1.0)
         return maps
 
     @override

@@ -157,6 +157,35 @@ def test_a_teacher_of_something_else_is_refused_before_any_weight_changes(teache
     assert all(torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True))
 
 
+def test_later_images_whose_maps_are_no_activations_count_by_their_tokens() -> None:
+    def teacher(images: Tensor) -> Tensor:
+        signed = torch.arange(SIDE).expand(len(images), SIDE, SIDE) - 2.0
+        return torch.where((images.amax((1, 2, 3)) > 50)[:, None, None], signed, energy(images))
+
+    data = batches(6)
+    for x, _ in data[1:]:
+        x[0] += 100.0
+    one = technique(teacher=teacher)
+    spied = Spied(one)
+    with pytest.warns(UserWarning, match="TokenMix: the teacher returned maps .* by their tokens alone") as told:
+        net = train(Own(F.cross_entropy), one, data=data)
+    assert sum("by their tokens alone" in str(w.message) for w in told) == 1
+
+    def patches(images: Tensor) -> Tensor:
+        return images.unfold(2, 2, 2).unfold(3, 2, 2).flatten(4)[:, 0]
+
+    for (x, _), (own, _), partner, share in zip(
+        net.given[-5:], data[1:], spied.partners[-5:], spied.shares[-5:], strict=True
+    ):
+        mine = (patches(x) == patches(own)).all(-1)
+        maps = patches(own.square()).mean(-1)
+        maps[0] = 1.0
+        moved = partner != torch.arange(SIZE)
+        torch.testing.assert_close(
+            share[moved], by_loops(mine, maps, maps[partner])[moved].float(), rtol=1e-4, atol=1e-5
+        )
+
+
 def test_patches_are_those_of_the_modules_own_convolution() -> None:
     assert patch_of(vit(), 1) == 2 and patch_of(conv_next(), 1) == 2
     with pytest.raises(

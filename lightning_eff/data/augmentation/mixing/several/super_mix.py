@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Generator, Tensor, nn
 from typing_extensions import override
 
@@ -87,8 +89,8 @@ class SuperMix(Mixing):
         ValueError: if an argument is out of its range, or there is no teacher; at setup, for ``until`` below 1 in a run without
             an end; at the first batch, before any weight has changed, if it holds no images of floating point, smaller ones
             than masks, or labels that are no classes, and one of each image, if the teacher returns no scores, or such without
-            a gradient in the images, if it has other classes than the loss, or if the step's loss on labels cannot be seen; at
-            any step, if the teacher's scores of images are not finite.
+            a gradient in the images or not finite, if it has other classes than the loss, or if the step's loss on labels
+            cannot be seen. Later images whose scores are not finite are not mixed, and others not with them; it warns once.
 
     Sources:
         Dabouei et al. 2021, arXiv:2003.05034.
@@ -166,6 +168,7 @@ class SuperMix(Mixing):
         self._seen: Tensor | None = None  # classes that the teacher sees in the batch's mixtures
         self._classes = 0
         self._given: Given | None = None
+        self._warned = False
 
     # -- the teacher
 
@@ -195,6 +198,11 @@ class SuperMix(Mixing):
             raise ValueError(
                 f"{WHO}: the teacher's scores do not come of the images in a way that gradients take; expected ones that do,"
                 " because masks are looked for by them. Let the teacher not detach, round or run without gradients."
+            )
+        if not bool(scores.isfinite().all()):
+            raise ValueError(
+                f"{WHO}: the teacher returned scores that are not finite; expected numbers, because masks go by them. Look at"
+                " what it returns for the batch's images."
             )
 
     def _scores(self, images: Tensor, *, gradient: bool) -> Tensor:
@@ -248,14 +256,16 @@ class SuperMix(Mixing):
 
     def _search(self, images: Tensor, members: Tensor, share: Tensor) -> Found:
         scores = self._scores(images, gradient=False)
-        if not bool(scores.isfinite().all()):
-            raise ValueError(
-                f"{WHO}: the teacher returned scores that are not finite; expected numbers, because masks go by them. Look at"
-                " what it returns for the batch's images."
+        told = scores.isfinite().all(dim=1)[members].all(dim=1)  # of mixtures: those of whose images the teacher tells
+        if not self._warned and not bool(told.all()):
+            self._warned = True
+            rank_zero_warn(
+                f"{WHO}: the teacher returned scores that are not finite for images of a batch; masks go by them, so that such"
+                " images stay as they are, as do those that were to be mixed with them. Look at what the teacher returns."
             )
         classes = scores.argmax(dim=1)[members]
         target = torch.zeros_like(scores).scatter_add_(1, classes, share)
-        return search(
+        found = search(
             lambda x: self._scores(x, gradient=True),
             images[members],
             target,
@@ -265,6 +275,7 @@ class SuperMix(Mixing):
             iterations=self.iterations,
             tolerance=self.tolerance,
         )
+        return replace(found, accepted=found.accepted & told)
 
     # -- their labels
 

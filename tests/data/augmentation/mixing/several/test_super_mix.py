@@ -343,6 +343,31 @@ def test_where_classes_are_never_seen_training_is_plain() -> None:
     assert one.report() == {"share": 0.0, "milliseconds": one.report()["milliseconds"], "accepted": 0.0, "passes": 5}
 
 
+def test_later_images_without_finite_scores_are_not_mixed() -> None:
+    """Neither they nor others with them, and the others among themselves as before; it is said once."""
+    broken = torch.tensor([True] + [False] * 11)
+
+    def teacher(images: Tensor) -> Tensor:
+        scores = quadrants(images)
+        return torch.where((images.amax((1, 2, 3)) > 9)[:, None], float("nan"), scores)
+
+    data = planted(4)
+    for x, _ in data[1:]:
+        x[broken] += 10.0
+    one = technique(teacher=teacher, k=2, iterations=10)
+    net = Own(F.cross_entropy)
+    with pytest.warns(UserWarning, match="SuperMix: the teacher returned scores that are not finite") as told:
+        train(net, one, data=data)
+    assert sum("not finite" in str(w.message) for w in told) == 1
+    mixed = 0
+    for (x, y), (own, labels) in zip(net.given[-3:], data[1:], strict=True):
+        changed = (x != own).flatten(1).any(1)
+        assert not bool(changed[broken].any()) and torch.equal(y, labels) and bool(x.isfinite().all())
+        assert bool((x[changed].amax((1, 2, 3)) < 4).all()), "no part of such an image"
+        mixed += int(changed.sum())
+    assert mixed > 6
+
+
 def test_more_images_than_a_batch_has_are_all_of_it() -> None:
     one = technique(k=5, targets="mixed")
     spied = Spied(one)
