@@ -31,22 +31,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import goal  # noqa: E402
-from benchmarks.evidence_page import (  # noqa: E402
-    CLAIMS,
-    COMPUTE,
-    GOAL,
-    RESULTS,
-    TASKS,
-    WEIGHTS,
-    committed,
-    in_verdicts,
-    page,
-)
+from benchmarks.evidence_arms import CLAIMS, COMPUTE, GOAL, TASKS, WEIGHTS  # noqa: E402
+from benchmarks.evidence_page import RESULTS, committed, in_verdicts, page  # noqa: E402
 from benchmarks.joining import joined  # noqa: E402
 
 OUT, PAGE, VERDICTS = ROOT / "benchmarks" / "out", ROOT / "docs" / "evidence.md", ROOT / "docs" / "verdicts.md"
 SEARCHED = ("muon", "soap", "schedule_free", "moving_average", "batch_warmup", "rate_schedule")
-BUDGET, BUDGETS = "60rs", {"rings": "30rs", "gpt256": "150rs"}
+BUDGET, BUDGETS = "60rs", {"gpt256": "150rs"}
 SETS = {"bench": CLAIMS, "weights": WEIGHTS, "compute": COMPUTE, "goal": GOAL}
 
 
@@ -155,7 +146,7 @@ def main() -> None:
             runner.add_argument("--reference", type=Path, help=what)
         if command is confirm:
             runner.add_argument("stack", help="the name of a file in benchmarks/<task>/stacks")
-        runner.add_argument("--budget", help="of each run (default: 60rs, 30rs for rings, 150rs for gpt256)")
+        runner.add_argument("--budget", help="of each run (default: 60rs, 150rs for gpt256)")
         runner.add_argument("--jobs", type=int, default=2)
         runner.add_argument("--rounds", type=int, default=6 if command is not ladder else 2)  # a ladder needs no prices
         runner.add_argument("--ladder", default="0.5,0.75,1.5" if command in (run, ladder) else "")

@@ -26,6 +26,7 @@ from examples.gpt.module import GPT
 from examples.vit.data import Digits, shift
 from lightning_eff._core._images.images import resize
 from lightning_eff._core.technique import Technique
+from lightning_eff._techniques import technique_classes
 from lightning_eff.bench.reports.statistics import summarize
 from tests.bench import synthetic
 from tests.selection import share_of
@@ -94,7 +95,7 @@ ONLY = {
     **dict.fromkeys(RESOLUTIONS, ()),  # the rings alone, which have few recipes
 }
 PAIRS = [(task, recipe) for task in TASKS for recipe in RECIPES if task in ONLY.get(recipe, TASKS)]
-PAIRS += [("rings", recipe) for recipe in (*sorted(RESOLUTIONS), "patch_dropout", "random_ltd")]
+PAIRS += [("rings", recipe) for recipe in (*sorted(RESOLUTIONS), "patch_dropout", "random_ltd", "muon", "soap")]
 PAIRS += [("bert8k", recipe) for recipe in (*sorted(HEADS), "zero_projections", "data_driven_init")]
 PAIRS += [("gpt256", recipe) for recipe in ("compile", "muon", "stacking")]
 PAIRS += [("gpt2", "compiled")]
@@ -190,7 +191,7 @@ def test_a_recipe_changes_the_callbacks_alone(task: str, recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["muon", "soap"])
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", (*TASKS, "rings"))
 def test_the_baseline_is_the_control_of_equal_rates(task: str, recipe: str) -> None:
     """What a matrix optimizer leaves to AdamW keeps the baseline's rate, so that no gain of theirs is counted as its own."""
     recipe = yaml.safe_load((BENCHMARKS / task / "recipes" / f"{recipe}.yaml").read_text())
@@ -523,3 +524,24 @@ def test_a_stack_trains(path: Path, tmp_path: Path) -> None:
     cli = parsed(path.parent.parent.name, f"../stacks/{path.stem}", tmp_path)
     cli.trainer.fit(cli.model, datamodule=cli.datamodule)
     assert cli.trainer.global_step == 2 and yaml.safe_load(path.read_text()).keys() == {"trainer"}
+
+
+def test_what_a_search_begins_with_is_what_was_measured() -> None:
+    """``SearchSpace.measured`` is the largest difference that was shown on a task, and 1 where tasks speak for and against."""
+    found, _, _, weights, compute, _ = evidence.committed()
+    shown: dict[str, list[float]] = {}
+    for names, every in ((evidence.CLAIMS, found), (evidence.WEIGHTS, weights), (evidence.COMPUTE, compute)):
+        for results in every.values():
+            for recipe in names.keys() & RECIPES.keys() & results["summary"].keys():
+                one = results["summary"][recipe]
+                if one["verdict"] in ("faster", "slower"):
+                    shown.setdefault(RECIPES[recipe], []).append(one["speedup"]["estimate"])
+    told = {
+        name: max(speeds, key=lambda speed: abs(math.log(speed)))
+        for name, speeds in shown.items()
+        if (min(speeds) > 1) == (max(speeds) > 1)
+    }
+    spaces = {cls.__name__: cls.search_space for cls in technique_classes() if cls.search_space is not None}
+    for name, space in spaces.items():
+        assert space.measured == pytest.approx(told.get(name, 1.0), abs=0.06), (name, shown.get(name))
+    assert sum(space.measured > 1 for space in spaces.values()) >= 5

@@ -150,11 +150,15 @@ class SearchSpace:
         pointless: why trying it on such a run is in vain, in words; None where it is not.
         make: ``make(cls, values, profile)`` builds an instance where the settings are not its arguments, such as shares of
             what the module has.
+        measured: about how many times as fast as its baseline it was on the reference tasks (``docs/evidence.md``), the most
+            of those where a difference was shown, so that a search begins with what pays and seldom draws what costs; 1
+            where none was shown, or nothing is known, or one task speaks for it and another against it.
     """
 
     settings: Mapping[str, Range] = field(default_factory=dict)
     pointless: Callable[[RunProfile], str | None] = _always
     make: Callable[[Callable[..., Any], Mapping[str, Any], RunProfile], Any] = _as_arguments
+    measured: float = 1.0
 
     def build(self, cls: Callable[..., Any], values: Mapping[str, Any], profile: RunProfile) -> Any:
         """An instance of ``cls`` with these settings.

@@ -5,6 +5,7 @@ import math
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Un
 from lightning_eff.tune import search as searching
 from lightning_eff.tune.config import Choices
 from lightning_eff.tune.own import Own
+from lightning_eff.tune.proposals.proposing import Proposer
 from lightning_eff.tune.search import Outcome, Search, chosen
 from lightning_eff.tune.space import Candidate, Space
 
@@ -92,6 +94,29 @@ def test_what_pays_is_found_and_what_is_refused_is_not_tried_again(tmp_path: Pat
     assert all(len(r["choices"]["techniques"]) <= 3 for r in search.trials("recipes") if not r["free"])
     assert not any({"A", "B"} <= set(r["choices"]["techniques"]) and not r["free"] for r in search.trials("recipes"))
     assert search.trials("baseline")[0]["choices"]["own"] == {"rate": 0.5}, "first the config as it is"
+
+
+def test_recipes_begin_with_what_was_measured_to_pay(tmp_path: Path) -> None:
+    """The best alone, then with the next that fits it, then the others alone; what costs is drawn seldom."""
+
+    def measured(**values: float) -> Space:
+        one = space()
+        found = {
+            name: replace(candidate, space=replace(candidate.space, measured=values[name]))
+            for name, candidate in one.techniques.items()
+        }
+        return replace(one, techniques=found)
+
+    search = make(tmp_path, Objective(), 8, of=measured(A=1.2, B=2.0, C=0.1, D=1.5))
+    search.search()
+    stacks = [sorted(record["choices"]["techniques"]) for record in search.trials("recipes")]
+    assert stacks[:4] == [["B"], ["B", "D"], ["D"], ["A"]], "A and B clash, by what A says"
+
+    def drawn(most: float) -> int:
+        proposer = Proposer(measured(A=1.2, B=2.0, C=most, D=1.5), "min", 0)
+        return sum("C" in proposer.drawn("recipes", number, None, {}).techniques for number in range(4, 404))
+
+    assert 0 < drawn(0.1) < 0.5 * drawn(1.0)
 
 
 def test_few_trials_get_the_whole_budget(tmp_path: Path) -> None:

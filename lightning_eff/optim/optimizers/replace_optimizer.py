@@ -162,6 +162,7 @@ class ReplaceOptimizer(Technique):
         },
         _pointless,
         make=_search,
+        measured=2.1,
     )
     control: ClassVar[Control] = Control(
         "the module's own optimizer with the same rates by group, and the baseline with its rate tuned as long",

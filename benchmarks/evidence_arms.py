@@ -1,0 +1,149 @@
+"""The tasks and the arms of :mod:`benchmarks.evidence`: what each is called, and what its paper claims."""
+
+TASKS = {
+    "gpt": "GPT on source text",
+    "vit": "ViT on noisy digits",
+    "bert": "masked language model on source text",
+    "gpt2": "GPT-2 124M on source text, one GPU",
+    "rings": "ViT on rings with a hatched mark to find",
+    "bert8k": "masked language model on source text in 8,255 pieces",
+    "gpt256": "GPT of width 256 on source text",
+}
+
+SHORT = {
+    "gpt": "GPT",
+    "vit": "ViT",
+    "bert": "MLM",
+    "gpt2": "GPT-2",
+    "rings": "rings",
+    "bert8k": "MLM, 8k pieces",
+    "gpt256": "GPT, width 256",
+}
+
+# Recipe, technique, and what its paper claimed: of their models and budgets, not of these.
+CLAIMS = {
+    "stacking": (
+        "ProgressiveStacking",
+        "about 25 % less time for BERT (Gong et al. 2019); 54.6 % fewer tokens to the same loss at 7B (Du et al. 2024)",
+    ),
+    "length_warmup": (
+        "SequenceLengthWarmup",
+        "1.65 times as fast (Press et al. 2020); GPT-2 3.3 times, at 8 times the batch (Li et al. 2021)",
+    ),
+    "averaging": (
+        "LatestWeightAveraging",
+        "68 GPU-hours of ResNet-50 and 30 of RoBERTa saved, before the rate is decayed (Kaddour 2022)",
+    ),
+    "sharpness": (
+        "SharpnessAwareMinimization",
+        "+0.4 to +1.9 points of ImageNet accuracy at twice the time of a step (Foret et al. 2020)",
+    ),
+    "importance_sampling": (
+        "ImportanceSampling",
+        "lower training loss at equal time, up to an order of magnitude (Katharopoulos & Fleuret 2018)",
+    ),
+    "selective_backprop": ("SelectiveBackprop", "up to 3.5 times as fast to a target (Jiang et al. 2019)"),
+    "layer_dropping": ("ProgressiveLayerDropping", "24 % less time at equal samples (Zhang & He 2020)"),
+    "compound_growth": ("CompoundGrowth", "1.74 times as fast for BERT-base, 1.82 for BERT-large (Gu et al. 2020)"),
+    "auto_prog": ("AutoProg", "ViTs trained up to 85.1 % faster at no loss of accuracy (Li et al. 2022)"),
+    "zero_projections": (
+        "ZeroProjections",
+        "10,000 layers without norms trained (Zhang et al. 2019); among what took the records of GPT-2 down (modded-nanogpt)",
+    ),
+    "data_driven_init": (
+        "DataDrivenInit",
+        "whitened patches: 21 epochs of CIFAR-10 where 45 were needed (Jordan 2024); of bigrams no paper's claim is known",
+    ),
+}
+
+# The same of what moves the weights: their settings were searched on the search's own seed.
+WEIGHTS = {
+    "muon": (
+        "Muon",
+        "1.35 times fewer tokens than AdamW to a loss (Jordan et al. 2024); at most 1.4 times as fast as tuned AdamW at 0.1B,"
+        " 1.1 at 1.2B (Wen et al. 2025)",
+    ),
+    "adamw_matrices": (
+        "AdamW with Muon's decay",
+        "a control of Muon: the baseline's rate in every group, Muon's decay of 0.15 on the matrices",
+    ),
+    "soap": ("SOAP", "40 % fewer steps and 35 % less time than AdamW, at 360M and 660M (Vyas et al. 2024)"),
+    "schedule_free": (
+        "ScheduleFree",
+        "as good as a tuned schedule, without one (Defazio et al. 2024); first of AlgoPerf's self-tuning track, v0.5",
+    ),
+    "moving_average": ("ExponentialMovingAverage", "30 of 2750 steps by a blended tail (modded-nanogpt's records)"),
+    "batch_warmup": (
+        "BatchSizeWarmup",
+        "fewer updates at equal epochs (Smith et al. 2017); about 2 % of the time (modded-nanogpt's records)",
+    ),
+    "rate_schedule": (
+        "LearningRateSchedule",
+        "a decay over the true budget is what others must beat (Kaddour et al. 2023)",
+    ),
+}
+
+# The same of what costs a step less, or has more for it; controls and stacks are arms of their own.
+COMPUTE = {
+    "ngram": (
+        "NgramEmbedding",
+        "the loss of a model of 1B with 400M and a large vocabulary of n-grams (Huang et al. 2025); 165 of 1,765 steps"
+        " (modded-nanogpt's records)",
+    ),
+    "ngram_dense": ("NgramEmbedding(optimizer='module')", "a control: the same table under the baseline's optimizer"),
+    "wide": ("as many parameters in the layers", "a control: the baseline at width 256"),
+    "compile": (
+        "RegionalCompilation",
+        "1.41 times as fast, a geometric mean over 180 models on an A100 (Ansel et al. 2024)",
+    ),
+    "progressive_resizing": (
+        "ProgressiveResizing",
+        "a part of what trains EfficientNetV2 5 to 11 times as fast as ViT, at better ImageNet accuracy (Tan & Le 2021)",
+    ),
+    "efficient_train": (
+        "EfficientTrain",
+        "1.5 times as fast at equal ImageNet accuracy, with augmentation that grows along (Wang et al. 2022)",
+    ),
+    "fix_res": ("FixRes", "ResNet-50 trained at 224 pixels: 77.0 to 79.0 % tested at 384 (Touvron et al. 2019)"),
+    "patch_dropout": ("PatchDropout", "half of FLOPs and memory or more saved on ImageNet (Liu et al. 2022)"),
+    "random_ltd": ("RandomLTD", "a third of the compute of GPT's pretraining, 25.6 % of its time (Yao et al. 2022)"),
+    "two_blocks": (
+        "the first block and the last alone",
+        "a control of RandomLTD: without the blocks that it thins out",
+    ),
+    "fused_head": (
+        "FusedLinearCrossEntropy",
+        "a part of what trains BERT in 24 hours on one server (Izsak et al. 2021); with further kernels 20 % more throughput"
+        " and 60 % less memory on language models (Hsu et al. 2024)",
+    ),
+    "mask_rate": (
+        "MaskRateSchedule",
+        "up to 1.89 times as fast to BERT-base's quality as a fixed rate of 15 % (Ankner et al. 2023)",
+    ),
+    "data_driven_init": (
+        "DataDrivenInit",
+        "whitened patches: 21 epochs of CIFAR-10 where 45 were needed (Jordan 2024); of bigrams no paper's claim is known",
+    ),
+    "more_masked": ("MaskRateSchedule(end=0.3)", "a control: its first rate throughout"),
+    "fused_mask_rate": ("FusedLinearCrossEntropy and MaskRateSchedule", "none: put together here"),
+    "muon_grown": ("ReplaceOptimizer and ProgressiveStacking", "a control of the next: the same without the table"),
+    "muon_grown_ngram": ("ReplaceOptimizer, ProgressiveStacking and NgramEmbedding", "none: put together here"),
+    "muon_grown_ngram_compiled": ("the same with RegionalCompilation", "none: put together here"),
+}
+
+# What reaches the baseline's final loss in the least time, and the same without one of its parts; put together here.
+EXACT = {"fused_head"}  #: makes the baseline's own steps
+LEAST = {"gpt256": 150.0}  #: the task's own budget, in seconds, where it is not 60
+GOAL = {
+    "muon_grown_ngrams": "ReplaceOptimizer, ProgressiveStacking and NgramEmbedding(n=[2, 3, 4])",
+    "grown_ngrams": "without ReplaceOptimizer",
+    "muon_ngrams": "without ProgressiveStacking",
+    "muon_grown": "ReplaceOptimizer and ProgressiveStacking, without NgramEmbedding",
+    "muon": "ReplaceOptimizer with Muon alone",
+    "soap": "ReplaceOptimizer with SOAP alone",
+    "soap_patches": "ReplaceOptimizer with SOAP, and PatchDropout",
+    "patch_dropout": "PatchDropout alone",
+    "fused_mask_rate": "FusedLinearCrossEntropy and MaskRateSchedule",
+    "fused_head": "without MaskRateSchedule",
+    "mask_rate": "without FusedLinearCrossEntropy",
+}
