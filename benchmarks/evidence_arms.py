@@ -139,6 +139,7 @@ GOAL = {
     "grown_ngrams": "without ReplaceOptimizer",
     "muon_ngrams": "without ProgressiveStacking",
     "muon_grown": "ReplaceOptimizer and ProgressiveStacking, without NgramEmbedding",
+    "muon_grown_length": "ReplaceOptimizer with Muon, ProgressiveStacking and SequenceLengthWarmup",
     "muon": "ReplaceOptimizer with Muon alone",
     "soap": "ReplaceOptimizer with SOAP alone",
     "soap_patches": "ReplaceOptimizer with SOAP, and PatchDropout",
