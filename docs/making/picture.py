@@ -6,7 +6,7 @@ from docs.making.facts import ROOT
 
 FILE = ROOT / "docs" / "time_to_loss.svg"
 #: Of each task that is shown, the recipe.
-SHOWN = {"gpt": "muon_grown_ngrams", "bert8k": "fused_mask_rate"}
+SHOWN = {"gpt": "muon_grown_ngrams", "bert8k": "fused_mask_rate", "rings": "soap_patches", "vit": "soap"}
 
 
 def svg() -> str:
