@@ -33,7 +33,7 @@ STUDY = {"S2FP8Precision", "Wang2018FP8Precision", "HybridParallelStrategy"}
 POINTLESS = {"ExactResume", "GradientNoiseScale"}  # makes no training more efficient
 POINTLESS |= {"GraSP", "LotteryTickets", "RigL", "SET", "SNIP"}  # masked products take as long as dense ones
 POINTLESS |= {"BlockSparsity", "EarlyBird", "ReSprop", "SemiStructuredSparsity"}
-POINTLESS |= {"SuperMix", "TrainLargeThenCompress"}  # the teacher and the large network are the user's
+POINTLESS |= {"SuperMix", "StyleMix", "TrainLargeThenCompress"}  # teacher, codec and large network are the user's
 OUTSIDE = {name for name in CASES if CASES[name].outside_surveys}
 
 

@@ -14,6 +14,7 @@ from lightning_eff.tune.config import Choices, Recipes, merged
 from lightning_eff.tune.own import Own
 from lightning_eff.tune.probing import usual
 from lightning_eff.tune.space import Space, gather, parse_range
+from tests.test_search_spaces import RICH
 from tests.tune.tasks import config
 
 TEXT = RunProfile(num_blocks=4, sequence_length=128, batch_size=8, visible_loss=True, epochs=2.0, num_matrices=8)
@@ -108,11 +109,17 @@ def test_declared_conflicts_are_known_beforehand() -> None:
     assert "Lookahead" not in less.techniques and less.left_out["Lookahead"] == "refused: because"
 
 
-@pytest.mark.parametrize("name", sorted(space().techniques))
-def test_the_usual_settings_of_each_technique_are_a_config_of_it(name: str) -> None:
-    found = space()
+@pytest.mark.parametrize(
+    ("name", "profile"),
+    [
+        *((name, TEXT) for name in sorted(space().techniques)),
+        *((name, RICH) for name in sorted(gather(RICH, (RATE,), {}).techniques.keys() - space().techniques.keys())),
+    ],
+)
+def test_the_usual_settings_of_each_technique_are_a_config_of_it(name: str, profile: RunProfile) -> None:
+    found = gather(profile, (RATE,), {})
     one = found.techniques[name]
-    told = one.config(usual(one), TEXT)
+    told = one.config(usual(one), profile)
     assert told["class_path"] == f"lightning_eff.{name}"
     again = yaml.safe_load(yaml.safe_dump(told))
     assert again == told

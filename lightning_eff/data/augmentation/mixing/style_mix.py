@@ -12,7 +12,7 @@ from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Su
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Step
 from lightning_eff._core.technique import Control
-from lightning_eff.data.augmentation._arguments import check_number, no_mixing
+from lightning_eff.data.augmentation._arguments import check_number
 from lightning_eff.data.augmentation._boxes import numbers
 from lightning_eff.data.augmentation._mixing import Mixing, draw_shares
 from lightning_eff.data.augmentation.mixing._given import Given
@@ -59,8 +59,12 @@ def style_mix(f: Tensor, partner: Tensor, content: Tensor, style: Tensor, both: 
 
 
 def _of_pixels(cls: Callable[..., Any], values: Mapping[str, Any], profile: RunProfile) -> Any:
-    """A search has no codec to give: styles are then those of the pixels themselves."""
+    """With a codec that leaves images as they are, whose styles are those of the pixels: a search passes over it."""
     return cls(encoder=nn.Identity(), decoder=nn.Identity(), **values)
+
+
+def _pointless(profile: RunProfile) -> str | None:
+    return "a search has no codec to give"
 
 
 class StyleMix(Mixing):
@@ -120,7 +124,7 @@ class StyleMix(Mixing):
     )
     survey: ClassVar[Survey | None] = Survey("data augmentation (StyleMix)", shen="3.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"prob": Choice((0.2, 0.5)), "until": Choice((0.8, 1.0))}, no_mixing, _of_pixels
+        {"prob": Choice((0.2, 0.5)), "until": Choice((0.8, 1.0))}, _pointless, _of_pixels
     )
     control: ClassVar[Control] = Control(
         "no augmentation: the baseline for as many seconds; and Mixup, which has no codec"
