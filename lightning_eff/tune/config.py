@@ -176,8 +176,18 @@ class Recipes:
 
 
 def dumped(config: Mapping[str, Any]) -> str:
-    """As YAML."""
-    return yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True, width=120)
+    """As YAML.
+
+    Raises:
+        ValueError: if something in it is no number, text, list or mapping of these.
+    """
+    try:
+        return yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True, width=120)
+    except yaml.representer.RepresenterError as error:
+        *_, value = error.args
+        raise ValueError(
+            f"a config cannot say {value!r}, of {type(value).__name__}; expected settings of numbers, text, lists and mappings."
+        ) from error
 
 
 def _put(config: dict[str, Any], key: str, value: Any) -> None:

@@ -6,8 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lightning_eff._core.search_space import Choice, Integer, Range
 from lightning_eff.bench.pace import Pace
 from lightning_eff.bench.running.jobs import Job
@@ -98,8 +96,6 @@ def refused(
         arm = recipes.arm(name, Choices(techniques={name: usual(one)}), steps, folder)
     except (ValueError, TypeError) as error:  # its constructor refuses these settings
         return str(error)
-    except yaml.YAMLError as error:  # of somebody else's technique, whose space makes what no config can say
-        return f"its settings cannot be written into a config ({error})"
     pace = Pace(target, steps=max(steps, STEPS), sweep=STEPS)
     (record,) = places.do([Job(arm, seed, pace, f"probe-{one.cls.__name__}", threads)])
     return None if record["status"] == "finished" else reason(record)

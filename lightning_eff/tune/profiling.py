@@ -304,7 +304,8 @@ def _check_length(budget: float, step: float) -> None:
         trials, confirming = 2 * whole.trial((1 / 9, 1 / 3, 1)), whole.bench(LEAST)
         raise Incomparable(
             f"{error} A search of runs of {least} s takes at least {in_words(trials)} for one trial of the baseline and one of"
-            f" a recipe, and {in_words(confirming)} to confirm that recipe on {SEEDS} seeds: --search."
+            f" a recipe, and {in_words(confirming)} to confirm that recipe on {SEEDS} seeds:"
+            f" give it --search {math.ceil((trials + confirming) / 60)}m or more."
         ) from None
 
 

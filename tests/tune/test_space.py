@@ -1,21 +1,23 @@
 """The conditional space of a search: what is in it, what is not and why, and what it makes of choices."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from lightning.pytorch import Callback
+from torch import nn
 
 from lightning_eff import LearningRateSchedule, SequenceLengthWarmup
-from lightning_eff._core.search_space import Choice, Integer, RunProfile, Uniform
+from lightning_eff._core.search_space import Choice, Integer, RunProfile, SearchSpace, Uniform
 from lightning_eff._errors import UsageError
 from lightning_eff.tune.config import Choices, Recipes, merged
 from lightning_eff.tune.own import Own
-from lightning_eff.tune.probing import usual
-from lightning_eff.tune.space import Space, gather, parse_range
+from lightning_eff.tune.probing import refused, usual
+from lightning_eff.tune.space import Candidate, Space, gather, parse_range
 from tests.test_search_spaces import RICH
-from tests.tune.tasks import config
+from tests.tune.tasks import Here, config
 
 TEXT = RunProfile(num_blocks=4, sequence_length=128, batch_size=8, visible_loss=True, epochs=2.0, num_matrices=8)
 RATE = Own("rate", Uniform(1e-4, 1e-2, log=True), 1e-3, "model.init_args.lr")
@@ -124,6 +126,22 @@ def test_the_usual_settings_of_each_technique_are_a_config_of_it(name: str, prof
     again = yaml.safe_load(yaml.safe_dump(told))
     assert again == told
     one.cls(**told.get("init_args", {}))
+
+
+def test_what_no_config_can_say_is_refused_in_words(tmp_path: Path) -> None:
+    """As an error that a probe and a trial take for the technique's refusal, not one that ends the search."""
+    one = Candidate(
+        "tests.tune.test_space.Mine", Mine, SearchSpace(make=lambda cls, values, profile: cls(nn.Identity()))
+    )
+    recipes = Recipes((str(config(tmp_path)),), replace(space(), techniques={one.name: one}), scheduled=True)
+    choices = Choices({}, {one.name: {}})
+    with pytest.raises(
+        ValueError, match=r"a config cannot say Identity\(\), of Identity; expected settings of numbers"
+    ):
+        recipes.arm("mine", choices, 10, tmp_path)
+    run: Any = Here()
+    why = refused(recipes, one.name, run, tmp_path, target="val_loss", steps=10, seed=0, threads=1)
+    assert why is not None and why.startswith("a config cannot say")
 
 
 def test_a_config_has_the_baseline_s_settings_and_the_techniques_above_it(tmp_path: Path) -> None:
