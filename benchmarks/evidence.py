@@ -1,7 +1,7 @@
 """What every technique gains on the reference tasks: run the benches, and write ``docs/evidence.md`` from their results.
 
     python benchmarks/evidence.py run {gpt,vit,bert,gpt2,rings,bert8k,gpt256} [--set weights|compute|goal] [--jobs 2]
-        [--only NAME ...] [--rounds 5] [--reference benchmarks/results/weights_gpt.json]
+        [--only NAME ...] [--seeds 4,5] [--rounds 5] [--reference benchmarks/results/weights_gpt.json]
     python benchmarks/evidence.py search {gpt,vit} [--seeds 0,10]
     python benchmarks/evidence.py confirm {gpt,vit} STACK
     python benchmarks/evidence.py ladder {gpt,vit,bert,rings,bert8k,gpt256} [--ladder 0.5,0.75,1.5] [--of STACK]
@@ -13,9 +13,9 @@ the results to ``benchmarks/results/bench_<task>.json``; interrupted, it goes on
 what moves the weights (optimizers, schedules, averages), for ``weights_<task>.json``, and ``--set compute`` for what costs
 a step less or has more for it, alone, with its controls and joined, for ``compute_<task>.json``. ``--only`` runs some of a
 set, beside those that are there; with ``--reference`` and the committed file, at the prices that their techniques have
-there. ``search`` runs every stack in ``benchmarks/<task>/stacks``, on seeds that no evaluation uses, for
-``search_<task>.json``; ``confirm`` holds the chosen one against the baseline on the evaluation's seeds, for
-``stack_<task>.json``. ``ladder`` runs the baseline at other budgets, at the prices of the committed results, for
+there, and further ``--seeds`` of theirs are kept beside the first. ``search`` runs every stack in
+``benchmarks/<task>/stacks``, on seeds that no evaluation uses, for ``search_<task>.json``; ``confirm`` holds the chosen one
+against the baseline on the evaluation's seeds, for ``stack_<task>.json``. ``ladder`` runs the baseline at other budgets, at the prices of the committed results, for
 ``ladder_<task>.json``, beside those that are there; every arm's worth is told from them.
 ``run --set goal`` is of what reaches the baseline's final loss in the least time; ``ladder --of`` runs one of these in the
 baseline's place, at the prices of that bench. With a budget of its own each of the two writes to a file named by it.
@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import goal  # noqa: E402
 from benchmarks.evidence_arms import CLAIMS, COMPUTE, GOAL, TASKS, WEIGHTS  # noqa: E402
 from benchmarks.evidence_page import RESULTS, committed, in_verdicts, page  # noqa: E402
-from benchmarks.joining import joined  # noqa: E402
+from benchmarks.joining import joined, with_seeds  # noqa: E402
 
 OUT, PAGE, VERDICTS = ROOT / "benchmarks" / "out", ROOT / "docs" / "evidence.md", ROOT / "docs" / "verdicts.md"
 SEARCHED = ("muon", "soap", "schedule_free", "moving_average", "batch_warmup", "rate_schedule")
@@ -48,7 +48,8 @@ def run(task: str, options: argparse.Namespace) -> None:
     folders = [ROOT / "benchmarks" / task / kind for kind in ("recipes", "stacks", "controls")]
     found = [[path for folder in folders if (path := folder / f"{recipe}.yaml").is_file()] for recipe in recipes]
     overlays = [path for paths in found for path in paths[:1]]
-    compare(task, name, overlays, "3", options, part="_".join(options.only or ()))
+    part = "_".join([*(options.only or ()), *([] if options.seeds == "3" else [f"seeds_{options.seeds}"])])
+    compare(task, name, overlays, options.seeds, options, part=part)
 
 
 def search(task: str, options: argparse.Namespace) -> None:
@@ -122,7 +123,9 @@ def keep(name: str, folder: Path, *, join: bool = False) -> None:
         one["losses"] = one["losses"][:: max(1, len(one["losses"]) // 20)]
     file = RESULTS / f"{name}.json"
     if join and file.is_file():
-        results = joined(json.loads(file.read_text()), results)
+        before = json.loads(file.read_text())
+        together = joined if results["plan"]["seeds"] == before["plan"]["seeds"] else with_seeds
+        results = together(before, results)
         results["summary"] = summarize(results)
     RESULTS.mkdir(exist_ok=True)
     file.write_text(json.dumps(results, indent=0) + "\n")
@@ -142,6 +145,7 @@ def main() -> None:
         if command is run:
             runner.add_argument("--set", choices=SETS, default="bench", help="which recipes")
             runner.add_argument("--only", nargs="+", help="of the set, these recipes alone")
+            runner.add_argument("--seeds", default="3", help="how many, or which, beside those that are there")
             what = "whose prices count (default: benchmarks/results/prices.json, the baseline's)"
             runner.add_argument("--reference", type=Path, help=what)
         if command is confirm:

@@ -15,6 +15,7 @@ from lightning_eff.bench.results import load
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+SEEDS = 3  #: of an arm, where none other is told
 
 
 def cell(found: dict[str, Any] | None) -> str:
@@ -24,7 +25,9 @@ def cell(found: dict[str, Any] | None) -> str:
     speed = found["speedup"]
     if speed is None:
         return found["verdict"]
-    return f"{speed['estimate']:.2f} [{speed['low']:.2f}, {speed['high']:.2f}] {found['verdict']}"
+    seeds = len(found["final"]["values"])
+    more = "" if seeds == SEEDS else f" ({seeds} seeds)"
+    return f"{speed['estimate']:.2f} [{speed['low']:.2f}, {speed['high']:.2f}]{more} {found['verdict']}"
 
 
 def controls(results: dict[str, Any], name: str) -> list[tuple[str, dict[str, Any]]]:

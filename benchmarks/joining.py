@@ -1,4 +1,4 @@
-"""Benches of one task that were run at different times, as one: where their baselines end alike to the last bit."""
+"""Benches of one task that were run at different times, as one: with further arms, or with further seeds of the same."""
 
 from typing import Any
 
@@ -51,15 +51,61 @@ def joined(results: dict[str, Any], later: dict[str, Any] | None) -> dict[str, A
 
 def _rated(calibration: dict[str, Any], before: dict[str, Any] | None) -> dict[str, Any]:
     """A calibration with the rates that its prices were told from: those of the bench whose prices it took."""
-
-    def prices(of: dict[str, Any]) -> dict[str, float]:
-        return {price["kind"]: price["seconds"] for price in of["prices"]}
-
-    took = before is not None and prices(calibration) == prices(before)
+    took = before is not None and _prices(calibration) == _prices(before)
     return {**calibration, "rates": before["rates"]} if took else calibration
+
+
+def _prices(calibration: dict[str, Any]) -> dict[str, float]:
+    """Seconds of each kind of step."""
+    return {price["kind"]: price["seconds"] for price in calibration["prices"]}
 
 
 def _ends(results: dict[str, Any], arm: str) -> dict[int, float | None]:
     """Where the runs of an arm ended, by seed; None where one has no point."""
     runs = [run for run in results["runs"] if run["arm"] == arm]
     return {run["seed"]: run["points"][-1]["metric"] if run["points"] else None for run in runs}
+
+
+def with_seeds(results: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Results with further seeds of their arms, of a bench that took their prices (``--reference``).
+
+    An arm that the results do not have, such as the baseline at another budget, comes along. Of a run that both have, the
+    earlier stays. Calibration and plan stay as they are but for the seeds, so that intervals are as wide as before by the
+    prices' uncertainty, and narrower by the seeds'.
+
+    Args:
+        results: of one bench.
+        more: of another on the same machine, at the same budget and prices, with other seeds.
+
+    Raises:
+        ValueError: if the two differ in target, budget, schedule or threads, or an arm of both in its configs or prices, or a
+            run of both ends differently.
+    """
+    plan, other = results["plan"], more["plan"]
+    for key in ("target", "budget", "schedule", "threads"):
+        if plan[key] != other[key]:
+            raise ValueError(f"benches with {key} {plan[key]} and {other[key]} cannot be joined; expected the same.")
+    before = {arm["name"]: arm for arm in plan["arms"]}
+    for arm in other["arms"]:
+        name = arm["name"]
+        if name not in before:
+            continue
+        if arm != before[name]:
+            raise ValueError(f"{name} differs between the benches: {before[name]} and {arm}; expected the same arm.")
+        own, again = results["calibration"].get(name), more["calibration"].get(name)
+        if own is not None and again is not None and _prices(own) != _prices(again):
+            raise ValueError(f"{name} has other prices in the other bench; run it with --reference and these results.")
+        ends, anew = _ends(results, name), _ends(more, name)
+        if unlike := {s: (ends[s], anew[s]) for s in ends if s in anew and ends[s] != anew[s]}:
+            raise ValueError(f"{name} ends differently in the two benches: {unlike} (by seed); expected the same runs.")
+    arms = plan["arms"] + [arm for arm in other["arms"] if arm["name"] not in before]
+    order = {arm["name"]: i for i, arm in enumerate(arms)}
+    seeds = sorted({*plan["seeds"], *other["seeds"]})
+    had = {(run["arm"], run["seed"]) for run in results["runs"]}
+    runs = results["runs"] + [run for run in more["runs"] if (run["arm"], run["seed"]) not in had]
+    return {
+        **results,
+        "plan": {**plan, "arms": arms, "seeds": seeds},
+        "calibration": {**more["calibration"], **results["calibration"]},
+        "runs": sorted(runs, key=lambda run: (seeds.index(run["seed"]), order[run["arm"]])),
+    }

@@ -5,9 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_eff._core.search_space import Choice, Integer, RunProfile, SearchSpace, Survey, Uniform
 from lightning_eff._techniques import technique_classes
+from lightning_eff.optim.optimizers._replacing.making import making
 from tests.cases import CASES, STAND_INS
 
 CLASSES = {cls.__name__: cls for cls in technique_classes()}
@@ -114,6 +116,20 @@ def test_stages_double_up_to_the_full_depth() -> None:
     assert [u for u, _ in built.stages] == pytest.approx([0.0, 0.2, 0.4])
     short = space.build(CLASSES["ProgressiveStacking"], values, replace(RICH, num_blocks=6))
     assert [count for _, count in short.stages] == [2, 4, 6]
+
+
+def test_matrices_are_stepped_by_either_optimizer_at_a_rate_of_its_own() -> None:
+    space = CLASSES["ReplaceOptimizer"].search_space
+    values = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.05}
+    for name, defaults in (
+        ("Muon", {"lr": 0.02, "momentum": 0.9}),
+        ("SOAP", {"lr": 0.01, "betas": (0.9, 0.95)}),
+    ):
+        built = space.build(CLASSES["ReplaceOptimizer"], {"optimizer": name, **values}, RICH)
+        made = making(built.optimizer)([torch.nn.Parameter(torch.zeros(4, 4))])
+        assert type(made).__name__ == name
+        got = {key: tuple(v) if isinstance(v := made.defaults[key], list) else v for key in defaults}
+        assert got == defaults and made.defaults["weight_decay"] == 0.05
 
 
 def test_a_value_out_of_its_range_is_refused() -> None:

@@ -204,7 +204,7 @@ def measured(name: str) -> list[str]:
     for recipe, task, _, results in found:
         plan = results["plan"]
         held = "; ".join(f"{arm}: {evidence.cell(one)}" for arm, one in evidence.controls(results, recipe)) or "–"
-        budget = f"{plan['budget']['seconds']:g} s, {len(plan['seeds'])} seeds"
+        budget = f"{plan['budget']['seconds']:g} s, {len(results['summary'][recipe]['final']['values'])} seeds"
         lines.append(f"| {evidence.TASKS[task]} | {evidence.cell(results['summary'][recipe])} | {held} | {budget} |")
     lines += ["", "Below 1 is slower. All figures, with what they mean: [Evidence](../evidence.md).", ""]
     return [*lines, f"**What its paper claims:** {found[0][2]}."]

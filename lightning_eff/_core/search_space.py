@@ -30,9 +30,15 @@ class Survey:
 
 @dataclass(frozen=True)
 class Choice:
-    """One of a few values."""
+    """One of a few values.
+
+    Attributes:
+        values: which.
+        each: they are methods of their own: a search that begins with the technique tries it with each of them.
+    """
 
     values: tuple[Any, ...]
+    each: bool = False
 
     def corners(self) -> tuple[Any, ...]:
         """All of them."""

@@ -242,7 +242,17 @@ def _space_of(name: str, cls: Any, told: Any) -> SearchSpace:
     settings = _mapping(f"techniques.{name}", told)
     _known(f"setting of {name}", settings, sorted(known))
     ranges = {key: parse_range(f"techniques.{name}.{key}", value) for key, value in settings.items()}
+    for key, own in space.settings.items():
+        if key in ranges and isinstance(own, Choice) and own.each:
+            ranges[key] = _kinds(f"techniques.{name}.{key}", ranges[key], own)
     return replace(space, settings={**space.settings, **ranges})
+
+
+def _kinds(where: str, told: Range, own: Choice) -> Choice:
+    """Of the kinds that a technique comes in, those that a space file names."""
+    if isinstance(told, Choice) and set(told.values) <= set(own.values):
+        return replace(told, each=True)
+    raise UsageError(f"{where}: got {in_words(told)}; expected some of {', '.join(map(repr, own.values))}.")
 
 
 def _own(

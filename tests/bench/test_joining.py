@@ -1,10 +1,10 @@
-"""Benches that were run apart are one where their baselines are the same run, and are refused elsewhere."""
+"""Benches that were run apart are one where their runs are the same, and are refused elsewhere."""
 
 import copy
 
 import pytest
 
-from benchmarks.joining import joined
+from benchmarks.joining import joined, with_seeds
 from lightning_eff.bench.reports.statistics import summarize
 from tests.bench import synthetic
 
@@ -63,3 +63,66 @@ def test_other_baselines_and_budgets_are_refused() -> None:
     longer["plan"]["budget"] = {"seconds": 61.0, "clock": "reference"}
     with pytest.raises(ValueError, match=r"benches with budget .* cannot be joined"):
         joined(whole, longer)
+
+
+def seeded(whole: dict, *seeds: int) -> dict:
+    """The bench of these seeds alone, with rates of its own."""
+    made = copy.deepcopy(whole)
+    made["plan"]["seeds"] = list(seeds)
+    made["runs"] = [run for run in made["runs"] if run["seed"] in seeds]
+    return made
+
+
+def test_seeds_are_the_whole() -> None:
+    whole = synthetic.everything()
+    first, *others = whole["plan"]["seeds"]
+    later = seeded(whole, *others)
+    later["calibration"]["sharpness"]["rates"] = [[1.0, 0.1], [1.0, 2.0]]  # of fewer rehearsals: they do not count
+    found = with_seeds(seeded(whole, first), later)
+    assert found == whole and summarize(found) == summarize(whole)
+
+
+def test_an_arm_may_have_more_seeds_than_others_and_an_overlap_counts_once() -> None:
+    whole = synthetic.everything()
+    first, second, *_ = whole["plan"]["seeds"]
+    few, later = seeded(whole, first, second), part(whole, "sharpness")
+    found = with_seeds(few, later)  # whose seeds are all of them
+    summary = summarize(found)
+    told = summarize(later)["sharpness"]
+    assert all(summary["sharpness"][key] == told[key] for key in ("final", "difference", "speedup", "verdict"))
+    assert len(summary["stacking"]["final"]["values"]) == 2 < len(summary["sharpness"]["final"]["values"])
+    assert len({(run["arm"], run["seed"]) for run in found["runs"]}) == len(found["runs"])
+
+
+def test_an_arm_that_only_the_later_bench_has_comes_along() -> None:
+    whole = synthetic.everything()
+    first, *others = whole["plan"]["seeds"]
+    found = with_seeds(part(seeded(whole, first), "stacking"), seeded(part(whole, "sharpness"), *others))
+    assert [arm["name"] for arm in found["plan"]["arms"]] == ["baseline", "stacking", "sharpness"]
+    assert found["calibration"]["sharpness"] == whole["calibration"]["sharpness"]
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("price", r"sharpness has other prices in the other bench"),
+        ("end", r"sharpness ends differently in the two benches: \{1: "),
+        ("config", r"sharpness differs between the benches"),
+        ("budget", r"benches with budget .* cannot be joined"),
+    ],
+)
+def test_seeds_of_other_benches_are_refused(what: str, message: str) -> None:
+    whole = synthetic.everything()
+    later = copy.deepcopy(whole)
+    if what == "price":
+        later["calibration"]["sharpness"]["prices"][0]["seconds"] *= 1.01
+    elif what == "end":
+        (run,) = (run for run in later["runs"] if run["arm"] == "sharpness" and run["seed"] == 1)
+        run["points"][-1]["metric"] += 1e-9
+    elif what == "config":
+        (arm,) = (arm for arm in later["plan"]["arms"] if arm["name"] == "sharpness")
+        arm["configs"] = ["another"]
+    else:
+        later["plan"]["budget"] = {"seconds": 61.0, "clock": "reference"}
+    with pytest.raises(ValueError, match=message):
+        with_seeds(whole, later)

@@ -112,6 +112,14 @@ def test_recipes_begin_with_what_was_measured_to_pay(tmp_path: Path) -> None:
     stacks = [sorted(record["choices"]["techniques"]) for record in search.trials("recipes")]
     assert stacks[:4] == [["B"], ["B", "D"], ["D"], ["A"]], "A and B clash, by what A says"
 
+    kinds = measured(A=1.2, B=2.0, C=0.1, D=1.5)
+    of_two = replace(kinds.techniques["B"].space, settings={"how": Choice(("one", "other"), each=True)})
+    techniques = {**kinds.techniques, "B": replace(kinds.techniques["B"], space=of_two)}
+    proposer = Proposer(replace(kinds, techniques=techniques), "min", 0)
+    begun = [proposer.drawn("recipes", number, None, {}).techniques for number in range(5)]
+    assert [sorted(stack) for stack in begun] == [["B"], ["B"], ["B", "D"], ["D"], ["A"]]
+    assert [stack["B"]["how"] for stack in begun[:3]] == ["one", "other", "one"], "both kinds alone"
+
     def drawn(most: float) -> int:
         proposer = Proposer(measured(A=1.2, B=2.0, C=most, D=1.5), "min", 0)
         return sum("C" in proposer.drawn("recipes", number, None, {}).techniques for number in range(4, 404))

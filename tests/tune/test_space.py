@@ -52,7 +52,7 @@ def test_including_excluding_and_a_space_file() -> None:
     assert space(has=["ReplaceOptimizer"]).left_out["ReplaceOptimizer"] == "the baseline has it already"
     file = {
         "techniques": {
-            "ReplaceOptimizer": {"lr": {"low": 0.01, "high": 0.02}},
+            "ReplaceOptimizer": {"lr": {"low": 0.01, "high": 0.02}, "optimizer": "SOAP"},
             "Lookahead": False,
             "NgramEmbedding": True,
         },
@@ -62,6 +62,7 @@ def test_including_excluding_and_a_space_file() -> None:
     told = space(file=file)
     assert told.techniques["ReplaceOptimizer"].space.settings["lr"] == Uniform(0.01, 0.02)
     assert told.techniques["ReplaceOptimizer"].space.settings["momentum"] == Choice((0.8, 0.9, 0.95))
+    assert told.techniques["ReplaceOptimizer"].space.settings["optimizer"] == Choice(("SOAP",), each=True)
     assert told.left_out["Lookahead"] == "excluded by the space file" and "NgramEmbedding" in told.techniques
     assert told.most == 2 and [one.name for one in told.own] == ["rate", "dropout"]
     assert told.own[0].range == Choice((0.1, 0.2)) and told.own[0].key == RATE.key
@@ -79,6 +80,10 @@ def test_including_excluding_and_a_space_file() -> None:
         ({"file": {"techniques": ["Lookahead"]}}, "techniques: got list; expected a mapping"),
         ({"file": {"techniques": {"Lookahead": {"intervall": [5]}}}}, "Did you mean 'interval'"),
         ({"file": {"techniques": {"Lookahead": {"alpha": {"low": 1}}}}}, "techniques.Lookahead.alpha: got {'low': 1}"),
+        (
+            {"file": {"techniques": {"ReplaceOptimizer": {"optimizer": ["Muon", "Lion"]}}}},
+            "techniques.ReplaceOptimizer.optimizer: got .*Lion.*; expected some of 'Muon', 'SOAP'",
+        ),
         ({"file": {"own": {"dropout": [0.1]}}}, "own.dropout: got no key"),
         ({"file": {"own": {"rat": False}}}, "Did you mean 'rate'"),
         ({"file": {"most": 0}}, "most: got 0"),

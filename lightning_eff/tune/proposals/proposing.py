@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_eff._core.search_space import Choice, Integer, Range
+from lightning_eff._core.search_space import Choice, Integer, Range, SearchSpace
 from lightning_eff.tune.config import Choices
 from lightning_eff.tune.probing import usual
 from lightning_eff.tune.proposals.ranges import anywhere, code, near, suggest
@@ -181,8 +181,9 @@ class Proposer:
     def drawn(self, kind: str, number: int, best: Choices | None, refused: Mapping[frozenset[str], str]) -> Choices:
         """A start: the config as it is, then at random; of recipes, few techniques on the baseline's best settings.
 
-        Recipes begin with what was measured to pay, by :attr:`SearchSpace.measured`: the best alone, with the next, with the
-        next two, and so on, then each of the others alone. What was measured to cost is drawn less often than the rest.
+        Recipes begin with what was measured to pay, by :attr:`SearchSpace.measured`: the best alone, in each of its kinds
+        (:attr:`Choice.each`), with the next, with the next two, and so on, then each of the others alone. What was measured
+        to cost is drawn less often than the rest.
 
         Args:
             kind: of the trial.
@@ -197,9 +198,10 @@ class Proposer:
         names = list(self.space.techniques)
         paying = self._paying()
         if number < len(paying):  # one that is known not to train is passed over by who asks
-            return self._usual(paying[number], best, as_it_is)
+            stack, kinds = paying[number]
+            return self._usual(stack, best, as_it_is, kinds)
         draw.shuffle(names)
-        stack: list[str] = []
+        stack = []
         size = draw.randint(1, min(2, self.space.most))
         cost = {name: m for name in names if (m := self.space.techniques[name].space.measured) < 1}
         late = {name for name, measured in cost.items() if draw.random() > measured}
@@ -211,23 +213,44 @@ class Proposer:
                 break
         return self._usual(stack, best, as_it_is)
 
-    def _usual(self, stack: Sequence[str], best: Choices | None, as_it_is: Mapping[str, Any]) -> Choices:
-        """Techniques with settings from the middle of their ranges, on the baseline's best."""
-        own = best.own if best else as_it_is
-        return Choices(dict(own), {name: usual(self.space.techniques[name]) for name in stack})
+    def _usual(
+        self,
+        stack: Sequence[str],
+        best: Choices | None,
+        as_it_is: Mapping[str, Any],
+        kinds: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> Choices:
+        """Techniques with settings from the middle of their ranges, or of these kinds, on the baseline's best."""
+        own, kinds = best.own if best else as_it_is, kinds or {}
+        return Choices(
+            dict(own), {name: {**usual(self.space.techniques[name]), **kinds.get(name, {})} for name in stack}
+        )
 
-    def _paying(self) -> list[list[str]]:
-        """The stacks that a search begins with: of techniques that were measured to pay, those that pay most first."""
+    def _paying(self) -> list[tuple[list[str], dict[str, dict[str, Any]]]]:
+        """The stacks that a search begins with, and the kinds of their techniques where they have several.
+
+        They are of techniques that were measured to pay, those that pay most first.
+        """
         measured = {name: one.space.measured for name, one in self.space.techniques.items()}
         alone = sorted((name for name in measured if measured[name] > 1), key=lambda name: -measured[name])
         together: list[str] = []
         for name in alone:
             if len(together) < self.space.most and self.space.conflict([*together, name]) is None:
                 together.append(name)
+        single = {name: [([name], {name: kind}) for kind in _kinds(self.space.techniques[name].space)] for name in alone}
         return [
-            *(together[:k] for k in range(1, len(together) + 1)),
-            *([name] for name in alone if name not in together[:1]),
+            *(stack for name in together[:1] for stack in single[name]),
+            *((together[:k], {}) for k in range(2, len(together) + 1)),
+            *(stack for name in alone if name not in together[:1] for stack in single[name]),
         ]
+
+
+def _kinds(space: SearchSpace) -> list[dict[str, Any]]:
+    """Each value of the setting that tells kinds apart; one without such a setting is of one kind."""
+    for name, what in space.settings.items():
+        if isinstance(what, Choice) and what.each:
+            return [{name: value} for value in what.values]
+    return [{}]
 
 
 def _distribution(optuna: Any, what: Range) -> Any:
