@@ -2,7 +2,7 @@
 
     python benchmarks/evidence.py run {gpt,vit,bert,gpt2,rings,bert8k,gpt256} [--set weights|compute|goal] [--jobs 2]
         [--only NAME ...] [--seeds 4,5] [--rounds 5] [--reference benchmarks/results/weights_gpt.json]
-    python benchmarks/evidence.py search {gpt,vit} [--seeds 0,10]
+    python benchmarks/evidence.py search {gpt,vit} [--among settings] [--seeds 0,10]
     python benchmarks/evidence.py confirm {gpt,vit} STACK
     python benchmarks/evidence.py ladder {gpt,vit,bert,rings,bert8k,gpt256} [--ladder 0.5,0.75,1.5] [--of STACK]
         [--budget 300rs]
@@ -14,8 +14,10 @@ what moves the weights (optimizers, schedules, averages), for ``weights_<task>.j
 a step less or has more for it, alone, with its controls and joined, for ``compute_<task>.json``. ``--only`` runs some of a
 set, beside those that are there; with ``--reference`` and the committed file, at the prices that their techniques have
 there, and further ``--seeds`` of theirs are kept beside the first. ``search`` runs every stack in
-``benchmarks/<task>/stacks``, on seeds that no evaluation uses, for ``search_<task>.json``; ``confirm`` holds the chosen one
-against the baseline on the evaluation's seeds, for ``stack_<task>.json``. ``ladder`` runs the baseline at other budgets, at the prices of the committed results, for
+``benchmarks/<task>/stacks``, on seeds that no evaluation uses, for ``search_<task>.json``, and with ``--among settings`` the
+recipes of single techniques and other settings of them, in ``benchmarks/<task>/settings``; ``run --set settings`` holds what
+won there against the baseline. ``confirm`` holds the chosen stack against the baseline on the evaluation's seeds, for
+``stack_<task>.json``. ``ladder`` runs the baseline at other budgets, at the prices of the committed results, for
 ``ladder_<task>.json``, beside those that are there; every arm's worth is told from them.
 ``run --set goal`` is of what reaches the baseline's final loss in the least time; ``ladder --of`` runs one of these in the
 baseline's place, at the prices of that bench. With a budget of its own each of the two writes to a file named by it.
@@ -31,21 +33,21 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import goal  # noqa: E402
-from benchmarks.evidence_arms import CLAIMS, COMPUTE, GOAL, TASKS, WEIGHTS  # noqa: E402
+from benchmarks.evidence_arms import CLAIMS, COMPUTE, GOAL, SETTINGS, TASKS, WEIGHTS, settings  # noqa: E402
 from benchmarks.evidence_page import RESULTS, committed, in_verdicts, page  # noqa: E402
-from benchmarks.joining import joined, with_seeds  # noqa: E402
+from benchmarks.joining import together  # noqa: E402
 
 OUT, PAGE, VERDICTS = ROOT / "benchmarks" / "out", ROOT / "docs" / "evidence.md", ROOT / "docs" / "verdicts.md"
 SEARCHED = ("muon", "soap", "schedule_free", "moving_average", "batch_warmup", "rate_schedule")
 BUDGET, BUDGETS = "60rs", {"gpt256": "150rs"}
-SETS = {"bench": CLAIMS, "weights": WEIGHTS, "compute": COMPUTE, "goal": GOAL}
+SETS = {"bench": CLAIMS, "weights": WEIGHTS, "compute": COMPUTE, "goal": GOAL, "settings": settings()}
 
 
 def run(task: str, options: argparse.Namespace) -> None:
     """Every recipe of one of the sets with its controls."""
     name = f"{options.set}_{task}{at(task, options.budget)}"
     recipes = [recipe for recipe in SETS[options.set] if recipe in (options.only or SETS[options.set])]
-    folders = [ROOT / "benchmarks" / task / kind for kind in ("recipes", "stacks", "controls")]
+    folders = [ROOT / "benchmarks" / task / kind for kind in ("recipes", "stacks", "controls", "settings")]
     found = [[path for folder in folders if (path := folder / f"{recipe}.yaml").is_file()] for recipe in recipes]
     overlays = [path for paths in found for path in paths[:1]]
     part = "_".join([*(options.only or ()), *([] if options.seeds == "3" else [f"seeds_{options.seeds}"])])
@@ -53,9 +55,16 @@ def run(task: str, options: argparse.Namespace) -> None:
 
 
 def search(task: str, options: argparse.Namespace) -> None:
-    """Every stack, without controls."""
-    paths = sorted((ROOT / "benchmarks" / task / "stacks").glob("*.yaml"))
-    compare(task, f"search_{task}", paths, options.seeds, options)
+    """Every stack, or other settings of each technique beside its recipe, without controls."""
+    folder = ROOT / "benchmarks" / task
+    paths = sorted((folder / options.among).glob("*.yaml"))
+    name = f"search_{task}"
+    if options.among == "settings":
+        paths = [folder / "recipes" / f"{recipe}.yaml" for recipe in SETTINGS] + [
+            folder / "settings" / f"{one}.yaml" for of in SETTINGS.values() for one in of
+        ]
+        name = f"search_settings_{task}"
+    compare(task, name, paths, options.seeds, options)
 
 
 def confirm(task: str, options: argparse.Namespace) -> None:
@@ -97,7 +106,7 @@ def compare(
     arguments += [f"--baseline={of or 'baseline'}={first}", "--target=val_loss", f"--budget={options.budget}"]
     # in the set of what moves the weights, the baseline is the control: what they leave to its optimizer keeps its rate
     # in that of what costs a language model's step less, controls are arms of their own; elsewhere techniques name theirs
-    alone = name.startswith(("search", "weights", "goal")) or name in ("compute_gpt", "compute_bert8k")
+    alone = name.startswith(("search", "weights", "goal", "settings")) or name in ("compute_gpt", "compute_bert8k")
     controls = "none" if alone else "auto"
     arguments += [f"--seeds={seeds}", f"--controls={controls}", "--threads=1"]
     arguments += [f"--jobs={options.jobs}", f"--rounds={options.rounds}", f"--out={out}"]
@@ -123,9 +132,7 @@ def keep(name: str, folder: Path, *, join: bool = False) -> None:
         one["losses"] = one["losses"][:: max(1, len(one["losses"]) // 20)]
     file = RESULTS / f"{name}.json"
     if join and file.is_file():
-        before = json.loads(file.read_text())
-        together = joined if results["plan"]["seeds"] == before["plan"]["seeds"] else with_seeds
-        results = together(before, results)
+        results = together(json.loads(file.read_text()), results)
         results["summary"] = summarize(results)
     RESULTS.mkdir(exist_ok=True)
     file.write_text(json.dumps(results, indent=0) + "\n")
@@ -156,6 +163,7 @@ def main() -> None:
         runner.add_argument("--ladder", default="0.5,0.75,1.5" if command in (run, ladder) else "")
         if command is search:
             runner.add_argument("--seeds", default="0,10", help="which; none of those that evaluations use")
+            runner.add_argument("--among", choices=("stacks", "settings"), default="stacks", help="what is searched")
         if command is ladder:
             runner.add_argument("--seeds", default="3", help="how many, or which")
             runner.add_argument("--of", help="a file in benchmarks/<task>/stacks, in the place of the baseline")

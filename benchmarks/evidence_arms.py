@@ -131,6 +131,60 @@ COMPUTE = {
     "muon_grown_ngram_compiled": ("the same with RegionalCompilation", "none: put together here"),
 }
 
+# Other settings of a technique than its recipe's, and what they are. Of the techniques in CLAIMS, whose recipes have their
+# papers', they were searched; of those in WEIGHTS, whose recipes were searched, they are their papers'.
+SETTINGS = {
+    "stacking": {
+        "stacking_until_half": "2 of 4 blocks until 0.5 of the budget, not 0.3",
+        "stacking_briefly": "2 of 4 blocks until 0.15 of the budget",
+        "stacking_from_one": "1 block until 0.1, 2 until 0.3",
+    },
+    "length_warmup": {
+        "length_warmup_from_half": "from half of the length, not a quarter",
+        "length_warmup_briefly": "from half of the length, until 0.15 of the budget, not 0.3",
+    },
+    "averaging": {
+        "averaging_short": "snapshots 6 steps apart, not 12",
+        "averaging_shortest": "3 snapshots, 3 steps apart",
+    },
+    "sharpness": {
+        "sharpness_seldom": "every 5th step",
+        "sharpness_seldom_and_small": "every 5th step, rho 0.02",
+    },
+    "importance_sampling": {"importance_sampling_of_half": "half of each batch, not a third"},
+    "selective_backprop": {
+        "selective_backprop_more": "three quarters of each batch, not half",
+        "selective_backprop_early": "half of each batch until 0.5 of the budget",
+    },
+    "layer_dropping": {
+        "layer_dropping_less": "theta 0.75, not 0.5",
+        "layer_dropping_least": "theta 0.9",
+    },
+    "compound_growth": {
+        "compound_growth_briefly": "in full from 0.15 of the budget on, not 0.3",
+        "compound_growth_of_width_and_depth": "the full length throughout",
+    },
+    "auto_prog": {"auto_prog_until_half": "all blocks from 0.5 of the budget on, not 0.3"},
+    "zero_projections": {
+        "zero_projections_halved": "half of what they begin with, the head as it is",
+        "zero_projections_without_head": "zero, the head as it is",
+    },
+    "data_driven_init": {"data_driven_init_of_single_bytes": "without bigrams"},
+}
+PAPERS = {
+    "muon": {"muon_paper": "rate 0.02, momentum 0.95, no decay"},
+    "soap": {"soap_paper": "rate 0.003, betas 0.95, decay 1e-4"},
+    "schedule_free": {"schedule_free_paper": "the baseline's rate, warm-up over 50 steps"},
+    "moving_average": {"moving_average_paper": "a decay of 0.999 a step, over the whole run"},
+    "batch_warmup": {"batch_warmup_paper": "batches double twice, at the baseline's rate"},
+}
+
+
+def settings() -> list[str]:
+    """The names of all of them."""
+    return [one for part in (SETTINGS, PAPERS) for of in part.values() for one in of]
+
+
 # What reaches the baseline's final loss in the least time, and the same without one of its parts; put together here.
 EXACT = {"fused_head"}  #: makes the baseline's own steps
 LEAST = {"gpt256": 150.0}  #: the task's own budget, in seconds, where it is not 60

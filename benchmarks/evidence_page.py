@@ -6,15 +6,16 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from benchmarks import evidence_setup, goal
+from benchmarks import evidence_settings, evidence_setup, goal
 from benchmarks.evidence_arms import CLAIMS, COMPUTE, EXACT, GOAL, LEAST, SHORT, TASKS, WEIGHTS
-from benchmarks.joining import joined
+from benchmarks.joining import together
 from lightning_eff.bench.reports import findings, words
 from lightning_eff.bench.reports.statistics import summarize
 from lightning_eff.bench.results import load
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+PARTS = ("search", "stack", "search_settings", "settings")  #: of the names of results of one task
 SEEDS = 3  #: of an arm, where none other is told
 
 
@@ -48,7 +49,8 @@ def page(
 
     Args:
         found: each task's results of every technique but those of ``weights`` and ``compute``.
-        stacks: each task's results of the search for a stack ("search") and of the one that was chosen ("stack").
+        stacks: each task's results of the search for a stack ("search") and of the one that was chosen ("stack"); of the search
+            among single techniques' settings ("search_settings") and of what won there ("settings").
         planted: what :mod:`benchmarks.planted` wrote.
         weights: each task's results of what moves the weights.
         compute: each task's results of what costs a step less, or has more for it.
@@ -70,6 +72,14 @@ def page(
     if compute:
         lines += ["", "## What costs a step less, or has more for it", "", *overview(COMPUTE, compute)]
     for task, parts in (stacks or {}).items():
+        if {"search_settings", "settings"} <= parts.keys() and weights:
+            lines += ["", f"## Papers' settings and searched ones: {TASKS[task]}", ""]
+            lines += evidence_settings.lines(
+                found[task], weights[task], parts["search_settings"], parts["settings"], cell
+            )
+    for task, parts in (stacks or {}).items():
+        if not {"search", "stack"} & parts.keys():
+            continue
         lines += ["", f"## The best stack for {TASKS[task]}", "", *stack_section(task, parts)]
     if planted is not None:
         lines += ["", "## Does the bench tell the truth?", "", *planted_section(planted)]
@@ -273,15 +283,14 @@ def committed() -> tuple[
         results, ladder = kept(f"{part}_{task}"), kept(f"ladder_{task}")
         if results is None:
             return None
-        results = joined(results, ladder)
+        results = together(results, ladder)
         return {**results, "summary": summarize(results)}
 
     found = {task: results for task in TASKS if (results := laddered("bench", task)) is not None}
     if not found:
         sys.exit(f"no results in {RESULTS}; expected bench_<task>.json there. Make them with the command run.")
     stacks = {
-        task: {part: results for part in ("search", "stack") if (results := kept(f"{part}_{task}")) is not None}
-        for task in TASKS
+        task: {part: results for part in PARTS if (results := kept(f"{part}_{task}")) is not None} for task in TASKS
     }
     planted = RESULTS / "planted.json"
     truth = json.loads(planted.read_text()) if planted.is_file() else None

@@ -66,6 +66,12 @@ def _ends(results: dict[str, Any], arm: str) -> dict[int, float | None]:
     return {run["seed"]: run["points"][-1]["metric"] if run["points"] else None for run in runs}
 
 
+def together(results: dict[str, Any], later: dict[str, Any] | None) -> dict[str, Any]:
+    """Two benches as one: by :func:`joined` where their seeds are the same, by :func:`with_seeds` elsewhere."""
+    same = later is None or results["plan"]["seeds"] == later["plan"]["seeds"]
+    return joined(results, later) if same else with_seeds(results, later)
+
+
 def with_seeds(results: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     """Results with further seeds of their arms, of a bench that took their prices (``--reference``).
 

@@ -12,12 +12,13 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
 
 import lightning_eff
-from benchmarks import evidence, tune
+from benchmarks import evidence, evidence_settings, tune
 from benchmarks.bert.data import MASK, MaskedStdlibText, mask_bytes
 from benchmarks.bert.module import IGNORED, ByteBert
 from benchmarks.bert8k import pieces
 from benchmarks.bert8k.data import MaskedPieces
 from benchmarks.bert8k.module import PieceBert
+from benchmarks.evidence_arms import PAPERS, SETTINGS, settings
 from benchmarks.gpt2.module import ByteGPT2
 from benchmarks.memory import page as memory_page
 from benchmarks.rings.data import DIRECTIONS, Rings, render
@@ -486,6 +487,51 @@ def test_the_page_has_a_line_for_every_technique_the_lost_ones_too() -> None:
     assert "its control: two layers throughout" in text
 
 
+def of_arms(**finals: float) -> dict[str, Any]:
+    """Results of arms whose figures are all the same but for the losses that they end with."""
+    speed = {"estimate": 1.25, "low": 1.1, "high": 1.4, "n": 3}
+    arms = {
+        name: {"final": {"mean": final, "values": {"1": final}}, "speedup": speed, "verdict": f"as {name}"}
+        for name, final in finals.items()
+    }
+    return {"plan": {"seeds": [0], "budget": {"seconds": 30.0}}, "summary": arms}
+
+
+def test_papers_settings_and_searched_ones_stand_side_by_side() -> None:
+    """The best of the search is what is confirmed and told, or that the paper's own was the best of so many."""
+    found, weights = of_arms(stacking=1.4, averaging=1.4), of_arms(muon=1.3)
+    search = of_arms(stacking=1.5, stacking_briefly=1.3, stacking_until_half=1.6, averaging=1.4, averaging_short=1.45)
+    confirmed = of_arms(stacking_briefly=1.35, muon_paper=1.39)
+    text = evidence_settings.lines(found, weights, search, confirmed, lambda one: one["verdict"])
+    assert text[-3:] == [
+        "| `ProgressiveStacking` | as stacking | as stacking_briefly | 2 of 4 blocks until 0.15 of the budget, of 3 |",
+        "| `LatestWeightAveraging` | as averaging | the same | the paper's, of 2 |",
+        "| `Muon` | as muon_paper | as muon | the paper's: rate 0.02, momentum 0.95, no decay |",
+    ]
+    assert "seed 0, which no evaluation uses, in whole runs of 30 s" in text[0]
+    assert evidence_settings.winners(search) == ["stacking_briefly"]
+
+
+def test_what_won_among_settings_is_what_was_held_against_the_baseline() -> None:
+    (_, stacks, _, _, _, _) = evidence.committed()
+    for task, parts in stacks.items():
+        if "search_settings" in parts:
+            arms = {arm["name"] for arm in parts["settings"]["plan"]["arms"][1:]}
+            papers = {name for of in PAPERS.values() for name in of}
+            assert arms - papers == set(evidence_settings.winners(parts["search_settings"])), task
+
+
+def test_other_settings_are_of_the_same_technique() -> None:
+    for part in (SETTINGS, PAPERS):
+        for recipe, names in part.items():
+            (own,) = (yaml.safe_load((BENCHMARKS / "gpt" / "recipes" / f"{recipe}.yaml").read_text()),)
+            for name in names:
+                other = yaml.safe_load((BENCHMARKS / "gpt" / "settings" / f"{name}.yaml").read_text())
+                (mine,), (its,) = own["trainer"]["callbacks"], other["trainer"]["callbacks"]
+                assert mine["class_path"] == its["class_path"] and mine != its, name
+    assert {path.stem for path in BENCHMARKS.glob("gpt/settings/*.yaml")} == set(settings())
+
+
 def test_the_page_on_memory_names_every_technique_that_saves_it() -> None:
     text = (ROOT / "docs" / "memory.md").read_text()
     assert all(f"`{RECIPES[recipe]}" in text for recipe in MEMORY)
@@ -516,12 +562,12 @@ def test_the_control_of_tables_has_as_many_parameters() -> None:
     "path",
     [
         pytest.param(path, marks=pytest.mark.slow) if "compiled" in path.stem else path
-        for path in sorted(BENCHMARKS.glob("*/stacks/*.yaml"))
+        for path in sorted((*BENCHMARKS.glob("*/stacks/*.yaml"), *BENCHMARKS.glob("*/settings/*.yaml")))
     ],
     ids=lambda path: f"{path.parent.parent.name}-{path.stem}",
 )
-def test_a_stack_trains(path: Path, tmp_path: Path) -> None:
-    cli = parsed(path.parent.parent.name, f"../stacks/{path.stem}", tmp_path)
+def test_a_stack_and_other_settings_train(path: Path, tmp_path: Path) -> None:
+    cli = parsed(path.parent.parent.name, f"../{path.parent.name}/{path.stem}", tmp_path)
     cli.trainer.fit(cli.model, datamodule=cli.datamodule)
     assert cli.trainer.global_step == 2 and yaml.safe_load(path.read_text()).keys() == {"trainer"}
 

@@ -55,7 +55,8 @@ def probe(
 ) -> dict[str, str | None]:
     """For each technique of the space, why two steps of it do not run; None where they do.
 
-    What is not tried before its time is over is not found: it stays in the space, and its first trial will show.
+    Those that were measured to pay come first, since their trials do too; what is not tried before its time is over is not
+    found: it stays in the space, and its first trial will show.
 
     Args:
         recipes: of the space.
@@ -71,7 +72,8 @@ def probe(
         over: whether the time for it is.
     """
     found = dict(known or {})
-    left = [name for name in recipes.space.techniques if name not in found]
+    measured = {name: one.space.measured for name, one in recipes.space.techniques.items() if name not in found}
+    left = sorted(measured, key=lambda name: -measured[name])
 
     def tried(name: str) -> tuple[str, str | None] | None:
         if over():

@@ -14,7 +14,7 @@ from lightning_eff._core.search_space import Choice, Integer, RunProfile, Search
 from lightning_eff._errors import UsageError
 from lightning_eff.tune.config import Choices, Recipes, merged
 from lightning_eff.tune.own import Own
-from lightning_eff.tune.probing import refused, usual
+from lightning_eff.tune.probing import probe, refused, usual
 from lightning_eff.tune.space import Candidate, Space, gather, parse_range
 from tests.test_search_spaces import RICH
 from tests.tune.tasks import Here, config
@@ -147,6 +147,38 @@ def test_what_no_config_can_say_is_refused_in_words(tmp_path: Path) -> None:
     run: Any = Here()
     why = refused(recipes, one.name, run, tmp_path, target="val_loss", steps=10, seed=0, threads=1)
     assert why is not None and why.startswith("a config cannot say")
+
+
+def test_what_was_measured_to_pay_is_tried_first(tmp_path: Path) -> None:
+    """Where the time for it does not suffice for all, the first recipes' techniques have been tried."""
+
+    class Finished:
+        done = 0
+
+        def do(self, jobs: list[Any]) -> list[dict[str, Any]]:
+            self.done += len(jobs)
+            return [{"status": "finished"} for _ in jobs]
+
+    measured = {"Lookahead": 0.5, "BatchSizeWarmup": 1.0, "ScheduleFree": 1.5, "ReplaceOptimizer": 2.0}
+    whole = space(include=list(measured))
+    of = {
+        name: replace(one, space=replace(one.space, measured=measured[name])) for name, one in whole.techniques.items()
+    }
+    recipes = Recipes((str(config(tmp_path)),), replace(whole, techniques=of), scheduled=True)
+    told: list[str] = []
+    places: Any = Finished()
+    found = probe(
+        recipes,
+        places,
+        tmp_path,
+        target="val_loss",
+        steps=10,
+        seed=0,
+        threads=1,
+        tell=lambda name, why: told.append(name),
+        over=lambda: places.done >= 3,
+    )
+    assert told == ["ReplaceOptimizer", "ScheduleFree", "BatchSizeWarmup"] == list(found)
 
 
 def test_a_config_has_the_baseline_s_settings_and_the_techniques_above_it(tmp_path: Path) -> None:

@@ -1,0 +1,65 @@
+"""Techniques with their papers' settings and with searched ones, side by side on one task."""
+
+from typing import Any
+
+from benchmarks.evidence_arms import CLAIMS, PAPERS, SETTINGS, WEIGHTS
+
+OWN = "the paper's"
+
+
+def lines(
+    found: dict[str, Any],
+    weights: dict[str, Any],
+    searched: dict[str, Any],
+    confirmed: dict[str, Any],
+    cell: Any,
+) -> list[str]:
+    """What was searched and how, and a table with a line for each technique.
+
+    Args:
+        found: a task's results of the recipes with their papers' settings.
+        weights: those of what moves the weights, whose recipes were searched.
+        searched: of the search among other settings, with its one seed.
+        confirmed: of what won there, and of the papers' settings of what moves the weights.
+        cell: writes an arm's summary.
+    """
+    plan = searched["plan"]
+    seeds = ", ".join(map(str, plan["seeds"]))
+    told = [
+        f"The settings of what the first table holds were searched on seed {seeds}, which no evaluation uses, in whole runs of"
+        f" {plan['budget']['seconds']:g} s: the paper's, as the recipe has them, beside those in `benchmarks/gpt/settings`."
+        " The best was then held against the baseline as everything else is, where it was not the paper's. Of what moves the"
+        " weights it is the other way round: its recipes were searched, and its papers' settings stand beside them.",
+        "",
+        "| technique | with its paper's settings | with searched ones | which, the best of how many |",
+        "|---|---|---|---|",
+    ]
+    for recipe, others in SETTINGS.items():
+        names = [name for name in (recipe, *others) if final(searched, name) is not None]
+        if not names or recipe not in found["summary"]:
+            continue
+        best = min(names, key=lambda name: final(searched, name) or 0.0)
+        own = best == recipe
+        anew = "the same" if own else cell(confirmed["summary"].get(best))
+        which = f"{OWN if own else others[best]}, of {len(names)}"
+        told.append(f"| `{CLAIMS[recipe][0]}` | {cell(found['summary'][recipe])} | {anew} | {which} |")
+    for recipe, others in PAPERS.items():
+        for name, words in others.items():
+            if name in confirmed["summary"]:
+                both = (cell(confirmed["summary"][name]), cell(weights["summary"].get(recipe)))
+                told.append(f"| `{WEIGHTS[recipe][0]}` | {both[0]} | {both[1]} | the paper's: {words} |")
+    return told
+
+
+def winners(searched: dict[str, Any]) -> list[str]:
+    """The settings that ended best of their technique's, where these are not the paper's: what is to be confirmed."""
+    best = [
+        min((n for n in (recipe, *of) if final(searched, n) is not None), key=lambda n: final(searched, n) or 0.0)
+        for recipe, of in SETTINGS.items()
+    ]
+    return [name for name in best if name not in SETTINGS]
+
+
+def final(results: dict[str, Any], name: str) -> float | None:
+    """The mean loss that an arm ended with; None where it did not."""
+    return results["summary"].get(name, {}).get("final", {}).get("mean")
