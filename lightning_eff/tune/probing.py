@@ -48,6 +48,7 @@ def probe(
     steps: int,
     seed: int,
     threads: int,
+    limit: float | None = None,
     jobs: int = 1,
     known: dict[str, str | None] | None = None,
     tell: Callable[[str, str | None], None] | None = None,
@@ -66,6 +67,7 @@ def probe(
         steps: of a whole run, over which schedules are laid out.
         seed: of the runs.
         threads: torch's.
+        limit: seconds that each may take, as a :class:`Job` has it.
         jobs: at once.
         known: what was found before.
         tell: called with each name and what was found.
@@ -74,11 +76,12 @@ def probe(
     found = dict(known or {})
     measured = {name: one.space.measured for name, one in recipes.space.techniques.items() if name not in found}
     left = sorted(measured, key=lambda name: -measured[name])
+    job = {"target": target, "steps": steps, "seed": seed, "threads": threads, "limit": limit}
 
     def tried(name: str) -> tuple[str, str | None] | None:
         if over():
             return None
-        return name, refused(recipes, name, places, folder, target=target, steps=steps, seed=seed, threads=threads)
+        return name, refused(recipes, name, places, folder, **job)
 
     with ThreadPoolExecutor(jobs) as pool:
         for done in pool.map(tried, left):
@@ -90,7 +93,16 @@ def probe(
 
 
 def refused(
-    recipes: Recipes, name: str, places: Places, folder: Path, *, target: str, steps: int, seed: int, threads: int
+    recipes: Recipes,
+    name: str,
+    places: Places,
+    folder: Path,
+    *,
+    target: str,
+    steps: int,
+    seed: int,
+    threads: int,
+    limit: float | None = None,
 ) -> str | None:
     """Why a technique does not run; None where it does."""
     one = recipes.space.techniques[name]
@@ -99,7 +111,7 @@ def refused(
     except (ValueError, TypeError) as error:  # its constructor refuses these settings
         return str(error)
     pace = Pace(target, steps=max(steps, STEPS), sweep=STEPS)
-    (record,) = places.do([Job(arm, seed, pace, f"probe-{one.cls.__name__}", threads)])
+    (record,) = places.do([Job(arm, seed, pace, f"probe-{one.cls.__name__}", threads, limit)])
     return None if record["status"] == "finished" else reason(record)
 
 

@@ -12,6 +12,8 @@ FIRST = 8  # steps by which a bench finds how long its rehearsals are
 ROUNDS = 4  # of rehearsals in a bench that confirms
 EVALUATIONS = 10  # validations of each of its runs
 SEARCHED = 4  # validations of a run that searches
+LATE = 3  # times as long as expected is what a job may take, beside
+PATIENCE = 60.0  # seconds, or the budget where that is more
 LEAST = 3  # arms of the smallest bench that confirms: the baseline, a recipe and its control
 
 
@@ -46,6 +48,14 @@ class Durations:
     def probe(self) -> float:
         """Of a technique that is tried for two steps."""
         return self.start + 2 * self.step
+
+    def limit(self, seconds: float) -> float:
+        """After how many seconds a job that takes about ``seconds`` is ended, so that one that hangs does not end a search.
+
+        On a busy machine it takes longer, and a technique may begin with a search of its own or with compiling: that may last
+        as long as a run's whole budget.
+        """
+        return self.process + max(self.budget, PATIENCE) + LATE * seconds
 
     def trial(self, shares: Sequence[float]) -> float:
         """Of a trial with a run at each of these shares of the budget, which rehearses beside the baseline before."""

@@ -63,6 +63,7 @@ class Trials:
         self.target, self.budget, self.seed, self.threads, self.memory = target, budget, seed, threads, memory
         self._reference = calibration.prices([found.probe])
         self._overlap = found.probe.get("overlap", {})
+        self._durations = found.durations(budget, 0.0, 1, 1)
         self._usual = 1.0  # seconds by this process's clock for each that the baseline tells of
         self._blind: set[frozenset[str]] = set()  # stacks that take nothing from validation data
         (folder / "rehearsals").mkdir(parents=True, exist_ok=True)
@@ -92,7 +93,8 @@ class Trials:
             watch=True,
         )
         heard: list[float] = []  # when steps were told of, by the clock of this process
-        job = Job(arm, self.seed, pace, f"{choices.key}-{budget:g}", self.threads)
+        took = self._durations.start + budget + EVALUATIONS * self._durations.validation
+        job = Job(arm, self.seed, pace, f"{choices.key}-{budget:g}", self.threads, self._durations.limit(took))
         (record,) = self.places.do([job], lambda job, u: heard.append(time.perf_counter()))
         outer = record.get("heard_seconds", heard[-1] - heard[0] if heard else 0.0)  # another machine heard it
         if record["status"] != "finished":
@@ -122,9 +124,10 @@ class Trials:
         sweep = calibration.sweep_steps(self.budget, self.found.step_seconds)
         again = Pace(self.target, steps=steps, sweep=sweep, watch=True, schedule=self.found.schedule)
         pace = Pace(self.target, steps=steps, sweep=sweep, inspect=True, watch=True)
+        limit = self._durations.limit(2 * self._durations.rehearsal + self._durations.validation)
         jobs = [
-            Job(self._paths, self.seed, again, "baseline-again", self.threads),
-            Job(self._arm(choices, steps), self.seed, pace, f"{choices.key}-rehearsal", self.threads),
+            Job(self._paths, self.seed, again, "baseline-again", self.threads, limit),
+            Job(self._arm(choices, steps), self.seed, pace, f"{choices.key}-rehearsal", self.threads, limit),
         ]
         baseline, own = self.places.do(jobs)
         calibration.stop_if_failed(baseline)

@@ -352,7 +352,8 @@ class Tuner:
             began = time.spent
             places.start()
             write_json(self.out / "start.json", {"process_seconds": time.spent - began})
-            time.check(self._durations(found))
+            durations = self._durations(found)
+            time.check(durations)
             return probing.probe(
                 recipes,
                 places,
@@ -361,6 +362,7 @@ class Tuner:
                 steps=found.steps,
                 seed=self.seed,
                 threads=self.threads,
+                limit=durations.limit(durations.probe),
                 jobs=self.jobs,
                 known=known,
                 tell=done,

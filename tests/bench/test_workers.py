@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ import pytest
 from lightning_eff.bench.arms import Arm
 from lightning_eff.bench.pace import Pace
 from lightning_eff.bench.running.jobs import Job
+from lightning_eff.bench.running.places import Places
 from lightning_eff.bench.running.worker import MARK
+from lightning_eff.bench.running.workers import Workers
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIG = """
@@ -29,6 +32,7 @@ BENCH = """
 import sys
 from pathlib import Path
 from lightning_eff.bench.running.jobs import Job
+from lightning_eff.bench.running.places import Places
 from lightning_eff.bench.running.workers import Workers
 import json
 job = Job.of(json.loads(sys.argv[1]))
@@ -43,6 +47,27 @@ def order(tmp_path: Path) -> dict:
     (tmp_path / "config.yaml").write_text(CONFIG)
     arm = Arm("slow", "baseline", (str(tmp_path / "config.yaml"),))
     return Job(arm, 1, Pace("val_loss", 60.0, steps=300), "slow", 1).record()
+
+
+@pytest.mark.parametrize("kind", ["each", "places"])
+def test_a_job_that_takes_too_long_is_ended_and_the_next_is_done(kind: str, order: dict, tmp_path: Path) -> None:
+    """As a crash that says so, of that job alone; what comes after it has a process of its own."""
+    slow = replace(Job.of(order), limit=8.0)
+    quick = replace(Job.of({**order, "pace": asdict(Pace("val_loss", steps=300, sweep=2))}), name="quick", limit=60.0)
+    places = Places(1, 1, tmp_path / "logs") if kind == "places" else Workers(1, 1, tmp_path / "logs")
+    try:
+        began = time.monotonic()
+        if isinstance(places, Places):
+            late, done = *places.do([slow]), *places.do([quick])
+        else:
+            (late,), (done,) = (
+                [record for _, record in getattr(places, kind)([job], lambda job, u: None)] for job in (slow, quick)
+            )
+        assert time.monotonic() - began < 60.0
+    finally:
+        places.close()
+    assert late["status"] == "crashed" and late["error"].startswith("it was ended after 8 s, which is too long")
+    assert done["status"] == "finished" and done["error"] is None
 
 
 def gone(pid: int, within: float) -> bool:

@@ -98,6 +98,13 @@ def config(folder: Path, text: str = "") -> str:
     return str(file)
 
 
+class Hanging(Callback):
+    """A technique that does not end before the first step."""
+
+    def on_train_start(self, trainer, pl_module):
+        time.sleep(600.0)
+
+
 class Refusing(Callback):
     """A callback that runs nowhere."""
 

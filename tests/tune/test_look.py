@@ -1,6 +1,7 @@
 """What a short run of a config finds, what of its own can be searched, and what the command lists."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from torch import nn
 
 from lightning_eff import cli
 from lightning_eff.bench.pace import Incomparable
+from lightning_eff.bench.running.places import Places
+from lightning_eff.tune import timing
 from lightning_eff.tune.arguments import parse_memory
 from lightning_eff.tune.own import SETTINGS, discover
 from lightning_eff.tune.profiling import Found, Look, told
@@ -127,6 +130,22 @@ def test_a_technique_that_refuses_is_left_out_with_its_reason(tuner: Tuner, tmp_
     look = refusing.look()
     assert not look.space.techniques
     assert look.space.left_out["tests.tune.tasks.Refusing"] == "refused: Refusing: not on a Monday."
+
+
+def test_a_technique_that_hangs_is_left_out_and_those_after_it_are_tried(
+    tuner: Tuner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One search before the first step, longer than any budget, would otherwise be the whole search."""
+    monkeypatch.setattr(timing, "PATIENCE", 3.0)
+    monkeypatch.setattr("lightning_eff.tune.tuner.Places", Places)
+    names = ["tests.tune.tasks.Hanging", "Lookahead"]
+    hanging = Tuner(tuner.paths, target="val_loss", budget=2, include=names, out=tmp_path / "out", threads=1)
+    look = hanging.look()
+    assert set(look.space.techniques) == {"Lookahead"}
+    assert re.fullmatch(
+        r"refused: it was ended after \d+ s, which is too long beside its budget",
+        look.space.left_out["tests.tune.tasks.Hanging"],
+    )
 
 
 def test_the_target_must_be_logged_and_the_budget_must_hold_a_schedule(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ class Job:
         pace: how it is paced.
         name: unique in the bench, and a file name.
         threads: torch's threads; 0 leaves them.
+        limit: seconds of wall-clock after which a worker process that still does it is ended, with the record of a crash;
+            None for no limit. Of several in turns the limits add up.
     """
 
     arm: Arm
@@ -37,6 +39,7 @@ class Job:
     pace: Pace
     name: str
     threads: int = 0
+    limit: float | None = None
 
     def record(self) -> dict[str, Any]:
         """As JSON; the arm must be one of configs."""
@@ -48,7 +51,7 @@ class Job:
         arm = record["arm"]
         replaced = tuple(arm["replaced"]) if arm["replaced"] else None
         arm = Arm(**{**arm, "source": tuple(arm["source"]), "configs": (), "replaced": replaced})
-        return cls(arm, record["seed"], Pace(**record["pace"]), record["name"], record["threads"])
+        return cls(arm, record["seed"], Pace(**record["pace"]), record["name"], record["threads"], record["limit"])
 
 
 #: Of a run, as its pacer and its record have them.

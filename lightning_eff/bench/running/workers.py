@@ -2,9 +2,11 @@
 
 import gc
 import json
+import math
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -119,10 +121,16 @@ class _Worker:
         return self._process.poll() is None
 
     def do(self, jobs: Sequence[Job], progress: Progress) -> list[dict[str, Any]]:
-        """The jobs' records; if the process dies, each is a crash."""
+        """The jobs' records; if the process dies, or does them for longer than it may, each is a crash."""
         assert self._process.stdin is not None and self._process.stdout is not None
         names = {job.name: job for job in jobs}
+        limits = [job.limit for job in jobs if job.limit is not None]
+        limit = math.fsum(limits) if jobs and len(limits) == len(jobs) else None
+        late = threading.Event()
+        watch = None if limit is None else threading.Timer(limit, self._end_late, [late])
         try:
+            if watch is not None:
+                watch.start()
             self._process.stdin.write(json.dumps([job.record() for job in jobs]) + "\n")
             self._process.stdin.flush()
             for line in self._process.stdout:
@@ -134,11 +142,23 @@ class _Worker:
                 progress(names[message["job"]], message["u"])
         except BrokenPipeError:
             pass
+        finally:
+            if watch is not None:
+                watch.cancel()
         status = self._process.wait()
+        if late.is_set():
+            return [
+                crashed(job, f"it was ended after {limit:.0f} s, which is too long beside its budget") for job in jobs
+            ]
         log = self.log.read_text(errors="replace").strip().splitlines() if self.log.is_file() else []
         cause = f"signal {-status}" if status < 0 else f"exit status {status}"
         last = " / ".join(log[-3:]) or "none"
         return [crashed(job, f"its process ended with {cause}; last words: {last}; log: {self.log}") for job in jobs]
+
+    def _end_late(self, late: threading.Event) -> None:
+        """Its time is over."""
+        late.set()
+        self._process.kill()
 
     def end(self) -> None:
         """No more jobs: let it finish by itself."""

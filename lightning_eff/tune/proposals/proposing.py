@@ -237,7 +237,9 @@ class Proposer:
         for name in alone:
             if len(together) < self.space.most and self.space.conflict([*together, name]) is None:
                 together.append(name)
-        single = {name: [([name], {name: kind}) for kind in _kinds(self.space.techniques[name].space)] for name in alone}
+        single = {
+            name: [([name], {name: kind}) for kind in _kinds(self.space.techniques[name].space)] for name in alone
+        }
         return [
             *(stack for name in together[:1] for stack in single[name]),
             *((together[:k], {}) for k in range(2, len(together) + 1)),
