@@ -1,5 +1,6 @@
 """Techniques with their papers' settings and with searched ones, side by side on one task."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.evidence_arms import CLAIMS, PAPERS, SETTINGS, WEIGHTS
@@ -35,10 +36,10 @@ def lines(
         "|---|---|---|---|",
     ]
     for recipe, others in SETTINGS.items():
-        names = [name for name in (recipe, *others) if final(searched, name) is not None]
+        names = _ended(searched, recipe, others)
         if not names or recipe not in found["summary"]:
             continue
-        best = min(names, key=lambda name: final(searched, name) or 0.0)
+        best = min(names, key=lambda name: names[name])
         own = best == recipe
         anew = "the same" if own else cell(confirmed["summary"].get(best))
         which = f"{OWN if own else others[best]}, of {len(names)}"
@@ -53,13 +54,12 @@ def lines(
 
 def winners(searched: dict[str, Any]) -> list[str]:
     """The settings that ended best of their technique's, where these are not the paper's: what is to be confirmed."""
-    best = [
-        min((n for n in (recipe, *of) if final(searched, n) is not None), key=lambda n: final(searched, n) or 0.0)
-        for recipe, of in SETTINGS.items()
-    ]
-    return [name for name in best if name not in SETTINGS]
+    found = {recipe: _ended(searched, recipe, others) for recipe, others in SETTINGS.items()}
+    best = {recipe: min(ends, key=lambda name: ends[name]) for recipe, ends in found.items() if ends}
+    return [name for recipe, name in best.items() if name != recipe]
 
 
-def final(results: dict[str, Any], name: str) -> float | None:
-    """The mean loss that an arm ended with; None where it did not."""
-    return results["summary"].get(name, {}).get("final", {}).get("mean")
+def _ended(searched: dict[str, Any], recipe: str, others: Iterable[str]) -> dict[str, float]:
+    """The mean losses that a technique's settings ended with, the paper's first."""
+    summary = searched["summary"]
+    return {name: mean for name in (recipe, *others) if (mean := summary.get(name, {}).get("final", {}).get("mean"))}

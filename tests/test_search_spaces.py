@@ -90,6 +90,9 @@ def test_stand_ins_are_not_searched(name: str) -> None:
         ("SelectiveBackprop", {"batch_size": 1}),
         ("SharpnessAwareMinimization", {"epochs": 0.3}),
         ("LatestWeightAveraging", {"decayed_rate": True}),
+        ("PatchDropout", {"image_side": None}),
+        ("PartialTokenTraining", {"image_side": None}),
+        ("PatchDropout", {"num_blocks": 1}),
         ("MaskRateSchedule", {"masked_labels": False}),
         ("ReplaceOptimizer", {"num_matrices": 0}),
         ("ActivationOffload", {"accelerator": "cpu"}),
@@ -130,6 +133,13 @@ def test_matrices_are_stepped_by_either_optimizer_at_a_rate_of_its_own() -> None
         assert type(made).__name__ == name
         got = {key: tuple(v) if isinstance(v := made.defaults[key], list) else v for key in defaults}
         assert got == defaults and made.defaults["weight_decay"] == 0.05
+
+
+def test_what_was_measured_on_masked_labels_is_expected_there_alone() -> None:
+    space = CLASSES["FusedLinearCrossEntropy"].search_space
+    assert space.expected(RICH) == space.measured > 2 and RICH.masked_labels
+    assert space.expected(replace(RICH, masked_labels=False)) == 1.0
+    assert CLASSES["ReplaceOptimizer"].search_space.expected(replace(RICH, masked_labels=False)) > 2
 
 
 def test_a_value_out_of_its_range_is_refused() -> None:

@@ -143,6 +143,10 @@ def _always(profile: RunProfile) -> None:
     return None
 
 
+def _any(profile: RunProfile) -> bool:
+    return True
+
+
 def _as_arguments(cls: Callable[..., Any], values: Mapping[str, Any], profile: RunProfile) -> Any:
     return cls(**values)
 
@@ -159,12 +163,18 @@ class SearchSpace:
         measured: about how many times as fast as its baseline it was on the reference tasks (``docs/evidence.md``), the most
             of those where a difference was shown, so that a search begins with what pays and seldom draws what costs; 1
             where none was shown, or nothing is known, or one task speaks for it and another against it.
+        measured_on: whether a run is like those on which that was measured; elsewhere nothing is known.
     """
 
     settings: Mapping[str, Range] = field(default_factory=dict)
     pointless: Callable[[RunProfile], str | None] = _always
     make: Callable[[Callable[..., Any], Mapping[str, Any], RunProfile], Any] = _as_arguments
     measured: float = 1.0
+    measured_on: Callable[[RunProfile], bool] = _any
+
+    def expected(self, profile: RunProfile) -> float:
+        """How many times as fast as its baseline a run is expected to be, from what was measured: 1 where nothing is known."""
+        return self.measured if self.measured_on(profile) else 1.0
 
     def build(self, cls: Callable[..., Any], values: Mapping[str, Any], profile: RunProfile) -> Any:
         """An instance of ``cls`` with these settings.

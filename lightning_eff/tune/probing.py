@@ -74,8 +74,9 @@ def probe(
         over: whether the time for it is.
     """
     found = dict(known or {})
-    measured = {name: one.space.measured for name, one in recipes.space.techniques.items() if name not in found}
-    left = sorted(measured, key=lambda name: -measured[name])
+    space = recipes.space
+    expected = {n: one.space.expected(space.profile) for n, one in space.techniques.items() if n not in found}
+    left = sorted(expected, key=lambda name: -expected[name])
     job = {"target": target, "steps": steps, "seed": seed, "threads": threads, "limit": limit}
 
     def tried(name: str) -> tuple[str, str | None] | None:

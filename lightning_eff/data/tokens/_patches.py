@@ -20,8 +20,16 @@ from lightning_eff._core.batches import map_tensors, num_samples, tensors
 from lightning_eff._core.blocks import BlockStack, hidden_of, split_output
 from lightning_eff._core.losses import loss_of
 from lightning_eff._core.patches import Patches
+from lightning_eff._core.search_space import RunProfile, needs_blocks
 from lightning_eff._core.steps import Step, in_evaluation
 from lightning_eff._core.wrapping import unrounded
+
+
+def no_patches(profile: RunProfile) -> str | None:
+    """Why a technique that leaves out patches of images or frames would be tried in vain."""
+    if profile.image_side is None and profile.sequence_length is not None:
+        return "samples are no images or frames"
+    return needs_blocks(profile)
 
 
 @dataclass(frozen=True)

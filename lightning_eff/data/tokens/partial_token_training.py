@@ -18,13 +18,13 @@ from lightning_eff._core._tokens.inputs import Kept
 from lightning_eff._core._tokens.window import At
 from lightning_eff._core.losses import loss_of
 from lightning_eff._core.optimizers import evaluates_anew
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform, needs_blocks
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.data.tokens._decoder import Painter, make_painter, reconstruction_loss
 from lightning_eff.data.tokens._draw import draw
-from lightning_eff.data.tokens._patches import Layout, find_layout, handled, keep
+from lightning_eff.data.tokens._patches import Layout, find_layout, handled, keep, no_patches
 from lightning_eff.data.tokens._share import Share
 from lightning_eff.data.tokens._tubes import Tubes, embeddings_of, find_tubes, tubes
 
@@ -105,7 +105,7 @@ class PartialTokenTraining(Technique):
     )
     survey: ClassVar[Survey | None] = Survey("token masking (Turbo)", zhuang="2.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"ratio": Uniform(0.1, 0.75), "reconstruction_weight": Choice((0.0, 0.1, 1.0))}, needs_blocks
+        {"ratio": Uniform(0.1, 0.75), "reconstruction_weight": Choice((0.0, 0.1, 1.0))}, no_patches
     )
     control: ClassVar[Control] = Control(
         "the baseline for as many seconds with its learning rate decayed to zero; fewer frames throughout; and the same with"

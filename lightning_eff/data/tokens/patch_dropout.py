@@ -9,12 +9,12 @@ from typing_extensions import override
 from lightning_eff._core._tokens.entering import EnteringTokens
 from lightning_eff._core._tokens.inputs import Kept
 from lightning_eff._core._tokens.window import At
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform, needs_blocks
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.data.tokens._draw import draw
-from lightning_eff.data.tokens._patches import Layout, find_layout, keep
+from lightning_eff.data.tokens._patches import Layout, find_layout, keep, no_patches
 from lightning_eff.data.tokens._share import Share
 
 WHO = "PatchDropout"
@@ -70,7 +70,7 @@ class PatchDropout(Technique):
     )
     survey: ClassVar[Survey | None] = Survey("token masking (MAE, FLIP)", zhuang="2.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"ratio": Uniform(0.25, 0.75), "until": Choice((0.8, 1.0))}, needs_blocks
+        {"ratio": Uniform(0.25, 0.75), "until": Choice((0.8, 1.0))}, no_patches
     )
     control: ClassVar[Control] = Control(
         "the baseline for as many seconds with its learning rate decayed to zero; and smaller images throughout"

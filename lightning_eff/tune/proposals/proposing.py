@@ -181,7 +181,7 @@ class Proposer:
     def drawn(self, kind: str, number: int, best: Choices | None, refused: Mapping[frozenset[str], str]) -> Choices:
         """A start: the config as it is, then at random; of recipes, few techniques on the baseline's best settings.
 
-        Recipes begin with what was measured to pay, by :attr:`SearchSpace.measured`: the best alone, in each of its kinds
+        Recipes begin with what was measured to pay, by :meth:`SearchSpace.expected`: the best alone, in each of its kinds
         (:attr:`Choice.each`), with the next, with the next two, and so on, then each of the others alone. What was measured
         to cost is drawn less often than the rest.
 
@@ -203,7 +203,7 @@ class Proposer:
         draw.shuffle(names)
         stack = []
         size = draw.randint(1, min(2, self.space.most))
-        cost = {name: m for name in names if (m := self.space.techniques[name].space.measured) < 1}
+        cost = {name: m for name, m in self._expected().items() if m < 1}
         late = {name for name, measured in cost.items() if draw.random() > measured}
         for name in sorted(names, key=lambda one: one in late):
             wanted = {*stack, name}
@@ -226,12 +226,16 @@ class Proposer:
             dict(own), {name: {**usual(self.space.techniques[name]), **kinds.get(name, {})} for name in stack}
         )
 
+    def _expected(self) -> dict[str, float]:
+        """Of each technique, how many times as fast it was on runs like this one."""
+        return {name: one.space.expected(self.space.profile) for name, one in self.space.techniques.items()}
+
     def _paying(self) -> list[tuple[list[str], dict[str, dict[str, Any]]]]:
         """The stacks that a search begins with, and the kinds of their techniques where they have several.
 
         They are of techniques that were measured to pay, those that pay most first.
         """
-        measured = {name: one.space.measured for name, one in self.space.techniques.items()}
+        measured = self._expected()
         alone = sorted((name for name in measured if measured[name] > 1), key=lambda name: -measured[name])
         together: list[str] = []
         for name in alone:
