@@ -68,7 +68,9 @@ def _ends(results: dict[str, Any], arm: str) -> dict[int, float | None]:
 
 def together(results: dict[str, Any], later: dict[str, Any] | None) -> dict[str, Any]:
     """Two benches as one: by :func:`joined` where their seeds are the same, by :func:`with_seeds` elsewhere."""
-    same = later is None or results["plan"]["seeds"] == later["plan"]["seeds"]
+    if later is None:
+        return results
+    same = results["plan"]["seeds"] == later["plan"]["seeds"]
     return joined(results, later) if same else with_seeds(results, later)
 
 
