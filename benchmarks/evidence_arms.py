@@ -198,7 +198,8 @@ GOAL = {
     "soap": "ReplaceOptimizer with SOAP alone",
     "soap_patches": "ReplaceOptimizer with SOAP, and PatchDropout",
     "patch_dropout": "PatchDropout alone",
+    "muon_fused_mask_rate": "ReplaceOptimizer with Muon, FusedLinearCrossEntropy and MaskRateSchedule",
     "fused_mask_rate": "FusedLinearCrossEntropy and MaskRateSchedule",
-    "fused_head": "without MaskRateSchedule",
-    "mask_rate": "without FusedLinearCrossEntropy",
+    "fused_head": "FusedLinearCrossEntropy alone",
+    "mask_rate": "MaskRateSchedule alone",
 }
