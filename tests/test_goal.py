@@ -52,6 +52,17 @@ def test_the_share_of_a_known_speed_is_found_between_two_budgets() -> None:
     assert bounds[0] is not None and (bounds[0].above, bounds[0].most) == (3, 0.2) and bounds[1] is None
 
 
+def test_a_seed_without_the_budgets_that_would_tell_does_not_count() -> None:
+    """One with fewer budgets than others counts where they enclose the target, and is no bound where they do not."""
+    arms = gathered([bench("baseline", 60, [5], {}), bench("fast", 12, [2, 10], {"fast": 2.5})])
+    for seconds in (12, 24):
+        del arms["fast"].finals[seconds][3]  # which has 120 s alone
+    for budget, seeds in ((60, 2), (300, 3)):
+        found = share(arms["fast"], arms["baseline"], budget)
+        assert found is not None and found.seeds == seeds and not (found.below or found.above)
+        assert found.estimate == pytest.approx(0.4)
+
+
 def test_where_some_seeds_lie_off_the_budgets_their_number_is_told_beside_the_mean() -> None:
     runs = bench("fast", 24, [2], {"fast": 2.5})
     for run in runs["runs"]:
