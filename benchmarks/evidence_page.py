@@ -72,11 +72,10 @@ def page(
     if compute:
         lines += ["", "## What costs a step less, or has more for it", "", *overview(COMPUTE, compute)]
     for task, parts in (stacks or {}).items():
-        if {"search_settings", "settings"} <= parts.keys() and weights:
+        if "settings" in parts and weights:
             lines += ["", f"## Papers' settings and searched ones: {TASKS[task]}", ""]
-            lines += evidence_settings.lines(
-                found[task], weights[task], parts["search_settings"], parts["settings"], cell
-            )
+            searched = parts.get("search_settings")
+            lines += evidence_settings.lines(found[task], weights[task], searched, parts["settings"], cell)
     for task, parts in (stacks or {}).items():
         if not {"search", "stack"} & parts.keys():
             continue

@@ -11,7 +11,7 @@ OWN = "the paper's"
 def lines(
     found: dict[str, Any],
     weights: dict[str, Any],
-    searched: dict[str, Any],
+    searched: dict[str, Any] | None,
     confirmed: dict[str, Any],
     cell: Any,
 ) -> list[str]:
@@ -20,22 +20,27 @@ def lines(
     Args:
         found: a task's results of the recipes with their papers' settings.
         weights: those of what moves the weights, whose recipes were searched.
-        searched: of the search among other settings, with its one seed.
+        searched: of the search among other settings, with its one seed; None where there was none yet.
         confirmed: of what won there, and of the papers' settings of what moves the weights.
         cell: writes an arm's summary.
     """
-    plan = searched["plan"]
-    seeds = ", ".join(map(str, plan["seeds"]))
-    told = [
-        f"The settings of what the first table holds were searched on seed {seeds}, which no evaluation uses, in whole runs of"
-        f" {plan['budget']['seconds']:g} s: the paper's, as the recipe has them, beside those in `benchmarks/gpt/settings`."
-        " The best was then held against the baseline as everything else is, where it was not the paper's. Of what moves the"
-        " weights it is the other way round: its recipes were searched, and its papers' settings stand beside them.",
+    told: list[str] = []
+    if searched is not None:
+        plan = searched["plan"]
+        seeds = ", ".join(map(str, plan["seeds"]))
+        told += [
+            f"The settings of what the first table holds were searched on seed {seeds}, which no evaluation uses, in whole"
+            f" runs of {plan['budget']['seconds']:g} s: the paper's, as the recipe has them, beside those in"
+            " `benchmarks/gpt/settings`. The best was then held against the baseline as everything else is, where it was not the paper's."
+        ]
+    told += [
+        "Of what moves the weights the recipes were searched: their papers' settings stand beside them, at the baseline's rate"
+        " for all that the optimizer leaves to AdamW, as everywhere here.",
         "",
         "| technique | with its paper's settings | with searched ones | which, the best of how many |",
         "|---|---|---|---|",
     ]
-    for recipe, others in SETTINGS.items():
+    for recipe, others in SETTINGS.items() if searched is not None else ():
         names = _ended(searched, recipe, others)
         if not names or recipe not in found["summary"]:
             continue

@@ -510,6 +510,8 @@ def test_papers_settings_and_searched_ones_stand_side_by_side() -> None:
     ]
     assert "seed 0, which no evaluation uses, in whole runs of 30 s" in text[0]
     assert evidence_settings.winners(search) == ["stacking_briefly"]
+    papers = evidence_settings.lines(found, weights, None, confirmed, lambda one: one["verdict"])
+    assert papers[-1] == text[-1] and not any("ProgressiveStacking" in line for line in papers)
 
 
 def test_what_won_among_settings_is_what_was_held_against_the_baseline() -> None:

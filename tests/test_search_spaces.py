@@ -139,7 +139,7 @@ def test_what_was_measured_on_masked_labels_is_expected_there_alone() -> None:
     space = CLASSES["FusedLinearCrossEntropy"].search_space
     assert space.expected(RICH) == space.measured > 2 and RICH.masked_labels
     assert space.expected(replace(RICH, masked_labels=False)) == 1.0
-    assert CLASSES["ReplaceOptimizer"].search_space.expected(replace(RICH, masked_labels=False)) > 2
+    assert CLASSES["ReplaceOptimizer"].search_space.expected(replace(RICH, masked_labels=False)) > 1.5
 
 
 def test_a_value_out_of_its_range_is_refused() -> None:
