@@ -31,7 +31,8 @@ def lines(
         told += [
             f"The settings of what the first table holds were searched on seed {seeds}, which no evaluation uses, in whole"
             f" runs of {plan['budget']['seconds']:g} s: the paper's, as the recipe has them, beside those in"
-            " `benchmarks/gpt/settings`. The best was then held against the baseline as everything else is, where it was not the paper's."
+            " `benchmarks/gpt/settings`. The best was then held against the baseline as everything else is, where it was not"
+            " the paper's."
         ]
     told += [
         "Of what moves the weights the recipes were searched: their papers' settings stand beside them, at the baseline's rate"

@@ -8,7 +8,7 @@ FILE = ROOT / "docs" / "time_to_loss.svg"
 #: Of each task that is shown, the recipe.
 SHOWN = {
     "gpt": "muon_grown_ngrams",
-    "bert8k": "fused_mask_rate",
+    "bert8k": "muon_fused_mask_rate",
     "rings": "soap_patches",
     "vit": "soap",
     "bert": "muon_grown_length",
