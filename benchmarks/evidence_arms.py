@@ -193,6 +193,9 @@ GOAL = {
     "grown_ngrams": "without ReplaceOptimizer",
     "muon_ngrams": "without ProgressiveStacking",
     "muon_grown": "ReplaceOptimizer and ProgressiveStacking, without NgramEmbedding",
+    "muon_grown_length_mask_rate": (
+        "ReplaceOptimizer with Muon, ProgressiveStacking, SequenceLengthWarmup and MaskRateSchedule"
+    ),
     "muon_grown_length": "ReplaceOptimizer with Muon, ProgressiveStacking and SequenceLengthWarmup",
     "muon": "ReplaceOptimizer with Muon alone",
     "soap": "ReplaceOptimizer with SOAP alone",
