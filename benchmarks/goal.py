@@ -155,8 +155,12 @@ def _compared(runs: Arm, targets: Mapping[int, float], budget: float, error: flo
     if not own:
         return None
     found = {seed: seconds_to(finals, targets[seed]) for seed, finals in own.items()}
-    most = set.union(*({*finals} for finals in own.values()))
-    unknown = {seed for seed, (seconds, _) in found.items() if seconds is None and {*own[seed]} < most}
+    least, most = (end(end(finals) for finals in own.values()) for end in (min, max))
+    unknown = {
+        seed
+        for seed, (_, bound) in found.items()
+        if (bound == "below" and min(own[seed]) > least) or (bound == "above" and max(own[seed]) < most)
+    }
     if len(unknown) < len(found):  # of these seeds it would be known where they had run at the budgets of the others
         found = {seed: one for seed, one in found.items() if seed not in unknown}
         own = {seed: one for seed, one in own.items() if seed not in unknown}

@@ -63,6 +63,15 @@ def test_a_seed_without_the_budgets_that_would_tell_does_not_count() -> None:
         assert found.estimate == pytest.approx(0.4)
 
 
+def test_a_seed_counts_where_the_others_budgets_would_not_have_told_either() -> None:
+    """It is below the least of all, or above the most, whatever lies between."""
+    arms = gathered([bench("baseline", 60, [5, 0.1], {}), bench("fast", 12, [2, 10], {"fast": 2.5})])
+    del arms["fast"].finals[24][3]
+    for budget, off in ((6, (3, 0)), (300, (0, 0))):
+        found = share(arms["fast"], arms["baseline"], budget)
+        assert found is not None and (found.seeds, (found.below, found.above)) == (3, off)
+
+
 def test_where_some_seeds_lie_off_the_budgets_their_number_is_told_beside_the_mean() -> None:
     runs = bench("fast", 24, [2], {"fast": 2.5})
     for run in runs["runs"]:
