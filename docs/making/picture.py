@@ -11,7 +11,7 @@ SHOWN = {
     "bert8k": "muon_fused_mask_rate",
     "rings": "soap_patches",
     "vit": "soap",
-    "bert": "muon_grown_length",
+    "bert": "muon_grown_length_mask_rate",
 }
 
 
