@@ -169,7 +169,7 @@ SETTINGS = {
         "zero_projections_halved": "half of what they begin with, the head as it is",
         "zero_projections_without_head": "zero, the head as it is",
     },
-    "data_driven_init": {"data_driven_init_of_single_bytes": "without bigrams"},
+    "data_driven_init": {"data_driven_init_of_more_batches": "counted in 400 batches, not 100"},
 }
 PAPERS = {
     "muon": {"muon_paper": "rate 0.02, momentum 0.95, no decay"},
