@@ -106,6 +106,7 @@ class RunProfile:
         num_blocks: blocks in the longest stack of repeated ones; 0 where there is none.
         sequence_length: tokens of a sample, or None where samples are no sequences.
         image_side: pixels of an image's shorter side, or None where samples are no images.
+        grids: samples hold numbers in two dimensions or more: images, frames, sequences of vectors.
         batch_size: samples of a micro-batch on one rank.
         visible_loss: the step's loss is the sum of loss calls that can be taken apart by sample.
         epochs: how often the run goes over its data; less than 1 where it does not see all.
@@ -124,6 +125,7 @@ class RunProfile:
     num_blocks: int = 0
     sequence_length: int | None = None
     image_side: int | None = None
+    grids: bool = False
     batch_size: int = 1
     visible_loss: bool = False
     epochs: float = 1.0

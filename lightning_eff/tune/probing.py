@@ -40,15 +40,9 @@ def usual(one: Candidate) -> dict[str, Any]:
 
 
 def probe(
-    recipes: Recipes,
-    places: Places,
-    folder: Path,
+    space: Space,
+    why_not: Callable[[str], str | None],
     *,
-    target: str,
-    steps: int,
-    seed: int,
-    threads: int,
-    limit: float | None = None,
     jobs: int = 1,
     known: dict[str, str | None] | None = None,
     tell: Callable[[str, str | None], None] | None = None,
@@ -60,29 +54,21 @@ def probe(
     found: it stays in the space, and its first trial will show.
 
     Args:
-        recipes: of the space.
-        places: where they run.
-        folder: for configs.
-        target: the validation metric.
-        steps: of a whole run, over which schedules are laid out.
-        seed: of the runs.
-        threads: torch's.
-        limit: seconds that each may take, as a :class:`Job` has it.
-        jobs: at once.
+        space: the techniques.
+        why_not: tries one of them, as :func:`refused` does.
+        jobs: how many at once.
         known: what was found before.
         tell: called with each name and what was found.
         over: whether the time for it is.
     """
     found = dict(known or {})
-    space = recipes.space
     expected = {n: one.space.expected(space.profile) for n, one in space.techniques.items() if n not in found}
     left = sorted(expected, key=lambda name: -expected[name])
-    job = {"target": target, "steps": steps, "seed": seed, "threads": threads, "limit": limit}
 
     def tried(name: str) -> tuple[str, str | None] | None:
         if over():
             return None
-        return name, refused(recipes, name, places, folder, **job)
+        return name, why_not(name)
 
     with ThreadPoolExecutor(jobs) as pool:
         for done in pool.map(tried, left):
@@ -105,7 +91,19 @@ def refused(
     threads: int,
     limit: float | None = None,
 ) -> str | None:
-    """Why a technique does not run; None where it does."""
+    """Why two steps of a technique do not run; None where they do.
+
+    Args:
+        recipes: of the space.
+        name: of the technique.
+        places: where it runs.
+        folder: for configs.
+        target: the validation metric.
+        steps: of a whole run, over which schedules are laid out.
+        seed: of the run.
+        threads: torch's.
+        limit: seconds that it may take, as a :class:`Job` has it.
+    """
     one = recipes.space.techniques[name]
     try:
         arm = recipes.arm(name, Choices(techniques={name: usual(one)}), steps, folder)

@@ -190,6 +190,8 @@ class Look(Callback):
             self._set("image_side", min(image.shape[2:]), f"batch{path} of shape {tuple(image.shape)}")
         else:
             self._set("image_side", None, "no 4-D tensor in a batch")
+        dense = [p for p, t in held if t.ndim >= 3 and (t.is_floating_point() or t.dtype is torch.uint8)]
+        self._set("grids", bool(dense), f"batch{dense[0]}" if dense else "no numbers of three dimensions in a batch")
         hidden = [(p, float((t == -100).float().mean())) for p, t in whole]
         path, share = max(hidden, key=lambda pair: pair[1], default=("", 0.0))
         told = f"{share:.0%} of batch{path} are -100" if path else "no labels of tokens in a batch"

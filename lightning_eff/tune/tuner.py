@@ -355,14 +355,18 @@ class Tuner:
             durations = self._durations(found)
             time.check(durations)
             return probing.probe(
-                recipes,
-                places,
-                self.out / "configs",
-                target=self.target,
-                steps=found.steps,
-                seed=self.seed,
-                threads=self.threads,
-                limit=durations.limit(durations.probe),
+                recipes.space,
+                lambda name: probing.refused(
+                    recipes,
+                    name,
+                    places,
+                    self.out / "configs",
+                    target=self.target,
+                    steps=found.steps,
+                    seed=self.seed,
+                    threads=self.threads,
+                    limit=durations.limit(durations.probe),
+                ),
                 jobs=self.jobs,
                 known=known,
                 tell=done,

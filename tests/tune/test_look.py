@@ -75,6 +75,9 @@ def test_batches_are_told_apart(found: Found) -> None:
     assert not seen({"input_ids": ids, "labels": ids})["masked_labels"]
     assert seen([torch.zeros(4, 3, 28, 30), torch.zeros(4, dtype=torch.long)])["image_side"] == 28
     assert seen([torch.zeros(4, 3, 28, 30), torch.zeros(4, dtype=torch.long)])["sequence_length"] is None
+    assert not seen({"input_ids": ids, "labels": ids})["grids"]
+    for frames in (torch.zeros(4, 8, 3, 28, 28), torch.zeros(4, 8, 16), torch.zeros(4, 3, 28, 28, dtype=torch.uint8)):
+        assert seen({"input_ids": ids, "video": frames})["grids"], "beside tokens, too"
 
 
 def test_own_settings_are_arguments_that_have_the_value_that_is_seen(found: Found) -> None:

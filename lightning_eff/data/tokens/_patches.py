@@ -27,7 +27,7 @@ from lightning_eff._core.wrapping import unrounded
 
 def no_patches(profile: RunProfile) -> str | None:
     """Why a technique that leaves out patches of images or frames would be tried in vain."""
-    if profile.image_side is None and profile.sequence_length is not None:
+    if not profile.grids:
         return "samples are no images or frames"
     return needs_blocks(profile)
 
