@@ -35,6 +35,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import goal  # noqa: E402
 from benchmarks.evidence_arms import CLAIMS, COMPUTE, GOAL, SETTINGS, TASKS, WEIGHTS, settings  # noqa: E402
 from benchmarks.evidence_page import RESULTS, committed, in_verdicts, page  # noqa: E402
+from benchmarks.evidence_settings import to_confirm  # noqa: E402
 from benchmarks.joining import together  # noqa: E402
 
 OUT, PAGE, VERDICTS = ROOT / "benchmarks" / "out", ROOT / "docs" / "evidence.md", ROOT / "docs" / "verdicts.md"
@@ -46,7 +47,13 @@ SETS = {"bench": CLAIMS, "weights": WEIGHTS, "compute": COMPUTE, "goal": GOAL, "
 def run(task: str, options: argparse.Namespace) -> None:
     """Every recipe of one of the sets with its controls."""
     name = f"{options.set}_{task}{at(task, options.budget)}"
-    recipes = [recipe for recipe in SETS[options.set] if recipe in (options.only or SETS[options.set])]
+    wanted = options.only or SETS[options.set]
+    searched = RESULTS / f"search_settings_{task}.json"
+    if options.set == "settings" and not options.only and searched.is_file():
+        wanted = to_confirm(json.loads(searched.read_text()))
+    recipes = [recipe for recipe in SETS[options.set] if recipe in wanted]
+    if options.seeds != "3":  # further seeds: a ladder would have these alone
+        options.ladder = ""
     folders = [ROOT / "benchmarks" / task / kind for kind in ("recipes", "stacks", "controls", "settings")]
     found = [[path for folder in folders if (path := folder / f"{recipe}.yaml").is_file()] for recipe in recipes]
     overlays = [path for paths in found for path in paths[:1]]

@@ -173,9 +173,8 @@ SETTINGS = {
 }
 PAPERS = {
     "muon": {"muon_paper": "rate 0.02, momentum 0.95, no decay"},
-    "soap": {"soap_paper": "rate 0.003, betas 0.95, decay 1e-4"},
+    "soap": {"soap_paper": "rate 0.003, betas 0.95, decay 0.01"},
     "schedule_free": {"schedule_free_paper": "the baseline's rate, warm-up over 50 steps"},
-    "moving_average": {"moving_average_paper": "a decay of 0.999 a step, over the whole run"},
     "batch_warmup": {"batch_warmup_paper": "batches double twice, at the baseline's rate"},
 }
 

@@ -41,8 +41,8 @@ def lines(
         "| technique | with its paper's settings | with searched ones | which, the best of how many |",
         "|---|---|---|---|",
     ]
-    for recipe, others in SETTINGS.items() if searched is not None else ():
-        names = _ended(searched, recipe, others)
+    for recipe, others in SETTINGS.items():
+        names = {} if searched is None else _ended(searched, recipe, others)
         if not names or recipe not in found["summary"]:
             continue
         best = min(names, key=lambda name: names[name])
@@ -56,6 +56,11 @@ def lines(
                 both = (cell(confirmed["summary"][name]), cell(weights["summary"].get(recipe)))
                 told.append(f"| `{WEIGHTS[recipe][0]}` | {both[0]} | {both[1]} | the paper's: {words} |")
     return told
+
+
+def to_confirm(searched: dict[str, Any]) -> list[str]:
+    """What is to be held against the baseline after a search: what won there, and the papers' of what moves the weights."""
+    return [*winners(searched), *(name for of in PAPERS.values() for name in of)]
 
 
 def winners(searched: dict[str, Any]) -> list[str]:

@@ -510,6 +510,7 @@ def test_papers_settings_and_searched_ones_stand_side_by_side() -> None:
     ]
     assert "seed 0, which no evaluation uses, in whole runs of 30 s" in text[0]
     assert evidence_settings.winners(search) == ["stacking_briefly"]
+    assert evidence_settings.to_confirm(search)[:2] == ["stacking_briefly", "muon_paper"]
     papers = evidence_settings.lines(found, weights, None, confirmed, lambda one: one["verdict"])
     assert papers[-1] == text[-1] and not any("ProgressiveStacking" in line for line in papers)
 
