@@ -67,9 +67,9 @@ def search(task: str, options: argparse.Namespace) -> None:
     paths = sorted((folder / options.among).glob("*.yaml"))
     name = f"search_{task}"
     if options.among == "settings":
-        paths = [folder / "recipes" / f"{recipe}.yaml" for recipe in SETTINGS] + [
-            folder / "settings" / f"{one}.yaml" for of in SETTINGS.values() for one in of
-        ]
+        paths = [folder / "recipes" / f"{recipe}.yaml" for recipe in SETTINGS]
+        paths += [folder / "settings" / f"{one}.yaml" for of in SETTINGS.values() for one in of]
+        paths = [path for path in paths if path.is_file()]
         name = f"search_settings_{task}"
     compare(task, name, paths, options.seeds, options)
 

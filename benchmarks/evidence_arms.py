@@ -131,8 +131,9 @@ COMPUTE = {
     "muon_grown_ngram_compiled": ("the same with RegionalCompilation", "none: put together here"),
 }
 
-# Other settings of a technique than its recipe's, and what they are. Of the techniques in CLAIMS, whose recipes have their
-# papers', they were searched; of those in WEIGHTS, whose recipes were searched, they are their papers'.
+# Other settings of a technique than its recipe's, and what they are, on those tasks that have its recipe. Of the techniques in
+# CLAIMS, whose recipes have their papers', they were searched; of those in WEIGHTS, whose recipes were searched, they are their
+# papers'.
 SETTINGS = {
     "stacking": {
         "stacking_until_half": "2 of 4 blocks until 0.5 of the budget, not 0.3",
@@ -144,8 +145,8 @@ SETTINGS = {
         "length_warmup_briefly": "from half of the length, until 0.15 of the budget, not 0.3",
     },
     "averaging": {
-        "averaging_short": "snapshots 6 steps apart, not 12",
-        "averaging_shortest": "3 snapshots, 3 steps apart",
+        "averaging_short": "snapshots half as far apart",
+        "averaging_shortest": "3 snapshots, not 6, still closer together",
     },
     "sharpness": {
         "sharpness_seldom": "every 5th step",
@@ -174,9 +175,10 @@ SETTINGS = {
 PAPERS = {
     "muon": {"muon_paper": "rate 0.02, momentum 0.95, no decay"},
     "soap": {"soap_paper": "rate 0.003, betas 0.95, decay 0.01"},
-    "schedule_free": {"schedule_free_paper": "the baseline's rate, warm-up over 50 steps"},
+    "schedule_free": {"schedule_free_paper": "momentum 0.9, the baseline's rate, warm-up over 50 steps"},
     "batch_warmup": {"batch_warmup_paper": "batches double twice, at the baseline's rate"},
 }
+SAME = {("vit", "schedule_free"), ("bert", "schedule_free")}  #: where the search had found the paper's
 
 
 def settings() -> list[str]:

@@ -75,7 +75,7 @@ def page(
         if "settings" in parts and weights:
             lines += ["", f"## Papers' settings and searched ones: {TASKS[task]}", ""]
             searched = parts.get("search_settings")
-            lines += evidence_settings.lines(found[task], weights[task], searched, parts["settings"], cell)
+            lines += evidence_settings.lines(task, found[task], weights[task], searched, parts["settings"], cell)
     for task, parts in (stacks or {}).items():
         if not {"search", "stack"} & parts.keys():
             continue

@@ -3,12 +3,13 @@
 from collections.abc import Iterable
 from typing import Any
 
-from benchmarks.evidence_arms import CLAIMS, PAPERS, SETTINGS, WEIGHTS
+from benchmarks.evidence_arms import CLAIMS, PAPERS, SAME, SETTINGS, WEIGHTS
 
 OWN = "the paper's"
 
 
 def lines(
+    task: str,
     found: dict[str, Any],
     weights: dict[str, Any],
     searched: dict[str, Any] | None,
@@ -18,7 +19,8 @@ def lines(
     """What was searched and how, and a table with a line for each technique.
 
     Args:
-        found: a task's results of the recipes with their papers' settings.
+        task: which.
+        found: its results of the recipes with their papers' settings.
         weights: those of what moves the weights, whose recipes were searched.
         searched: of the search among other settings, with its one seed; None where there was none yet.
         confirmed: of what won there, and of the papers' settings of what moves the weights.
@@ -31,8 +33,8 @@ def lines(
         told += [
             f"The settings of what the first table holds were searched on seed {seeds}, which no evaluation uses, in whole"
             f" runs of {plan['budget']['seconds']:g} s: the paper's, as the recipe has them, beside those in"
-            " `benchmarks/gpt/settings`. The best was then held against the baseline as everything else is, where it was not"
-            " the paper's."
+            f" `benchmarks/{task}/settings`. The best was then held against the baseline as everything else is, where it was"
+            " not the paper's."
         ]
     told += [
         "Of what moves the weights the recipes were searched: their papers' settings stand beside them, at the baseline's rate"
@@ -55,6 +57,9 @@ def lines(
             if name in confirmed["summary"]:
                 both = (cell(confirmed["summary"][name]), cell(weights["summary"].get(recipe)))
                 told.append(f"| `{WEIGHTS[recipe][0]}` | {both[0]} | {both[1]} | the paper's: {words} |")
+            elif (task, recipe) in SAME:
+                own = cell(weights["summary"].get(recipe))
+                told.append(f"| `{WEIGHTS[recipe][0]}` | the same | {own} | the paper's: {words} |")
     return told
 
 

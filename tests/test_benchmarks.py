@@ -18,7 +18,7 @@ from benchmarks.bert.module import IGNORED, ByteBert
 from benchmarks.bert8k import pieces
 from benchmarks.bert8k.data import MaskedPieces
 from benchmarks.bert8k.module import PieceBert
-from benchmarks.evidence_arms import PAPERS, SETTINGS, settings
+from benchmarks.evidence_arms import PAPERS, SAME, SETTINGS, settings
 from benchmarks.gpt2.module import ByteGPT2
 from benchmarks.memory import page as memory_page
 from benchmarks.rings.data import DIRECTIONS, Rings, render
@@ -502,7 +502,7 @@ def test_papers_settings_and_searched_ones_stand_side_by_side() -> None:
     found, weights = of_arms(stacking=1.4, averaging=1.4), of_arms(muon=1.3)
     search = of_arms(stacking=1.5, stacking_briefly=1.3, stacking_until_half=1.6, averaging=1.4, averaging_short=1.45)
     confirmed = of_arms(stacking_briefly=1.35, muon_paper=1.39)
-    text = evidence_settings.lines(found, weights, search, confirmed, lambda one: one["verdict"])
+    text = evidence_settings.lines("gpt", found, weights, search, confirmed, lambda one: one["verdict"])
     assert text[-3:] == [
         "| `ProgressiveStacking` | as stacking | as stacking_briefly | 2 of 4 blocks until 0.15 of the budget, of 3 |",
         "| `LatestWeightAveraging` | as averaging | the same | the paper's, of 2 |",
@@ -511,8 +511,10 @@ def test_papers_settings_and_searched_ones_stand_side_by_side() -> None:
     assert "seed 0, which no evaluation uses, in whole runs of 30 s" in text[0]
     assert evidence_settings.winners(search) == ["stacking_briefly"]
     assert evidence_settings.to_confirm(search)[:2] == ["stacking_briefly", "muon_paper"]
-    papers = evidence_settings.lines(found, weights, None, confirmed, lambda one: one["verdict"])
+    papers = evidence_settings.lines("gpt", found, weights, None, confirmed, lambda one: one["verdict"])
     assert papers[-1] == text[-1] and not any("ProgressiveStacking" in line for line in papers)
+    own = evidence_settings.lines("vit", found, of_arms(schedule_free=1.3), None, of_arms(), lambda one: one["verdict"])
+    assert own[-1].startswith("| `ScheduleFree` | the same | as schedule_free | the paper's: momentum 0.9")
 
 
 def test_what_won_among_settings_is_what_was_held_against_the_baseline() -> None:
@@ -524,15 +526,26 @@ def test_what_won_among_settings_is_what_was_held_against_the_baseline() -> None
             assert arms - papers == set(evidence_settings.winners(parts["search_settings"])), task
 
 
-def test_other_settings_are_of_the_same_technique() -> None:
-    for part in (SETTINGS, PAPERS):
-        for recipe, names in part.items():
-            (own,) = (yaml.safe_load((BENCHMARKS / "gpt" / "recipes" / f"{recipe}.yaml").read_text()),)
+@pytest.mark.parametrize("task", ["gpt", "vit", "bert"])
+def test_other_settings_are_of_the_same_technique(task: str) -> None:
+    """Each differs from its recipe and is there wherever that is, but where the search had found the paper's."""
+    expected = set()
+    for recipe, names in {**SETTINGS, **PAPERS}.items():
+        file = BENCHMARKS / task / "recipes" / f"{recipe}.yaml"
+        if (task, recipe) in SAME:
+            ((mine,), (its,)) = callbacks(file), callbacks(BENCHMARKS / "gpt" / "settings" / f"{recipe}_paper.yaml")
+            assert mine == its
+        elif file.is_file():
+            expected |= set(names)
             for name in names:
-                other = yaml.safe_load((BENCHMARKS / "gpt" / "settings" / f"{name}.yaml").read_text())
-                (mine,), (its,) = own["trainer"]["callbacks"], other["trainer"]["callbacks"]
+                ((mine,), (its,)) = callbacks(file), callbacks(BENCHMARKS / task / "settings" / f"{name}.yaml")
                 assert mine["class_path"] == its["class_path"] and mine != its, name
-    assert {path.stem for path in BENCHMARKS.glob("gpt/settings/*.yaml")} == set(settings())
+    assert {path.stem for path in BENCHMARKS.glob(f"{task}/settings/*.yaml")} == expected
+    assert expected == set(settings()) or task != "gpt"
+
+
+def callbacks(overlay: Path) -> list[dict[str, Any]]:
+    return yaml.safe_load(overlay.read_text())["trainer"]["callbacks"]
 
 
 def test_the_page_on_memory_names_every_technique_that_saves_it() -> None:
