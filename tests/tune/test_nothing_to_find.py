@@ -67,6 +67,7 @@ def searched(folder: Path, seed: int) -> str | None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_a_search_among_neutral_techniques_claims_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_eff.bench.benchmark.Workers", lambda *args: InProcess())
     claims: list[str] = []
