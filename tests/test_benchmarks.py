@@ -21,6 +21,7 @@ from benchmarks.bert8k.module import PieceBert
 from benchmarks.evidence_arms import PAPERS, SAME, SETTINGS, settings
 from benchmarks.gpt2.module import ByteGPT2
 from benchmarks.memory import page as memory_page
+from benchmarks.rings import hardest
 from benchmarks.rings.data import DIRECTIONS, Rings, render
 from examples.gpt.data import SPLIT_PERIOD, VAL_FILE, read_bytes, stdlib_files
 from examples.gpt.module import GPT
@@ -607,3 +608,20 @@ def test_what_a_search_begins_with_is_what_was_measured() -> None:
     for name, space in spaces.items():
         assert space.measured == pytest.approx(told.get(name, 1.0), abs=0.06), (name, shown.get(name))
     assert sum(space.measured > 1 for space in spaces.values()) >= 5
+
+
+def test_what_the_hardest_rings_weigh() -> None:
+    found = hardest.weighed(torch.tensor([0.0, 0.1, 3.0, 0.1, 0.6, 0.1, 0.1]))
+    assert found["mean"] == pytest.approx(4.0 / 7) and found["largest"][:2] == pytest.approx([3.0, 0.6])
+    assert found["share_of_one"] == pytest.approx(0.75) and found["share_of_five"] == pytest.approx(3.9 / 4.0)
+    assert found["mean_without_one"] == pytest.approx(1.0 / 6) and found["wrong"] == 1 and found["images"] == 7
+
+
+def test_the_hardest_rings_are_looked_for_after_a_run() -> None:
+    threads = torch.get_num_threads()
+    try:
+        (run,) = hardest.main(["--seeds", "4", "--steps", "1"])["runs"]
+    finally:
+        torch.set_num_threads(threads)
+    assert run["validation"]["images"] == 512 and run["training"]["images"] == 8192
+    assert abs(run["validation"]["mean"] - math.log(DIRECTIONS)) < 0.3, "a guess, after one step"
