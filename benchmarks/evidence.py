@@ -2,8 +2,7 @@
 
     python benchmarks/evidence.py run {gpt,vit,bert,gpt2,rings,bert8k,gpt256} [--set weights|compute|goal] [--jobs 2]
         [--only NAME ...] [--seeds 4,5] [--rounds 5] [--reference benchmarks/results/weights_gpt.json]
-    python benchmarks/evidence.py search {gpt,vit} [--among settings] [--seeds 0,10]
-    python benchmarks/evidence.py confirm {gpt,vit} STACK
+    python benchmarks/evidence.py search {gpt,vit,bert} [--seeds 0,10] [--budget 30rs]
     python benchmarks/evidence.py ladder {gpt,vit,bert,rings,bert8k,gpt256} [--ladder 0.5,0.75,1.5] [--of STACK]
         [--budget 300rs]
     python benchmarks/evidence.py page
@@ -13,12 +12,10 @@ the results to ``benchmarks/results/bench_<task>.json``; interrupted, it goes on
 what moves the weights (optimizers, schedules, averages), for ``weights_<task>.json``, and ``--set compute`` for what costs
 a step less or has more for it, alone, with its controls and joined, for ``compute_<task>.json``. ``--only`` runs some of a
 set, beside those that are there; with ``--reference`` and the committed file, at the prices that their techniques have
-there, and further ``--seeds`` of theirs are kept beside the first. ``search`` runs every stack in
-``benchmarks/<task>/stacks``, on seeds that no evaluation uses, for ``search_<task>.json``, and with ``--among settings`` the
-recipes of single techniques and other settings of them, in ``benchmarks/<task>/settings``; ``run --set settings`` holds what
-won there against the baseline. ``confirm`` holds the chosen stack against the baseline on the evaluation's seeds, for
-``stack_<task>.json``. ``ladder`` runs the baseline at other budgets, at the prices of the committed results, for
-``ladder_<task>.json``, beside those that are there; every arm's worth is told from them.
+there, and further ``--seeds`` of theirs are kept beside the first. ``search`` runs the recipes of single techniques and other
+settings of them, in ``benchmarks/<task>/settings``, on seeds that no evaluation uses, for ``search_settings_<task>.json``;
+``run --set settings`` holds what won there against the baseline. ``ladder`` runs the baseline at other budgets, at the prices
+of the committed results, for ``ladder_<task>.json``, beside those that are there; every arm's worth is told from them.
 ``run --set goal`` is of what reaches the baseline's final loss in the least time; ``ladder --of`` runs one of these in the
 baseline's place, at the prices of that bench. With a budget of its own each of the two writes to a file named by it.
 ``page`` makes no runs; it writes the verdicts into ``docs/verdicts.md``, too.
@@ -57,27 +54,16 @@ def run(task: str, options: argparse.Namespace) -> None:
     folders = [ROOT / "benchmarks" / task / kind for kind in ("recipes", "stacks", "controls", "settings")]
     found = [[path for folder in folders if (path := folder / f"{recipe}.yaml").is_file()] for recipe in recipes]
     overlays = [path for paths in found for path in paths[:1]]
-    part = "_".join([*(options.only or ()), *([] if options.seeds == "3" else [f"seeds_{options.seeds}"])])
+    part = "_".join([*(options.only or ()), *further(options.seeds)])
     compare(task, name, overlays, options.seeds, options, part=part)
 
 
 def search(task: str, options: argparse.Namespace) -> None:
-    """Every stack, or other settings of each technique beside its recipe, without controls."""
+    """Other settings of each technique beside its recipe, without controls."""
     folder = ROOT / "benchmarks" / task
-    paths = sorted((folder / options.among).glob("*.yaml"))
-    name = f"search_{task}"
-    if options.among == "settings":
-        paths = [folder / "recipes" / f"{recipe}.yaml" for recipe in SETTINGS]
-        paths += [folder / "settings" / f"{one}.yaml" for of in SETTINGS.values() for one in of]
-        paths = [path for path in paths if path.is_file()]
-        name = f"search_settings_{task}"
-    compare(task, name, paths, options.seeds, options)
-
-
-def confirm(task: str, options: argparse.Namespace) -> None:
-    """The chosen stack, with its controls."""
-    path = ROOT / "benchmarks" / task / "stacks" / f"{options.stack}.yaml"
-    compare(task, f"stack_{task}", [path], "3", options)
+    paths = [folder / "recipes" / f"{recipe}.yaml" for recipe in SETTINGS]
+    paths += [folder / "settings" / f"{one}.yaml" for of in SETTINGS.values() for one in of]
+    compare(task, f"search_settings_{task}", [path for path in paths if path.is_file()], options.seeds, options)
 
 
 def ladder(task: str, options: argparse.Namespace) -> None:
@@ -88,7 +74,13 @@ def ladder(task: str, options: argparse.Namespace) -> None:
     if prices is None:
         raise SystemExit(f"no bench of {task} in {RESULTS} has prices of {name}; run one first.")
     name = f"ladder_{task}{at(task, options.budget)}" + (f"_{options.of}" if options.of else "")
-    compare(task, name, [], options.seeds, options, f"--reference={prices}", part=options.ladder.replace(",", "_"))
+    part = "_".join([options.ladder.replace(",", "_"), *further(options.seeds)])
+    compare(task, name, [], options.seeds, options, f"--reference={prices}", part=part)
+
+
+def further(seeds: str) -> list[str]:
+    """What a folder of runs is named by beside its arms: nothing for the first three seeds."""
+    return [] if seeds == "3" else [f"seeds_{seeds}"]
 
 
 def at(task: str, budget: str) -> str:
@@ -150,8 +142,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, words, command in (
         ("run", "every recipe of a task", run),
-        ("search", "every stack of a task, once", search),
-        ("confirm", "the chosen stack of a task", confirm),
+        ("search", "other settings of a task's techniques, once", search),
         ("ladder", "the baseline of a task at other budgets", ladder),
     ):
         runner = commands.add_parser(name, help=words)
@@ -162,15 +153,12 @@ def main() -> None:
             runner.add_argument("--seeds", default="3", help="how many, or which, beside those that are there")
             what = "whose prices count (default: benchmarks/results/prices.json, the baseline's)"
             runner.add_argument("--reference", type=Path, help=what)
-        if command is confirm:
-            runner.add_argument("stack", help="the name of a file in benchmarks/<task>/stacks")
         runner.add_argument("--budget", help="of each run (default: 60rs, 150rs for gpt256)")
         runner.add_argument("--jobs", type=int, default=2)
         runner.add_argument("--rounds", type=int, default=6 if command is not ladder else 2)  # a ladder needs no prices
         runner.add_argument("--ladder", default="0.5,0.75,1.5" if command in (run, ladder) else "")
         if command is search:
             runner.add_argument("--seeds", default="0,10", help="which; none of those that evaluations use")
-            runner.add_argument("--among", choices=("stacks", "settings"), default="stacks", help="what is searched")
         if command is ladder:
             runner.add_argument("--seeds", default="3", help="how many, or which")
             runner.add_argument("--of", help="a file in benchmarks/<task>/stacks, in the place of the baseline")
@@ -184,8 +172,8 @@ def main() -> None:
     from lightning_eff.bench.reports.drawing import png
     from lightning_eff.bench.reports.figures import speedups
 
-    found, stacks, planted, weights, compute, shares = committed()
-    PAGE.write_text(page(found, stacks, planted, weights, compute, shares))
+    found, tried, planted, weights, compute, shares = committed()
+    PAGE.write_text(page(found, tried, planted, weights, compute, shares))
     for part, every in (("evidence", found), ("evidence_weights", weights), ("evidence_compute", compute)):
         for task, results in every.items():
             drawing = speedups(results, results["summary"])

@@ -15,7 +15,7 @@ from lightning_eff.bench.results import load
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PARTS = ("search", "stack", "search_settings", "settings")  #: of the names of results of one task
+PARTS = ("search_settings", "settings")  #: of the names of results of one task
 SEEDS = 3  #: of an arm, where none other is told
 
 
@@ -39,7 +39,7 @@ def controls(results: dict[str, Any], name: str) -> list[tuple[str, dict[str, An
 
 def page(
     found: dict[str, dict[str, Any]],
-    stacks: dict[str, dict[str, dict[str, Any]]] | None = None,
+    tried: dict[str, dict[str, dict[str, Any]]] | None = None,
     planted: dict[str, Any] | None = None,
     weights: dict[str, dict[str, Any]] | None = None,
     compute: dict[str, dict[str, Any]] | None = None,
@@ -49,8 +49,8 @@ def page(
 
     Args:
         found: each task's results of every technique but those of ``weights`` and ``compute``.
-        stacks: each task's results of the search for a stack ("search") and of the one that was chosen ("stack"); of the search
-            among single techniques' settings ("search_settings") and of what won there ("settings").
+        tried: each task's results of the search among single techniques' settings ("search_settings") and of what won there
+            ("settings").
         planted: what :mod:`benchmarks.planted` wrote.
         weights: each task's results of what moves the weights.
         compute: each task's results of what costs a step less, or has more for it.
@@ -71,15 +71,11 @@ def page(
         lines += ["", "## What moves the weights", "", *overview(WEIGHTS, weights)]
     if compute:
         lines += ["", "## What costs a step less, or has more for it", "", *overview(COMPUTE, compute)]
-    for task, parts in (stacks or {}).items():
+    for task, parts in (tried or {}).items():
         if "settings" in parts and weights:
             lines += ["", f"## Papers' settings and searched ones: {TASKS[task]}", ""]
             searched = parts.get("search_settings")
             lines += evidence_settings.lines(task, found[task], weights[task], searched, parts["settings"], cell)
-    for task, parts in (stacks or {}).items():
-        if not {"search", "stack"} & parts.keys():
-            continue
-        lines += ["", f"## The best stack for {TASKS[task]}", "", *stack_section(task, parts)]
     if planted is not None:
         lines += ["", "## Does the bench tell the truth?", "", *planted_section(planted)]
     for task in tasks:
@@ -136,31 +132,6 @@ def verdicts(text: str, found: dict[str, dict[str, Any]], claims: dict[str, tupl
     return "\n".join(lines) + "\n"
 
 
-def stack_section(task: str, parts: dict[str, dict[str, Any]]) -> list[str]:
-    """The search among stacks, and the chosen one against the baseline."""
-    lines: list[str] = []
-    if (results := parts.get("search")) is not None:
-        seeds = results["plan"]["seeds"]
-        lines += [
-            f"Searched on seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}, which no evaluation uses.",
-            "So few runs decide nothing but an order of final losses; the first in it was chosen.",
-            "",
-            *table(results),
-        ]
-    if (results := parts.get("stack")) is not None:
-        lines += [
-            "",
-            f"The chosen one, held against the baseline: {words.plan_line(results)}.",
-            "",
-            *said(task, results, searched=True),
-            "",
-            *table(results),
-            "",
-        ]
-        lines += [f"- {results['summary'][arm['name']]['sentence']}" for arm in results["plan"]["arms"]]
-    return lines
-
-
 def planted_section(planted: dict[str, Any]) -> list[str]:
     """What was planted, how often the intervals held it, and what the verdicts were."""
     speed, metric = planted["speed"], planted["metric"]
@@ -205,24 +176,18 @@ def table(results: dict[str, Any]) -> list[str]:
     return lines + ["| " + " | ".join([row["arm"], *(row[column.key] for column in columns)]) + " |" for row in rows]
 
 
-def said(task: str, results: dict[str, Any], *, searched: bool = False) -> list[str]:
-    """What holds of a bench as a whole: tuning, chance, prices, and what sets its arms apart beside their techniques.
-
-    Args:
-        task: its name.
-        results: with their summary.
-        searched: the recipe was chosen among several, so that it is neither tuned nor untuned.
-    """
+def said(task: str, results: dict[str, Any]) -> list[str]:
+    """What holds of a bench as a whole: tuning, chance, prices, and what sets its arms apart beside their techniques."""
 
     grid = RESULTS / f"tuning_{task}.json"
     baseline = results["plan"]["arms"][0]["name"]
     tuned = results["plan"].get("tuned") or ([baseline] if grid.is_file() else None)
-    plan = {**results["plan"], "tuned": None if searched else tuned}
+    plan = {**results["plan"], "tuned": tuned}
     lines = findings.lines({**results, "plan": plan}, results["summary"])
     unlike = findings.unlike(results)
     told = "; ".join(f"{row['arm']}: {row['what']} {row['own']}, the baseline's {row['baseline']}" for row in unlike)
     apart = told or "model, data, batch and rate are the baseline's in every recipe, as the configs say"
-    if all(arm["kind"] != "ladder" for arm in results["plan"]["arms"]) and not searched:
+    if all(arm["kind"] != "ladder" for arm in results["plan"]["arms"]):
         lines.append(
             "The baseline was not run at other budgets on this task, so no arm's worth in its seconds is known."
         )
@@ -288,7 +253,7 @@ def committed() -> tuple[
     found = {task: results for task in TASKS if (results := laddered("bench", task)) is not None}
     if not found:
         sys.exit(f"no results in {RESULTS}; expected bench_<task>.json there. Make them with the command run.")
-    stacks = {
+    tried = {
         task: {part: results for part in PARTS if (results := kept(f"{part}_{task}")) is not None} for task in TASKS
     }
     planted = RESULTS / "planted.json"
@@ -297,4 +262,4 @@ def committed() -> tuple[
     compute = {task: results for task in TASKS if (results := laddered("compute", task)) is not None}
     arms = {task: goal.gathered(goal.read(task, RESULTS)) for task in TASKS}
     shares = {task: of for task, of in arms.items() if GOAL.keys() & of.keys()}
-    return found, {task: parts for task, parts in stacks.items() if parts}, truth, weights, compute, shares
+    return found, {task: parts for task, parts in tried.items() if parts}, truth, weights, compute, shares

@@ -464,9 +464,9 @@ def test_a_point_is_trained_for_its_budget(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_page_of_evidence_is_what_the_results_say() -> None:
-    found, stacks, planted, weights, compute, shares = evidence.committed()
+    found, tried, planted, weights, compute, shares = evidence.committed()
     text = (ROOT / "docs" / "evidence.md").read_text()
-    assert text == evidence.page(found, stacks, planted, weights, compute, shares)
+    assert text == evidence.page(found, tried, planted, weights, compute, shares)
     verdicts = (ROOT / "docs" / "verdicts.md").read_text()
     assert verdicts == evidence.in_verdicts(verdicts, found, weights, compute)
     for task, results in found.items():
@@ -519,8 +519,8 @@ def test_papers_settings_and_searched_ones_stand_side_by_side() -> None:
 
 
 def test_what_won_among_settings_is_what_was_held_against_the_baseline() -> None:
-    (_, stacks, _, _, _, _) = evidence.committed()
-    for task, parts in stacks.items():
+    (_, tried, _, _, _, _) = evidence.committed()
+    for task, parts in tried.items():
         if "search_settings" in parts:
             arms = {arm["name"] for arm in parts["settings"]["plan"]["arms"][1:]}
             papers = {name for of in PAPERS.values() for name in of}
