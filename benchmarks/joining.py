@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import yaml
+
 
 def joined(results: dict[str, Any], later: dict[str, Any] | None) -> dict[str, Any]:
     """Results with the arms of ``later``, in the place of arms of the same name; the baseline stays as it is.
@@ -60,6 +62,11 @@ def _prices(calibration: dict[str, Any]) -> dict[str, float]:
     return {price["kind"]: price["seconds"] for price in calibration["prices"]}
 
 
+def _said(arm: dict[str, Any]) -> dict[str, Any]:
+    """An arm with what its configs say, whatever their comments."""
+    return {**arm, "configs": [yaml.safe_load(text) for text in arm.get("configs") or ()]}
+
+
 def _ends(results: dict[str, Any], arm: str) -> dict[int, float | None]:
     """Where the runs of an arm ended, by seed; None where one has no point."""
     runs = [run for run in results["runs"] if run["arm"] == arm]
@@ -98,7 +105,7 @@ def with_seeds(results: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
         name = arm["name"]
         if name not in before:
             continue
-        if arm != before[name]:
+        if _said(arm) != _said(before[name]):
             raise ValueError(f"{name} differs between the benches: {before[name]} and {arm}; expected the same arm.")
         own, again = results["calibration"].get(name), more["calibration"].get(name)
         if own is not None and again is not None and _prices(own) != _prices(again):

@@ -82,6 +82,22 @@ def test_seeds_are_the_whole() -> None:
     assert found == whole and summarize(found) == summarize(whole)
 
 
+def test_another_comment_is_no_other_config() -> None:
+    whole = synthetic.everything()
+    first, *others = whole["plan"]["seeds"]
+    for bench, text in (
+        (earlier := seeded(whole, first), "# as tried\na: 1"),
+        (later := seeded(whole, *others), "a: 1"),
+    ):
+        (arm,) = (arm for arm in bench["plan"]["arms"] if arm["name"] == "sharpness")
+        arm["configs"] = [text]
+    assert len(with_seeds(earlier, later)["plan"]["seeds"]) == len(whole["plan"]["seeds"])
+    (arm,) = (arm for arm in later["plan"]["arms"] if arm["name"] == "sharpness")
+    arm["configs"] = ["a: 2"]
+    with pytest.raises(ValueError, match="sharpness differs between the benches"):
+        with_seeds(earlier, later)
+
+
 def test_an_arm_may_have_more_seeds_than_others_and_an_overlap_counts_once() -> None:
     whole = synthetic.everything()
     first, second, *_ = whole["plan"]["seeds"]
