@@ -58,8 +58,15 @@ def trained(stack: Path, seed: int, steps: int) -> dict[str, Any]:
     """One run of ``stack``, and what its losses are made up of."""
     args = [f"--config={TASK / 'baseline.yaml'}", f"--config={stack}", f"--seed_everything={seed}"]
     args += [f"--trainer.{setting}" for setting in (*QUIET, f"max_steps={steps}")]
-    kinds = {"subclass_mode_model": True, "subclass_mode_data": True}
-    cli = LightningCLI(LightningModule, LightningDataModule, **kinds, save_config_callback=None, run=False, args=args)
+    cli = LightningCLI(
+        LightningModule,
+        LightningDataModule,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        save_config_callback=None,
+        run=False,
+        args=args,
+    )
     cli.trainer.fit(cli.model, datamodule=cli.datamodule)
     model, data = cli.model.eval(), cli.datamodule
     images, labels = data.train_set.tensors
