@@ -53,8 +53,9 @@ def joined(results: dict[str, Any], later: dict[str, Any] | None) -> dict[str, A
 
 def _rated(calibration: dict[str, Any], before: dict[str, Any] | None) -> dict[str, Any]:
     """A calibration with the rates that its prices were told from: those of the bench whose prices it took."""
-    took = before is not None and _prices(calibration) == _prices(before)
-    return {**calibration, "rates": before["rates"]} if took else calibration
+    if before is None or _prices(calibration) != _prices(before):
+        return calibration
+    return {**calibration, "rates": before["rates"]}
 
 
 def _prices(calibration: dict[str, Any]) -> dict[str, float]:
