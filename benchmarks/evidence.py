@@ -63,6 +63,8 @@ def search(task: str, options: argparse.Namespace) -> None:
     folder = ROOT / "benchmarks" / task
     paths = [folder / "recipes" / f"{recipe}.yaml" for recipe in SETTINGS]
     paths += [folder / "settings" / f"{one}.yaml" for of in SETTINGS.values() for one in of]
+    if not (folder / "settings").is_dir():
+        raise SystemExit(f"{task} has no other settings: expected overlays in {folder / 'settings'}, as gpt has them.")
     compare(task, f"search_settings_{task}", [path for path in paths if path.is_file()], options.seeds, options)
 
 

@@ -18,16 +18,15 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from lightning import LightningDataModule, LightningModule  # noqa: E402
-from lightning.pytorch.cli import LightningCLI  # noqa: E402
+import yaml  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 import lightning_eff  # noqa: E402, F401  (its techniques' names are known to a config by it)
+from benchmarks import tune  # noqa: E402
 from benchmarks.machine import described, publish  # noqa: E402
 
 TASK = ROOT / "benchmarks" / "rings"
-QUIET = ("logger=false", "enable_checkpointing=false", "limit_val_batches=0", "accelerator=cpu", "max_epochs=-1")
 
 
 def weighed(losses: Tensor) -> dict[str, Any]:
@@ -56,17 +55,9 @@ def losses_of(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
 
 def trained(stack: Path, seed: int, steps: int) -> dict[str, Any]:
     """One run of ``stack``, and what its losses are made up of."""
-    args = [f"--config={TASK / 'baseline.yaml'}", f"--config={stack}", f"--seed_everything={seed}"]
-    args += [f"--trainer.{setting}" for setting in (*QUIET, f"max_steps={steps}")]
-    cli = LightningCLI(
-        LightningModule,
-        LightningDataModule,
-        subclass_mode_model=True,
-        subclass_mode_data=True,
-        save_config_callback=None,
-        run=False,
-        args=args,
-    )
+    print(f"seed {seed}: {steps} steps, which take minutes", file=sys.stderr)
+    configs = (yaml.safe_load(path.read_text()) for path in (TASK / "baseline.yaml", stack))
+    cli = tune.built(tune.merged(*configs), seed, steps, [])
     cli.trainer.fit(cli.model, datamodule=cli.datamodule)
     model, data = cli.model.eval(), cli.datamodule
     images, labels = data.train_set.tensors
