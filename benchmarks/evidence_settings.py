@@ -6,6 +6,7 @@ from typing import Any
 from benchmarks.evidence_arms import CLAIMS, PAPERS, SAME, SETTINGS, WEIGHTS
 
 OWN = "the paper's"
+DEFAULT = ("data_driven_init",)  #: recipes whose settings are the technique's defaults, since no paper names any
 
 
 def lines(
@@ -50,7 +51,8 @@ def lines(
         best = min(names, key=lambda name: names[name])
         own = best == recipe
         anew = "the same" if own else cell(confirmed["summary"].get(best))
-        which = f"{OWN if own else others[best]}, of {len(names)}"
+        words = ("the default" if recipe in DEFAULT else OWN) if own else others[best]
+        which = f"{words}, of {len(names)}"
         told.append(f"| `{CLAIMS[recipe][0]}` | {cell(found['summary'][recipe])} | {anew} | {which} |")
     for recipe, others in PAPERS.items():
         for name, words in others.items():

@@ -44,8 +44,8 @@ class Share:
         seeds: how many.
         below: of how many seeds it is known alone that it is less than ``least``.
         above: of how many that it is more than ``most``.
-        least: the least of the budgets that were run, as a part.
-        most: the largest.
+        least: of the budgets that these ``below`` ran, the least one, as a part; the largest of them where seeds differ in it.
+        most: of those that these ``above`` ran, the largest one; the least of them where seeds differ in it.
     """
 
     estimate: float | None
@@ -167,8 +167,11 @@ def _compared(runs: Arm, targets: Mapping[int, float], budget: float, error: flo
     every = set.intersection(*({*finals} for finals in own.values()))
     if not every:
         return None
-    ends = {"least": min(every) / budget, "most": max(every) / budget}
-    off = {word: sum(bound == word for _, bound in found.values()) for word in ("below", "above")}
+    of = {word: [own[seed] for seed, (_, bound) in found.items() if bound == word] for word in ("below", "above")}
+    off = {word: len(runs) for word, runs in of.items()}
+    least = max((min(finals) for finals in of["below"]), default=min(every))
+    most = min((max(finals) for finals in of["above"]), default=max(every))
+    ends = {"least": least / budget, "most": most / budget}
     if any(off.values()):
         means = {seconds: fmean(finals[seconds] for finals in own.values()) for seconds in every}
         middle, _ = seconds_to(means, fmean(targets[seed] for seed in own))

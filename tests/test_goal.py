@@ -83,6 +83,23 @@ def test_where_some_seeds_lie_off_the_budgets_their_number_is_told_beside_the_me
     assert f"{found.estimate:.2f} (3 seeds, 1 below 0.36)" in lines("a task", arms, {"fast": "it"}, 60)[4]
 
 
+def test_a_bound_is_of_the_budgets_that_the_seeds_beyond_it_ran() -> None:
+    """One that ran longer than the others, since these had arrived, is above its own longest budget and not above theirs."""
+    arms = gathered([bench("baseline", 60, [5], {}), bench("fast", 12, [2.5, 10], {"fast": 2.5})])
+    fast = arms["fast"].finals
+    for seed in (1, 2):
+        del fast[120][seed]
+    for seconds in fast:
+        fast[seconds][3] += 1
+    found = share(arms["fast"], arms["baseline"], 60)
+    assert found is not None and (found.seeds, found.above, found.most) == (3, 1, 2.0)
+    for seconds in fast:
+        fast[seconds][3] -= 2
+    fast[6] = {3: fast[12][3]}
+    found = share(arms["fast"], arms["baseline"], 60)
+    assert found is not None and (found.seeds, found.below, found.least) == (3, 1, 0.1)
+
+
 def test_what_lies_off_the_budgets_is_a_bound() -> None:
     arms = gathered([bench("baseline", 60, [5], {"fast": 9.0, "slow": 0.5})])
     (fast, slow) = (share(arms[name], arms["baseline"], 60) for name in ("fast", "slow"))
