@@ -22,6 +22,7 @@ baseline's place, at the prices of that bench. With a budget of its own each of 
 """
 
 import argparse
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -29,7 +30,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import goal  # noqa: E402
+from benchmarks import evidence_further, evidence_page, goal  # noqa: E402
 from benchmarks.evidence_arms import CLAIMS, COMPUTE, GOAL, SETTINGS, TASKS, WEIGHTS, settings  # noqa: E402
 from benchmarks.evidence_page import RESULTS, committed, in_verdicts, page  # noqa: E402
 from benchmarks.evidence_settings import to_confirm  # noqa: E402
@@ -38,29 +39,41 @@ from benchmarks.joining import together  # noqa: E402
 OUT, PAGE, VERDICTS = ROOT / "benchmarks" / "out", ROOT / "docs" / "evidence.md", ROOT / "docs" / "verdicts.md"
 SEARCHED = ("muon", "soap", "schedule_free", "moving_average", "batch_warmup", "rate_schedule")
 BUDGET, BUDGETS = "60rs", {"gpt256": "150rs"}
-SETS = {"bench": CLAIMS, "weights": WEIGHTS, "compute": COMPUTE, "goal": GOAL, "settings": settings()}
+SETS = {"bench": CLAIMS, "weights": WEIGHTS, "compute": COMPUTE, "goal": GOAL, "settings": settings(), "further": ()}
 
 
 def run(task: str, options: argparse.Namespace) -> None:
     """Every recipe of one of the sets with its controls."""
     name = f"{options.set}_{task}{at(task, options.budget)}"
     wanted = options.only or SETS[options.set]
-    searched = RESULTS / f"search_settings_{task}.json"
-    if options.set == "settings" and not options.only and searched.is_file():
-        wanted = to_confirm(json.loads(searched.read_text()))
-    recipes = [recipe for recipe in SETS[options.set] if recipe in wanted]
+    file = RESULTS / f"search_{options.set}_{task}.json"
+    searched = json.loads(file.read_text()) if file.is_file() else None
+    if options.set == "settings" and not options.only and searched is not None:
+        wanted = to_confirm(searched)
     if options.seeds != "3":  # further seeds: a ladder would have these alone
         options.ladder = ""
-    folders = [ROOT / "benchmarks" / task / kind for kind in ("recipes", "stacks", "controls", "settings")]
-    found = [[path for folder in folders if (path := folder / f"{recipe}.yaml").is_file()] for recipe in recipes]
-    overlays = [path for paths in found for path in paths[:1]]
-    part = "_".join([*(options.only or ()), *further(options.seeds)])
+    if options.set == "further":
+        wanted = options.only or evidence_further.to_run(evidence_further.settings(task), searched)
+        overlays = evidence_further.overlays(task, wanted, OUT / "overlays" / task)
+    else:
+        folders = [ROOT / "benchmarks" / task / kind for kind in ("recipes", "stacks", "controls", "settings")]
+        recipes = [recipe for recipe in SETS[options.set] if recipe in wanted]
+        found = [[path for folder in folders if (path := folder / f"{recipe}.yaml").is_file()] for recipe in recipes]
+        overlays = [path for paths in found for path in paths[:1]]
+    part = short("_".join([*(options.only or ()), *further(options.seeds)]))
     compare(task, name, overlays, options.seeds, options, part=part)
 
 
 def search(task: str, options: argparse.Namespace) -> None:
-    """Other settings of each technique beside its recipe, without controls."""
+    """Other settings of each technique beside its recipe, or all of those that have none, without controls."""
     folder = ROOT / "benchmarks" / task
+    if options.set == "further":
+        every = evidence_further.settings(task)
+        wanted = options.only or [one.name for one in every]
+        part = short("_".join(options.only or ()))
+        overlays = evidence_further.overlays(task, wanted, OUT / "overlays" / task)
+        compare(task, f"search_further_{task}", overlays, options.seeds, options, part=part)
+        return
     paths = [folder / "recipes" / f"{recipe}.yaml" for recipe in SETTINGS]
     paths += [folder / "settings" / f"{one}.yaml" for of in SETTINGS.values() for one in of]
     if not (folder / "settings").is_dir():
@@ -78,6 +91,11 @@ def ladder(task: str, options: argparse.Namespace) -> None:
     name = f"ladder_{task}{at(task, options.budget)}" + (f"_{options.of}" if options.of else "")
     part = "_".join([options.ladder.replace(",", "_"), *further(options.seeds)])
     compare(task, name, [], options.seeds, options, f"--reference={prices}", part=part)
+
+
+def short(name: str) -> str:
+    """A name that a folder can have: of a long one, a digest."""
+    return name if len(name) <= 150 else hashlib.sha256(name.encode()).hexdigest()[:12]
 
 
 def further(seeds: str) -> list[str]:
@@ -107,7 +125,10 @@ def compare(
     arguments += [f"--baseline={of or 'baseline'}={first}", "--target=val_loss", f"--budget={options.budget}"]
     # in the set of what moves the weights, the baseline is the control: what they leave to its optimizer keeps its rate
     # in that of what costs a language model's step less, controls are arms of their own; elsewhere techniques name theirs
-    alone = name.startswith(("search", "weights", "goal", "settings")) or name in ("compute_gpt", "compute_bert8k")
+    alone = name.startswith(("search", "weights", "goal", "settings", "further")) or name in (
+        "compute_gpt",
+        "compute_bert8k",
+    )
     controls = "none" if alone else "auto"
     arguments += [f"--seeds={seeds}", f"--controls={controls}", "--threads=1"]
     arguments += [f"--jobs={options.jobs}", f"--rounds={options.rounds}", f"--out={out}"]
@@ -161,6 +182,8 @@ def main() -> None:
         runner.add_argument("--ladder", default="0.5,0.75,1.5" if command in (run, ladder) else "")
         if command is search:
             runner.add_argument("--seeds", default="0,10", help="which; none of those that evaluations use")
+            runner.add_argument("--set", choices=("settings", "further"), default="settings", help="of which recipes")
+            runner.add_argument("--only", nargs="+", help="of the set further, these settings alone")
         if command is ladder:
             runner.add_argument("--seeds", default="3", help="how many, or which")
             runner.add_argument("--of", help="a file in benchmarks/<task>/stacks, in the place of the baseline")
@@ -175,13 +198,14 @@ def main() -> None:
     from lightning_eff.bench.reports.figures import speedups
 
     found, tried, planted, weights, compute, shares = committed()
-    PAGE.write_text(page(found, tried, planted, weights, compute, shares))
+    others = evidence_page.further()
+    PAGE.write_text(page(found, tried, planted, weights, compute, shares, others))
     for part, every in (("evidence", found), ("evidence_weights", weights), ("evidence_compute", compute)):
         for task, results in every.items():
             drawing = speedups(results, results["summary"])
             if drawing is not None:
                 (ROOT / "docs" / f"{part}_{task}.png").write_bytes(png(drawing))
-    VERDICTS.write_text(in_verdicts(VERDICTS.read_text(), found, weights, compute))
+    VERDICTS.write_text(in_verdicts(VERDICTS.read_text(), found, weights, compute, others))
     print(f"written: {PAGE}, {VERDICTS}")
 
 

@@ -6,7 +6,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from benchmarks import evidence_settings, evidence_setup, goal
+from benchmarks import evidence_further, evidence_settings, evidence_setup, goal
 from benchmarks.evidence_arms import CLAIMS, COMPUTE, EXACT, GOAL, LEAST, SHORT, TASKS, WEIGHTS
 from benchmarks.joining import together
 from lightning_eff.bench.reports import findings, words
@@ -44,6 +44,7 @@ def page(
     weights: dict[str, dict[str, Any]] | None = None,
     compute: dict[str, dict[str, Any]] | None = None,
     shares: dict[str, dict[str, goal.Arm]] | None = None,
+    others: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] | None = None,
 ) -> str:
     """The page.
 
@@ -55,6 +56,7 @@ def page(
         weights: each task's results of what moves the weights.
         compute: each task's results of what costs a step less, or has more for it.
         shares: each task's arms at all budgets, as :func:`benchmarks.goal.gathered` has them.
+        others: each task's results of single techniques without a recipe, as :func:`further` has them.
     """
     lines = (ROOT / "benchmarks" / "evidence_head.md").read_text().rstrip().splitlines()
     tasks = [task for task in TASKS if task in found]
@@ -71,6 +73,9 @@ def page(
         lines += ["", "## What moves the weights", "", *overview(WEIGHTS, weights)]
     if compute:
         lines += ["", "## What costs a step less, or has more for it", "", *overview(COMPUTE, compute)]
+    for task, (results, searched) in (others or {}).items():
+        lines += ["", f"## Everything else that applies: {TASKS[task]}", ""]
+        lines += evidence_further.lines(task, results, searched, cell)
     for task, parts in (tried or {}).items():
         if "settings" in parts and weights:
             lines += ["", f"## Papers' settings and searched ones: {TASKS[task]}", ""]
@@ -218,13 +223,34 @@ def compiling(task: str) -> dict[str, Any] | None:
     return measured if measured is not None and measured["task"] == task else None
 
 
-def in_verdicts(text: str, found: dict[str, Any], weights: dict[str, Any], compute: dict[str, Any]) -> str:
+def further() -> dict[str, tuple[dict[str, Any], dict[str, Any] | None]]:
+    """By task, the kept results of single techniques without a recipe, and those of the search among their settings."""
+    every = {}
+    for task in TASKS:
+        if kept := [*RESULTS.glob(f"further_{task}.json"), *RESULTS.glob(f"further_{task}_[0-9]*.json")]:
+            results = [load(file) for file in (kept[0], RESULTS / f"search_further_{task}.json") if file.is_file()]
+            told = [{**one, "summary": summarize(one)} for one in results]
+            every[task] = (told[0], told[1] if len(told) > 1 else None)
+    return every
+
+
+def in_verdicts(
+    text: str,
+    found: dict[str, Any],
+    weights: dict[str, Any],
+    compute: dict[str, Any],
+    others: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] | None = None,
+) -> str:
     """The page with all verdicts; of ``weights`` and ``compute``, those of techniques, which have a row there."""
 
     def alone(claims: dict[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
         return {recipe: told for recipe, told in claims.items() if told[0].isidentifier()}
 
-    return verdicts(verdicts(verdicts(text, found), weights, alone(WEIGHTS)), compute, alone(COMPUTE))
+    text = verdicts(verdicts(verdicts(text, found), weights, alone(WEIGHTS)), compute, alone(COMPUTE))
+    for task, (results, _) in (others or {}).items():
+        short = f"{SHORT[task]}, {results['plan']['budget']['seconds']:g} s"
+        text = evidence_further.verdicts(text, task, results, short, cell)
+    return text
 
 
 def committed() -> tuple[

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
 
 import lightning_eff
-from benchmarks import evidence, evidence_settings, tune
+from benchmarks import evidence, evidence_page, evidence_settings, tune
 from benchmarks.bert.data import MASK, MaskedStdlibText, mask_bytes
 from benchmarks.bert.module import IGNORED, ByteBert
 from benchmarks.bert8k import pieces
@@ -149,8 +149,9 @@ def parsed(task: str, recipe: str | None, tmp_path: Path) -> LightningCLI:
             f"--trainer.default_root_dir={tmp_path}",
         ],
     )
+    averages = lightning_eff.LatestWeightAveraging, lightning_eff.RegularizedNonlinearAcceleration
     for callback in cli.trainer.callbacks:
-        if isinstance(callback, lightning_eff.LatestWeightAveraging) and callback.interval != "epoch":
+        if isinstance(callback, averages) and callback.interval != "epoch":
             callback.interval = 1  # two steps are shorter than the recipe's interval
     return cli
 
@@ -466,9 +467,10 @@ def test_a_point_is_trained_for_its_budget(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_page_of_evidence_is_what_the_results_say() -> None:
     found, tried, planted, weights, compute, shares = evidence.committed()
     text = (ROOT / "docs" / "evidence.md").read_text()
-    assert text == evidence.page(found, tried, planted, weights, compute, shares)
+    others = evidence_page.further()
+    assert text == evidence.page(found, tried, planted, weights, compute, shares, others)
     verdicts = (ROOT / "docs" / "verdicts.md").read_text()
-    assert verdicts == evidence.in_verdicts(verdicts, found, weights, compute)
+    assert verdicts == evidence.in_verdicts(verdicts, found, weights, compute, others)
     for task, results in found.items():
         assert results["plan"]["budget"]["clock"] == "reference" and len(results["plan"]["seeds"]) >= 3
         assert (ROOT / "docs" / f"evidence_{task}.png").is_file()

@@ -205,9 +205,11 @@ def measured(name: str) -> list[str]:
         plan = results["plan"]
         held = "; ".join(f"{arm}: {evidence.cell(one)}" for arm, one in evidence.controls(results, recipe)) or "–"
         budget = f"{plan['budget']['seconds']:g} s, {len(results['summary'][recipe]['final']['values'])} seeds"
+        budget += facts.told(task, recipe, results)
         lines.append(f"| {evidence.TASKS[task]} | {evidence.cell(results['summary'][recipe])} | {held} | {budget} |")
     lines += ["", "Below 1 is slower. All figures, with what they mean: [Evidence](../evidence.md).", ""]
-    return [*lines, f"**What its paper claims:** {found[0][2]}."]
+    claim = next((claim for _, _, claim, _ in found if claim), None)
+    return [*lines, f"**What its paper claims:** {claim}."] if claim else lines[:-1]
 
 
 def advice(name: str) -> list[str]:

@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks import evidence_further
 from benchmarks import evidence_page as evidence
 from lightning_eff import _public
 from tests import selection
@@ -20,12 +21,21 @@ def committed() -> dict[str, dict[str, Any]]:
     return {"bench": found, "weights": weights, "compute": compute}
 
 
+@cache
+def further() -> dict[str, tuple[dict[str, Any], dict[str, Any] | None]]:
+    """The committed results of single techniques without a recipe, by task: :func:`benchmarks.evidence_page.further`."""
+    return evidence.further()
+
+
 #: The recipes of each set: their techniques and what the papers claim.
 SETS = {"bench": evidence.CLAIMS, "weights": evidence.WEIGHTS, "compute": evidence.COMPUTE}
 
 
 def measurements(name: str) -> list[tuple[str, str, str, dict[str, Any]]]:
-    """What was measured of a technique: the recipe, the task, the paper's claim, and the results that have it."""
+    """What was measured of a technique: the recipe, the task, the paper's claim, and the results that have it.
+
+    Of one without a recipe, that of its settings that ended best, and no claim.
+    """
     found = []
     for part, recipes in SETS.items():
         for recipe, (technique, claim) in recipes.items():
@@ -33,18 +43,35 @@ def measurements(name: str) -> list[tuple[str, str, str, dict[str, Any]]]:
                 results = committed()[part].get(task)
                 if technique == name and results is not None and recipe in results["summary"]:
                     found.append((recipe, task, claim, results))
+    for task, (results, _) in further().items():
+        best = evidence_further.best(task, results).get(name)
+        if best is not None:
+            found.append((best.name, task, "", results))
     return found
 
 
 def measured() -> dict[str, dict[str, str]]:
     """The verdict of each technique on each task that it was held against a baseline on."""
-    told: dict[str, dict[str, str]] = {}
-    for name in sorted(
-        _public.HOMES.keys() & {technique for recipes in SETS.values() for technique, _ in recipes.values()}
-    ):
+    found: dict[str, dict[str, str]] = {}
+    for name in sorted(_public.HOMES):
         for recipe, task, _, results in measurements(name):
-            told.setdefault(name, {})[evidence.SHORT[task]] = evidence.cell(results["summary"][recipe])
-    return told
+            short = evidence.SHORT[task]
+            if without_recipe(task, results):
+                short = f"{short}, {results['plan']['budget']['seconds']:g} s"
+            found.setdefault(name, {})[short] = evidence.cell(results["summary"][recipe])
+    return found
+
+
+def without_recipe(task: str, results: dict[str, Any]) -> bool:
+    """Whether results of a task are those of techniques that have no recipe there."""
+    return further().get(task, (None,))[0] is results
+
+
+def told(task: str, recipe: str, results: dict[str, Any]) -> str:
+    """The settings of a technique without a recipe, in words, behind a colon; nothing for others."""
+    if not without_recipe(task, results):
+        return ""
+    return next(f": {one.told}" for one in evidence_further.settings(task) if one.name == recipe)
 
 
 def tests() -> dict[str, str]:

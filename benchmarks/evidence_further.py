@@ -1,0 +1,152 @@
+"""Single techniques without a recipe: their settings, in ``benchmarks/further.yaml``, and what these gave."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A technique with some settings.
+
+    Attributes:
+        name: of the arm.
+        of: the technique.
+        told: the settings in words.
+        callback: what a config says of it.
+    """
+
+    name: str
+    of: str
+    told: str
+    callback: dict[str, Any]
+
+
+def settings(task: str) -> list[Setting]:
+    """What applies to a task: first its own, then those of all tasks; none where it has none of its own.
+
+    In the file of all tasks, ``tasks`` names those that a technique applies to, where it does not to every one.
+    """
+    file = ROOT / "benchmarks" / task / "further.yaml"
+    if not file.is_file():
+        return []
+    own, common = (yaml.safe_load(one.read_text()) for one in (file, ROOT / "benchmarks" / "further.yaml"))
+    every = own | {name: said for name, said in common.items() if name not in own}
+    return [
+        Setting(name, **{key: value for key, value in said.items() if key != "tasks"})
+        for name, said in every.items()
+        if task in said.get("tasks", (task,))
+    ]
+
+
+def papers(every: Iterable[Setting]) -> list[str]:
+    """The names of each technique's first settings, which are its paper's."""
+    first: dict[str, str] = {}
+    for one in every:
+        first.setdefault(one.of, one.name)
+    return list(first.values())
+
+
+def to_run(every: Iterable[Setting], searched: Mapping[str, Any] | None) -> list[str]:
+    """What is held against the baseline: the paper's settings of each technique, and those that a search found better."""
+    every = list(every)
+    wanted = set(papers(every))
+    if searched is not None:
+        wanted |= {best for best, _ in found(every, searched).values()}
+    return [one.name for one in every if one.name in wanted]
+
+
+def found(every: Iterable[Setting], searched: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
+    """Of each technique of a search, which settings ended best, and of how many."""
+    ends: dict[str, dict[str, float]] = {}
+    for one in every:
+        if mean := searched["summary"].get(one.name, {}).get("final", {}).get("mean"):
+            ends.setdefault(one.of, {})[one.name] = mean
+    return {of: (min(means, key=lambda name: means[name]), len(means)) for of, means in ends.items()}
+
+
+def best(task: str, results: Mapping[str, Any]) -> dict[str, Setting]:
+    """Of each technique, which of the settings that were held against the baseline ended best."""
+    told: dict[str, Setting] = {}
+    every = {one.name: one for one in settings(task)}
+    for of, (name, _) in found(every.values(), results).items():
+        told[of] = every[name]
+    return told
+
+
+def verdicts(text: str, task: str, results: Mapping[str, Any], short: str, cell: Any) -> str:
+    """A page with the verdicts of these results in its table, beside those that stand there: in the third cell of each row.
+
+    Args:
+        text: of ``docs/verdicts.md``.
+        task: which.
+        results: of its bench.
+        short: what the page calls the task and the budget.
+        cell: writes an arm's summary.
+    """
+    lines, own = text.splitlines(), best(task, results)
+    for row, line in enumerate(lines):
+        if not line.startswith("| `"):
+            continue
+        cells = line.split(" | ")
+        names = re.findall(r"`(\w+)`", cells[0])
+        told = [part for part in cells[2].split("<br>") if f"{short} " not in part and part != "–"]
+        for name in names:
+            if (one := own.get(name)) is not None:
+                of = "" if len(names) == 1 else f"`{name}`, "
+                told.append(f"{of}{short} {cell(results['summary'][one.name])}")
+        cells[2] = "<br>".join(told) or "–"
+        lines[row] = " | ".join(cells)
+    return "\n".join(lines) + "\n"
+
+
+def overlays(task: str, wanted: Iterable[str], folder: Path) -> list[Path]:
+    """Configs of some of a task's settings, to be laid over its baseline, written into ``folder``."""
+    wanted = list(wanted)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for one in settings(task):
+        if one.name in wanted:
+            path = folder / f"{one.name}.yaml"
+            config = {"trainer": {"callbacks": [one.callback]}}
+            path.write_text(f"# {one.told}\n" + yaml.safe_dump(config, sort_keys=False))
+            paths.append(path)
+    return paths
+
+
+def lines(task: str, results: Mapping[str, Any], searched: Mapping[str, Any] | None, cell: Any) -> list[str]:
+    """What was run and how, and a table with a line for each technique and setting.
+
+    Args:
+        task: which.
+        results: of its bench.
+        searched: of the search among settings, None where there was none.
+        cell: writes an arm's summary.
+    """
+    seconds, summary = results["plan"]["budget"]["seconds"], results["summary"]
+    best = found(settings(task), searched) if searched is not None else {}
+    rows = []
+    for one in settings(task):
+        if (told := summary.get(one.name)) is None:
+            continue
+        which, count = best.get(one.of, ("", 0))
+        more = f" (the best of {count} tried)" if one.name == which and count > 1 else ""
+        steps, end = told["throughput"], told["final"]["mean"]
+        speed = "–" if steps is None else f"{steps['estimate']:.2f}"
+        loss = "–" if end is None else f"{end:.4f}"
+        rows.append(f"| `{one.of}` | {one.told}{more} | {cell(told)} | {speed} | {loss} |")
+    base = summary[results["plan"]["arms"][0]["name"]]["final"]["mean"]
+    return [
+        f"Runs of {seconds:g} s, wholly decayed over these, with the settings in `benchmarks/further.yaml` and"
+        f" `benchmarks/{task}/further.yaml`: a technique's first line is its paper's. The baseline ends at {base:.4f}.",
+        "",
+        "| technique | settings | speed-up | samples a second, in the baseline's | final loss |",
+        "|---|---|---|---|---|",
+        *rows,
+    ]

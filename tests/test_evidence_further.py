@@ -1,0 +1,116 @@
+"""Single techniques without a recipe on the reference tasks: they train, and what is told of them is what was found."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import lightning_eff
+from benchmarks import evidence, evidence_further, evidence_page
+from benchmarks.evidence_arms import SHORT, TASKS
+from tests.test_benchmarks import parsed
+
+ROOT = Path(__file__).parent.parent
+EVERY = [(task, one) for task in TASKS for one in evidence_further.settings(task)]
+SLOW = ("MetaInit", "DifficultyPacing")  #: look at all data, or train, before the first step
+
+
+def slow(task: str, one: evidence_further.Setting) -> bool:
+    """Whether training with it is no test of every day: what all tasks share is trained on the GPT."""
+    own = yaml.safe_load((ROOT / "benchmarks" / task / "further.yaml").read_text())
+    return one.of in SLOW or (task != "gpt" and one.name not in own)
+
+
+@pytest.mark.parametrize(
+    ("task", "one"),
+    [pytest.param(task, one, marks=pytest.mark.slow if slow(task, one) else ()) for task, one in EVERY],
+    ids=[f"{task}-{one.name}" for task, one in EVERY],
+)
+def test_settings_train(task: str, one: evidence_further.Setting, tmp_path: Path) -> None:
+    (overlay,) = evidence_further.overlays(task, [one.name], tmp_path)
+    cli = parsed(task, str(overlay.with_suffix("")), tmp_path)
+    cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    assert cli.trainer.global_step == 2
+    names = {type(callback).__name__ for callback in cli.trainer.callbacks}  # type: ignore[attr-defined]
+    own = one.callback["class_path"].rpartition(".")[2]
+    assert own in names and (own == one.of or one.of in str(one.callback)), "they are of what they are told to be"
+
+
+def test_each_has_words_and_a_technique_and_none_has_a_recipe_with_the_same_settings() -> None:
+    for task, one in EVERY:
+        assert hasattr(lightning_eff, one.of) and one.told and not one.told.endswith("."), one
+        recipe = ROOT / "benchmarks" / task / "recipes" / f"{one.name}.yaml"
+        if recipe.is_file():
+            (callback,) = yaml.safe_load(recipe.read_text())["trainer"]["callbacks"]
+            assert callback["class_path"] == one.callback["class_path"]
+    for task in {task for task, _ in EVERY}:
+        measured = {told[0] for every in (evidence.CLAIMS, evidence.WEIGHTS) for told in every.values()}
+        assert not measured & {one.of for one in evidence_further.settings(task)}
+
+
+def arms(**finals: float | None) -> dict[str, Any]:
+    """Results of a bench whose arms ended so."""
+    summary = {
+        name: {"final": {"mean": end}, "throughput": {"estimate": 2.0}, "verdict": f"as {name}"}
+        for name, end in finals.items()
+    }
+    plan = {"budget": {"seconds": 30.0}, "arms": [{"name": name} for name in finals]}
+    return {"plan": plan, "summary": summary}
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[evidence_further.Setting]:
+    every = [
+        evidence_further.Setting("lion", "Lion", "the paper's", {}),
+        evidence_further.Setting("lion_third", "Lion", "more of it", {}),
+        evidence_further.Setting("adan", "Adan", "as it is", {}),
+        evidence_further.Setting("adan_more", "Adan", "more", {}),
+        evidence_further.Setting("lsuv", "LSUV", "once", {}),
+    ]
+    monkeypatch.setattr(evidence_further, "settings", lambda task: every if task == "gpt" else [])
+    return every
+
+
+def test_what_is_run_is_the_papers_and_what_a_search_found_better(made: list[evidence_further.Setting]) -> None:
+    assert evidence_further.to_run(made, None) == ["lion", "adan", "lsuv"]
+    searched = arms(baseline=1.5, lion=1.4, lion_third=1.3, adan=1.4, adan_more=1.6)
+    assert evidence_further.to_run(made, searched) == ["lion", "lion_third", "adan", "lsuv"]
+    assert evidence_further.found(made, searched) == {"Lion": ("lion_third", 2), "Adan": ("adan", 2)}
+
+
+def test_a_line_for_each_setting_and_its_technique(made: list[evidence_further.Setting]) -> None:
+    results = arms(baseline=1.5, lion=1.45, lion_third=1.4, adan=1.6, lsuv=None)
+    searched = arms(baseline=1.5, lion=1.4, lion_third=1.3, adan=1.4, adan_more=1.6)
+    text = evidence_further.lines("gpt", results, searched, lambda one: one["verdict"])
+    assert text[-4:] == [
+        "| `Lion` | the paper's | as lion | 2.00 | 1.4500 |",
+        "| `Lion` | more of it (the best of 2 tried) | as lion_third | 2.00 | 1.4000 |",
+        "| `Adan` | as it is (the best of 2 tried) | as adan | 2.00 | 1.6000 |",
+        "| `LSUV` | once | as lsuv | 2.00 | – |",
+    ]
+    assert "Runs of 30 s" in text[0] and "The baseline ends at 1.5000." in text[0]
+    assert "tried" not in "".join(evidence_further.lines("gpt", results, None, lambda one: one["verdict"]))
+
+
+def test_verdicts_stand_beside_others_and_once(made: list[evidence_further.Setting]) -> None:
+    page = "| `Lion`, `Adan` | what | – | said |\n| `LSUV` | what | ViT 1.0 | said |\n| `Muon` | what | – | said |\n"
+    results = arms(baseline=1.5, lion=1.45, lion_third=1.4, adan=1.6, lsuv=1.5)
+    for _ in range(2):
+        page = evidence_further.verdicts(page, "gpt", results, "GPT, 30 s", lambda one: one["verdict"])
+    assert page.splitlines() == [
+        "| `Lion`, `Adan` | what | `Lion`, GPT, 30 s as lion_third<br>`Adan`, GPT, 30 s as adan | said |",
+        "| `LSUV` | what | ViT 1.0<br>GPT, 30 s as lsuv | said |",
+        "| `Muon` | what | – | said |",
+    ]
+
+
+def test_what_was_run_is_what_the_search_says() -> None:
+    for task, (results, searched) in evidence_page.further().items():
+        names = {arm["name"] for arm in results["plan"]["arms"][1:]}
+        assert names == set(evidence_further.to_run(evidence_further.settings(task), searched)), SHORT[task]
+        assert results["plan"]["budget"]["clock"] == "reference" and len(results["plan"]["seeds"]) >= 3
+        for one in evidence_further.settings(task):
+            if one.name in names:
+                (arm,) = (arm for arm in results["plan"]["arms"] if arm["name"] == one.name)
+                assert yaml.safe_load(arm["configs"][-1]) == {"trainer": {"callbacks": [one.callback]}}
