@@ -1,8 +1,8 @@
 """What every technique gains on the reference tasks: run the benches, and write ``docs/evidence.md`` from their results.
 
-    python benchmarks/evidence.py run {gpt,vit,bert,gpt2,rings,bert8k,gpt256} [--set weights|compute|goal] [--jobs 2]
+    python benchmarks/evidence.py run {gpt,vit,bert,gpt2,rings,bert8k,gpt256} [--set weights|compute|goal|further] [--jobs 2]
         [--only NAME ...] [--seeds 4,5] [--rounds 5] [--reference benchmarks/results/weights_gpt.json]
-    python benchmarks/evidence.py search {gpt,vit,bert} [--seeds 0,10] [--budget 30rs]
+    python benchmarks/evidence.py search {gpt,vit,bert} [--set further] [--seeds 0,10] [--budget 30rs]
     python benchmarks/evidence.py ladder {gpt,vit,bert,rings,bert8k,gpt256} [--ladder 0.5,0.75,1.5] [--of STACK]
         [--budget 300rs]
     python benchmarks/evidence.py page
@@ -14,8 +14,9 @@ a step less or has more for it, alone, with its controls and joined, for ``compu
 set, beside those that are there; with ``--reference`` and the committed file, at the prices that their techniques have
 there, and further ``--seeds`` of theirs are kept beside the first. ``search`` runs the recipes of single techniques and other
 settings of them, in ``benchmarks/<task>/settings``, on seeds that no evaluation uses, for ``search_settings_<task>.json``;
-``run --set settings`` holds what won there against the baseline. ``ladder`` runs the baseline at other budgets, at the prices
-of the committed results, for ``ladder_<task>.json``, beside those that are there; every arm's worth is told from them.
+``run --set settings`` holds what won there against the baseline. With ``--set further`` the two do so for single techniques
+without a recipe, of ``benchmarks/further.yaml``. ``ladder`` runs the baseline at other budgets, at the prices of the committed
+results, for ``ladder_<task>.json``, beside those that are there; every arm's worth is told from them.
 ``run --set goal`` is of what reaches the baseline's final loss in the least time; ``ladder --of`` runs one of these in the
 baseline's place, at the prices of that bench. With a budget of its own each of the two writes to a file named by it.
 ``page`` makes no runs; it writes the verdicts into ``docs/verdicts.md``, too.

@@ -83,6 +83,8 @@ def best(task: str, results: Mapping[str, Any]) -> dict[str, Setting]:
 def verdicts(text: str, task: str, results: Mapping[str, Any], short: str, cell: Any) -> str:
     """A page with the verdicts of these results in its table, beside those that stand there: in the third cell of each row.
 
+    What says in the row's last cell that nothing was measured goes.
+
     Args:
         text: of ``docs/verdicts.md``.
         task: which.
@@ -102,6 +104,8 @@ def verdicts(text: str, task: str, results: Mapping[str, Any], short: str, cell:
                 of = "" if len(names) == 1 else f"`{name}`, "
                 told.append(f"{of}{short} {cell(results['summary'][one.name])}")
         cells[2] = "<br>".join(told) or "–"
+        if any(name in own for name in names):
+            cells[-1] = re.sub(r" ?Not measured here( yet)?\.", "", cells[-1])
         lines[row] = " | ".join(cells)
     return "\n".join(lines) + "\n"
 

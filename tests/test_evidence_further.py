@@ -94,14 +94,15 @@ def test_a_line_for_each_setting_and_its_technique(made: list[evidence_further.S
 
 
 def test_verdicts_stand_beside_others_and_once(made: list[evidence_further.Setting]) -> None:
-    page = "| `Lion`, `Adan` | what | – | said |\n| `LSUV` | what | ViT 1.0 | said |\n| `Muon` | what | – | said |\n"
+    page = "| `Lion`, `Adan` | what | – | said |\n| `LSUV` | what | ViT 1.0 | Costs. Not measured here yet. |\n"
+    page += "| `Muon` | what | – | Pays. Not measured here. |\n"
     results = arms(baseline=1.5, lion=1.45, lion_third=1.4, adan=1.6, lsuv=1.5)
     for _ in range(2):
         page = evidence_further.verdicts(page, "gpt", results, "GPT, 30 s", lambda one: one["verdict"])
     assert page.splitlines() == [
         "| `Lion`, `Adan` | what | `Lion`, GPT, 30 s as lion_third<br>`Adan`, GPT, 30 s as adan | said |",
-        "| `LSUV` | what | ViT 1.0<br>GPT, 30 s as lsuv | said |",
-        "| `Muon` | what | – | said |",
+        "| `LSUV` | what | ViT 1.0<br>GPT, 30 s as lsuv | Costs. |",
+        "| `Muon` | what | – | Pays. Not measured here. |",
     ]
 
 
