@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
-from lightning_eff import LearningRateSchedule, ReplaceOptimizer
+from lightning_eff import LearningRateSchedule, ReplaceOptimizer, ShallowToDeep
 from lightning_eff.bench.arms import Arm, lay_out
 from lightning_eff.bench.benchmark import Benchmark
 from lightning_eff.bench.pace import Incomparable, decay, warm_up_share
@@ -25,6 +26,15 @@ class Cosine(Small):
         length = int(self.trainer.estimated_stepping_batches)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, length)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Deep(Small):
+    """Two blocks between the maps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)]
+        self.net = nn.Sequential(nn.Sequential(*blocks), nn.Linear(8, 1))
 
 
 class OneCycle(Small):
@@ -127,6 +137,16 @@ def test_a_recipe_that_sets_the_rate_by_a_technique_has_it(schedule: str, rate: 
     assert pacer.last_rate == pytest.approx(module.rates[-1])
     with pytest.raises(Incomparable, match="expected the warm-up among that technique's settings"):
         run(reference(4.0, warm_up=0.3), arm(callbacks=lambda: [LearningRateSchedule()]))
+
+
+def test_a_technique_that_leaves_the_rate_to_the_module_by_a_setting_does_so_in_a_bench() -> None:
+    """ShallowToDeep sets a rate for each of its stages, but not with ``rate=None``."""
+    _, plain = run(reference(4.0, steps=40), arm(Deep))
+    grown = lambda **given: arm(Deep, callbacks=lambda: [ShallowToDeep(group=1, until=0.0, **given)])  # noqa: E731
+    _, left = run(reference(4.0, steps=40), grown(rate=None))
+    assert left.rates == pytest.approx(plain.rates) and max(plain.rates) > 0.09
+    _, own = run(reference(4.0, steps=40), grown(rate="cosine"))
+    assert own.rates != pytest.approx(plain.rates)
 
 
 @pytest.mark.parametrize("module", [Small, Cosine, OneCycle])

@@ -19,6 +19,7 @@ from lightning_eff.model.growth._shallower import Shallower
 from lightning_eff.model.growth._stacking import Stacking
 
 RATES = ("inverse_sqrt", "linear", "cosine")
+BY_RATE = ("LearningRateSchedule", "ScheduleFree", "StochasticWeightAveraging")  #: which set the rates, too
 
 
 def group_stages(num_blocks: int, *, group: int, until: float) -> list[tuple[float, int]]:
@@ -110,7 +111,7 @@ class ShallowToDeep(Stacking):
             ("ProgressiveStacking", "CompoundGrowth", "Shallower"),
             "both say how many blocks the network has",
         ),
-        **dict.fromkeys(("LearningRateSchedule", "ScheduleFree", "StochasticWeightAveraging"), "both set the rates"),
+        **dict.fromkeys(BY_RATE, "both set the rates"),
     }
     needs_automatic_optimization: ClassVar[bool] = True
     needs_optimizer: ClassVar[bool] = True
@@ -148,6 +149,10 @@ class ShallowToDeep(Stacking):
         self.layers = layers
         self.copy_optimizer_state = copy_optimizer_state
         self.stages = [(0.0, group)]
+        if rate is None:  # what leads the rates, here and in a bench, then acts on them as on any module's
+            others = {name: why for name, why in self.conflicts.items() if name not in BY_RATE}
+            self.conflicts = others  # pyright: ignore[reportAttributeAccessIssue] -- of this instance alone
+            self.sets_rates = False  # pyright: ignore[reportAttributeAccessIssue] -- of this instance alone
         self._reset()
 
     def _reset(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import ModernBertConfig, ModernBertForMaskedLM
 
-from lightning_eff import ShallowToDeep
+from lightning_eff import LearningRateSchedule, ShallowToDeep
 from lightning_eff.model.growth.shallow_to_deep import group_stages, rate_within
 from tests.cases import Case, no_blocks
 from tests.model.growth.residual import PostNorm
@@ -135,3 +135,25 @@ def test_bad_input_is_refused() -> None:
 
 def test_runs_by_a_yaml(tmp_path: Path) -> None:
     fit_yaml(tmp_path, "ShallowToDeep", {"group": 1, "until": 0.5, "rate": "cosine"}, max_steps=4)
+
+
+class Rates(pl.Callback):
+    """The rate of each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: object) -> None:
+        self.seen.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def test_where_rates_are_left_to_the_module_others_may_lead_them() -> None:
+    """Rates led by LearningRateSchedule are those that it leads alone, and its own are refused beside it."""
+    found = []
+    for first in ([], [ShallowToDeep(group=1, until=0.3, rate=None)]):
+        rates = Rates()
+        trainer(*first, LearningRateSchedule("rex"), rates, max_steps=10).fit(TinyGPT(), loader("tiny_gpt"))
+        found.append(rates.seen)
+    assert found[0] == pytest.approx(found[1]) and found[0][0] > 3 * found[0][-1] > 0
+    with pytest.raises(ValueError, match="both set the rates"):
+        trainer(ShallowToDeep(group=1), LearningRateSchedule("rex"), max_steps=10).fit(TinyGPT(), loader("tiny_gpt"))
