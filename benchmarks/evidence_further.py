@@ -146,9 +146,11 @@ def lines(task: str, results: Mapping[str, Any], searched: Mapping[str, Any] | N
         loss = "–" if end is None else f"{end:.4f}"
         rows.append(f"| `{one.of}` | {one.told}{more} | {cell(told)} | {speed} | {loss} |")
     base = summary[results["plan"]["arms"][0]["name"]]["final"]["mean"]
+    left = sorted({one.of for one in settings(task)} - {one.of for one in settings(task) if one.name in summary})
+    later = f" Not run yet: {', '.join(f'`{name}`' for name in left)}." if left else ""
     return [
         f"Runs of {seconds:g} s, wholly decayed over these, with the settings in `benchmarks/further.yaml` and"
-        f" `benchmarks/{task}/further.yaml`: a technique's first line is its paper's. The baseline ends at {base:.4f}.",
+        f" `benchmarks/{task}/further.yaml`: a technique's first line is its paper's. The baseline ends at {base:.4f}.{later}",
         "",
         "| technique | settings | speed-up | samples a second, in the baseline's | final loss |",
         "|---|---|---|---|---|",
