@@ -28,6 +28,10 @@ class Rates:
     def follow(self, u: float) -> float:
         """Set the rates to where they stand at the share ``u`` of the budget; returns the largest."""
         self._set(u)
+        return self.largest()
+
+    def largest(self) -> float:
+        """The largest of the rates as they stand."""
         return max(float(group["lr"]) for group in self._groups)
 
     def _set(self, u: float) -> None:

@@ -74,7 +74,7 @@ class Pacer(Clock):
         self.rates: list[tuple[float, float]] = []  # (u, learning rate) of each optimizer step
         self.points: list[dict[str, float]] = []
         self.memory: list[tuple[float, int]] = []
-        self.last_rate = 0.0
+        self.last_rate = self._led = 0.0
         self.metrics: dict[str, float] = {}
         self.validation_data: dict[str, Any] = {}
         self.facts: dict[str, Any] = {}
@@ -230,7 +230,7 @@ class Pacer(Clock):
                 " logged. Give them, or limit_val_batches > 0."
             )
         self._rates = rates_of(trainer, self.pace)
-        self.last_rate = self._rates.follow(self.share())
+        self.last_rate = self._led = self._rates.follow(self.share())
         if self.pace.inspect:
             self.facts = facts(trainer, pl_module)
         _synchronize(trainer)
@@ -271,9 +271,11 @@ class Pacer(Clock):
 
     def _step(self, trainer: Trainer, charge: float) -> None:
         """An optimizer step is done: where does the run stand?"""
-        self.rates.append((self.share(), self.last_rate))
+        used, led = self._rates.largest(), self._led
+        self.rates.append((self.share(), used))
         self.steps += 1
-        self.last_rate = self._rates.follow(self.share())
+        self._led = self._rates.follow(self.share())
+        self.last_rate = self._led if used == led else used  # a technique had set another one for this step
         cost = _cost(trainer)
         self.extra_seconds, self.forward_passes = cost.seconds, cost.forward_passes
         u = self.share()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_eff import LearningRateSchedule, ReplaceOptimizer, ShallowToDeep
+from lightning_eff import LearningRateSchedule, ReplaceOptimizer, ShallowToDeep, StochasticWeightAveraging
 from lightning_eff.bench.arms import Arm, lay_out
 from lightning_eff.bench.benchmark import Benchmark
 from lightning_eff.bench.pace import Incomparable, decay, warm_up_share
@@ -137,6 +137,15 @@ def test_a_recipe_that_sets_the_rate_by_a_technique_has_it(schedule: str, rate: 
     assert pacer.last_rate == pytest.approx(module.rates[-1])
     with pytest.raises(Incomparable, match="expected the warm-up among that technique's settings"):
         run(reference(4.0, warm_up=0.3), arm(callbacks=lambda: [LearningRateSchedule()]))
+
+
+def test_a_rate_that_a_technique_holds_up_is_told_as_it_was() -> None:
+    """StochasticWeightAveraging sets it for each step, between those at which the bench leads the schedule on."""
+    averaging = lambda: [StochasticWeightAveraging(start=0.75, rate=0.5, cycle=2)]  # noqa: E731
+    pacer, module = run(reference(4.0, steps=60), arm(callbacks=averaging))
+    assert module.rates[-10:] == pytest.approx([0.05] * 10) and len(module.rates) == 40
+    assert pacer.last_rate == pytest.approx(0.05)
+    assert [rate for _, rate in pacer.rates] == pytest.approx(module.rates)
 
 
 def test_a_technique_that_leaves_the_rate_to_the_module_by_a_setting_does_so_in_a_bench() -> None:
