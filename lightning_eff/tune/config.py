@@ -145,7 +145,7 @@ class Recipes:
         callbacks: list[Any] = []
         if outside:
             callbacks.append({"class_path": SETTINGS, "init_args": outside})
-        if not self.scheduled and not any(getattr(one.cls, "sets_rates", False) for one, _ in on):
+        if not self.scheduled and not any(one.sets_rates(values, self.space.profile) for one, values in on):
             callbacks.append({"class_path": SCHEDULE, "init_args": {"shape": "linear", "warmup": warm_up}})
         places: dict[str, list[Any]] = {"callbacks": callbacks, "plugins": [], "strategy": []}
         for one, values in on:

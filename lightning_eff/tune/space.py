@@ -51,6 +51,10 @@ class Candidate:
         )  # Lightning has classes of some names, too
         return {"class_path": path, **({"init_args": _plain(arguments)} if arguments else {})}
 
+    def sets_rates(self, values: Mapping[str, Any], profile: RunProfile) -> bool:
+        """Whether it leads the learning rates, with these settings."""
+        return getattr(self.cls, "sets_rates", False) and self.space.build(self.cls, values, profile).sets_rates
+
     def told(self) -> str:
         """In words."""
         settings = "; ".join(f"{name} {in_words(what)}" for name, what in self.space.settings.items())

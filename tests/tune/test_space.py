@@ -189,6 +189,9 @@ def test_a_rate_that_does_not_decay_is_decayed_in_every_arm(tmp_path: Path) -> N
     own = {"shape": "rex", "warmup": 0.0, "final": 0.0}
     (one,) = recipes.overlay(Choices(techniques={"LearningRateSchedule": own}), 200)["trainer"]["callbacks"]
     assert one["init_args"] == own, "a recipe's own takes its place"
+    for rate, count in (("cosine", 1), (None, 2)):  # that technique sets rates, but for the last of these
+        grown = {"ShallowToDeep": {"first": 0.5, "until": 0.3, "rate": rate}}
+        assert len(recipes.overlay(Choices(techniques=grown), 200)["trainer"]["callbacks"]) == count
 
 
 def test_choices_have_one_key_each() -> None:
