@@ -37,7 +37,8 @@ def test_settings_train(task: str, one: evidence_further.Setting, tmp_path: Path
     assert own in names and (own == one.of or one.of in str(one.callback)), "they are of what they are told to be"
 
 
-def test_each_has_words_and_a_technique_and_none_has_a_recipe_with_the_same_settings() -> None:
+def test_each_has_words_and_a_technique_and_is_not_what_the_other_tables_have() -> None:
+    """But for what paid here and was held against the baseline once more, for its whole budget."""
     for task, one in EVERY:
         assert hasattr(lightning_eff, one.of) and one.told and not one.told.endswith("."), one
         recipe = ROOT / "benchmarks" / task / "recipes" / f"{one.name}.yaml"
@@ -46,7 +47,7 @@ def test_each_has_words_and_a_technique_and_none_has_a_recipe_with_the_same_sett
             assert callback["class_path"] == one.callback["class_path"]
     for task in {task for task, _ in EVERY}:
         measured = {told[0] for every in (evidence.CLAIMS, evidence.WEIGHTS) for told in every.values()}
-        assert not measured & {one.of for one in evidence_further.settings(task)}
+        assert measured & {one.of for one in evidence_further.settings(task)} <= {"KFAC"}
 
 
 def arms(**finals: float | None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from lightning_eff.bench.reports.intervals import paired_interval, paired_ratio
 FEWEST_STEPS = 20  # in a budget
 DECAYED = 0.1  # of its peak, at most, is what is left of a decayed learning rate; cosine schedules often end there
 KEPT = 0.75  # of a kind's steps in a rehearsal: the fastest
+SLOW = 1.2  # times the level of its kind: a step that takes as long in every rehearsal is slow by itself
 
 
 def sweep_steps(budget: float, step_seconds: float) -> int:
@@ -20,19 +21,42 @@ def sweep_steps(budget: float, step_seconds: float) -> int:
 
 
 def _by_kind(block: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Seconds of a rehearsal's steps, by kind.
+    """Seconds of a rehearsal's steps, by kind, without those that :func:`_counted` leaves out."""
+    return {kind: [block["times"][at] for at in places] for kind, places in _counted(block).items()}
+
+
+def _counted(block: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Which steps of a rehearsal count, by kind.
 
     The first step, which also starts the loader, is left out where its kind has others, and the first of a kind that
     took twice the next: compilation, allocation.
     """
-    by_kind: dict[str, list[float]] = {}
-    for kind, seconds in zip(block["kinds"], block["times"], strict=True):
-        by_kind.setdefault(kind, []).append(seconds)
-    for kind, times in by_kind.items():
+    by_kind: dict[str, list[int]] = {}
+    for at, kind in enumerate(block["kinds"]):
+        by_kind.setdefault(kind, []).append(at)
+    times = block["times"]
+    for kind, places in by_kind.items():
         first_of_all = kind == block["kinds"][0]
-        if len(times) > 1 and (first_of_all or times[0] > 2 * times[1]):
-            del times[0]
+        if len(places) > 1 and (first_of_all or times[places[0]] > 2 * times[places[1]]):
+            del places[0]
     return by_kind
+
+
+def slow_steps(blocks: Sequence[Mapping[str, Any]]) -> frozenset[int]:
+    """Which steps of an arm are slow by themselves: those that took more than :data:`SLOW` times their kind's level each time.
+
+    What the machine does lifts other steps in each rehearsal; what a technique does in every tenth step, such as the
+    inverses of KFAC, lifts the same ones. None are known where there is one rehearsal alone, or these are not of the same
+    steps.
+    """
+    if len(blocks) < 2 or any(block["kinds"] != blocks[0]["kinds"] for block in blocks):
+        return frozenset()
+    lifted = []
+    for block in blocks:
+        level = {kind: _trimmed(times) for kind, times in _by_kind(block).items()}
+        pairs = enumerate(zip(block["kinds"], block["times"], strict=True))
+        lifted.append({at for at, (kind, seconds) in pairs if seconds > SLOW * level[kind]})
+    return frozenset.intersection(*map(frozenset, lifted))
 
 
 def _trimmed(times: Sequence[float]) -> float:
@@ -40,11 +64,17 @@ def _trimmed(times: Sequence[float]) -> float:
     return fmean(sorted(times)[: math.ceil(KEPT * len(times))])
 
 
-def _rate(block: Mapping[str, Any], level: Callable[[Sequence[float]], float]) -> float:
-    """Samples per second of a rehearsal, with ``level`` for the seconds of each kind of step."""
-    by_kind = _by_kind(block)
-    seconds = math.fsum(level(times) * len(times) for times in by_kind.values())
-    return block["samples"] / len(block["kinds"]) * sum(map(len, by_kind.values())) / seconds
+def _rate(
+    block: Mapping[str, Any], level: Callable[[Sequence[float]], float], slow: frozenset[int] = frozenset()
+) -> float:
+    """Samples per second of a rehearsal, with ``level`` for the seconds of each kind of step, ``slow`` ones apart."""
+    parts = [
+        [block["times"][at] for at in places if (at in slow) == apart]
+        for places in _counted(block).values()
+        for apart in (False, True)
+    ]
+    seconds = math.fsum(level(times) * len(times) for times in parts if times)
+    return block["samples"] / len(block["kinds"]) * sum(map(len, parts)) / seconds
 
 
 def prices(blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -67,16 +97,18 @@ def prices(blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def rates(baseline: Sequence[Mapping[str, Any]], arm: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
     """Samples per second of the baseline and of an arm in each round, in which they took turns.
 
-    Told from trimmed means, unless the arm has slow steps of its own: what the slowest quarter adds differs from the
-    baseline's by more than chance over the rounds. Then all steps count.
+    Told from trimmed means, those of :func:`slow_steps` apart, unless the arm has other slow steps of its own: what the
+    slowest quarter adds differs from the baseline's by more than chance over the rounds. Then all steps count.
     """
+    slow = slow_steps(baseline), slow_steps(arm)
 
-    def added(block: Mapping[str, Any]) -> float:
-        return math.log(_rate(block, _trimmed) / _rate(block, fmean))
+    def added(block: Mapping[str, Any], of: frozenset[int]) -> float:
+        return math.log(_rate(block, _trimmed, of) / _rate(block, fmean))
 
-    differs = paired_interval([added(b) - added(a) for a, b in zip(baseline, arm, strict=True)], level=0.99)
+    more = [added(b, slow[1]) - added(a, slow[0]) for a, b in zip(baseline, arm, strict=True)]
+    differs = paired_interval(more, level=0.99)
     level = fmean if differs is not None and differs.excludes(0.0) else _trimmed
-    return [(_rate(a, level), _rate(b, level)) for a, b in zip(baseline, arm, strict=True)]
+    return [(_rate(a, level, slow[0]), _rate(b, level, slow[1])) for a, b in zip(baseline, arm, strict=True)]
 
 
 def tied(

@@ -73,6 +73,30 @@ def test_slow_steps_that_come_back_count_and_the_machines_own_do_not() -> None:
         assert calibration.tied(arm, plain, pairs)[0]["seconds"] == pytest.approx(seconds, rel=1e-6)
 
 
+def periodic(seed: int, rounds: int, slower: float, every: int = 10) -> float:
+    """The estimate for an arm of which each tenth step is slower, among 60 of a noisy machine."""
+    base, arm = machine(seed, rounds=rounds, steps=60)([0.01, 0.01])
+    for one in arm:
+        one["times"] = [seconds * (slower if at % every == 0 else 1.0) for at, seconds in enumerate(one["times"])]
+    return paired_ratio(calibration.rates(base, arm)).estimate
+
+
+@pytest.mark.parametrize("rounds", [2, 3, 6])
+def test_steps_that_are_slow_each_time_count_with_few_rounds_and_noise(rounds: int) -> None:
+    """What is done in every tenth step and doubles it is a tenth of the time; over 40 repetitions, its mean."""
+    found = [periodic(seed, rounds, 2.0) for seed in range(40)]
+    true = 59 / (59 + 5)  # the first of 60 steps, one of the slow ones, does not count
+    assert sum(found) / 40 == pytest.approx(true, rel=0.01)
+    assert sum(periodic(seed, rounds, 1.0) for seed in range(40)) / 40 == pytest.approx(1.0, rel=0.01)
+
+
+def test_slow_steps_are_those_of_all_rehearsals_of_the_same_steps() -> None:
+    one, other = ([0.01, 0.01, 0.03, 0.01, 0.01, 0.03, 0.01, 0.01], [0.01, 0.02, 0.03, 0.01, 0.01, 0.01, 0.01, 0.01])
+    assert calibration.slow_steps([block(one), block(other)]) == {2}
+    assert calibration.slow_steps([block(one)]) == frozenset()
+    assert calibration.slow_steps([block(one), block(one, ["a"] * 7 + ["b"])]) == frozenset()
+
+
 def test_first_steps_are_left_out_where_there_are_others() -> None:
     """The first of all starts the loader; the first of a kind that is far slower than the next compiles."""
     kinds = ["a", "a", "b", "b", "c", "c"]
