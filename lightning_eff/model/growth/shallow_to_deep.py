@@ -103,7 +103,9 @@ class ShallowToDeep(Stacking):
     )
     survey: ClassVar[Survey | None] = Survey("shallow-to-deep training", zhuang="2.1", shen="4.4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"first": Choice((0.25, 0.5)), "until": Uniform(0.1, 0.7), "rate": Choice((*RATES, None))}, needs_blocks, _groups
+        {"first": Choice((0.25, 0.5)), "until": Uniform(0.1, 0.7), "rate": Choice((*RATES, None))},
+        needs_blocks,
+        _groups,
     )
     control: ClassVar[Control] = Control("the first group alone, throughout", _small_model)
     conflicts: ClassVar[Mapping[str, str]] = {
