@@ -38,7 +38,7 @@ from benchmarks.evidence_settings import to_confirm  # noqa: E402
 from benchmarks.joining import together  # noqa: E402
 
 OUT, PAGE, VERDICTS = ROOT / "benchmarks" / "out", ROOT / "docs" / "evidence.md", ROOT / "docs" / "verdicts.md"
-SEARCHED = ("muon", "soap", "kfac", "schedule_free", "moving_average", "batch_warmup", "rate_schedule")
+SEARCHED = ("muon", "soap", "schedule_free", "moving_average", "batch_warmup", "rate_schedule")
 BUDGET, BUDGETS = "60rs", {"gpt256": "150rs"}
 SETS = {"bench": CLAIMS, "weights": WEIGHTS, "compute": COMPUTE, "goal": GOAL, "settings": settings(), "further": ()}
 

@@ -68,11 +68,6 @@ WEIGHTS = {
         "a control of Muon: the baseline's rate in every group, Muon's decay of 0.15 on the matrices",
     ),
     "soap": ("SOAP", "40 % fewer steps and 35 % less time than AdamW, at 360M and 660M (Vyas et al. 2024)"),
-    "kfac": (
-        "KFAC",
-        "much faster than SGD with momentum (Martens & Grosse 2015); ResNet-50 to 75 % in 35 epochs, at batches below 16,384"
-        " (Osawa et al. 2019)",
-    ),
     "schedule_free": (
         "ScheduleFree",
         "as good as a tuned schedule, without one (Defazio et al. 2024); first of AlgoPerf's self-tuning track, v0.5",

@@ -47,7 +47,6 @@ RECIPES = {
     "length_warmup": "SequenceLengthWarmup",
     "muon": "ReplaceOptimizer",
     "soap": "ReplaceOptimizer",
-    "kfac": "KFAC",
     "schedule_free": "ScheduleFree",
     "moving_average": "ExponentialMovingAverage",
     "batch_warmup": "BatchSizeWarmup",
@@ -76,7 +75,7 @@ RECIPES = {
 COMPUTE = {"ngram", "ngram_dense", "compile"}
 HEADS = {"fused_head", "mask_rate"}  # of masked language models
 RESOLUTIONS = {"progressive_resizing", "efficient_train", "fix_res"}
-WEIGHTS = {"muon", "soap", "kfac", "schedule_free", "moving_average", "batch_warmup", "rate_schedule"}
+WEIGHTS = {"muon", "soap", "schedule_free", "moving_average", "batch_warmup", "rate_schedule"}
 MEMORY = {"rematerialization", "activation_compression", "activation_offload", "optimizer_offload"}
 TOKENS = {
     "random_ltd",
@@ -90,7 +89,7 @@ ONLY = {
     "auto_prog": ("gpt", "vit"),
     "length_warmup": SEQUENCES,
     "fused_head": SEQUENCES,
-    **dict.fromkeys(("data_driven_init", "kfac"), ("gpt", "vit", "bert")),
+    "data_driven_init": ("gpt", "vit", "bert"),
     "patch_dropout": ("vit",),
     "token_merging": ("vit",),
     "token_dropping": ("bert", "gpt2"),  # the GPT holds its rotary tables itself, and samples differ

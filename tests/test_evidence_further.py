@@ -38,7 +38,6 @@ def test_settings_train(task: str, one: evidence_further.Setting, tmp_path: Path
 
 
 def test_each_has_words_and_a_technique_and_is_not_what_the_other_tables_have() -> None:
-    """But for what paid here and was held against the baseline once more, for its whole budget."""
     for task, one in EVERY:
         assert hasattr(lightning_eff, one.of) and one.told and not one.told.endswith("."), one
         recipe = ROOT / "benchmarks" / task / "recipes" / f"{one.name}.yaml"
@@ -47,7 +46,7 @@ def test_each_has_words_and_a_technique_and_is_not_what_the_other_tables_have() 
             assert callback["class_path"] == one.callback["class_path"]
     for task in {task for task, _ in EVERY}:
         measured = {told[0] for every in (evidence.CLAIMS, evidence.WEIGHTS) for told in every.values()}
-        assert measured & {one.of for one in evidence_further.settings(task)} <= {"KFAC"}
+        assert not measured & {one.of for one in evidence_further.settings(task)}
 
 
 def arms(**finals: float | None) -> dict[str, Any]:
