@@ -27,6 +27,9 @@ def slow(task: str, one: evidence_further.Setting) -> bool:
     [pytest.param(task, one, marks=pytest.mark.slow if slow(task, one) else ()) for task, one in EVERY],
     ids=[f"{task}-{one.name}" for task, one in EVERY],
 )
+@pytest.mark.filterwarnings(
+    "ignore:SAF.lag=3.. the run ends", "ignore:DataPruning.epochs=1.. the run ends"
+)  # in 2 steps
 def test_settings_train(task: str, one: evidence_further.Setting, tmp_path: Path) -> None:
     (overlay,) = evidence_further.overlays(task, [one.name], tmp_path)
     cli = parsed(task, str(overlay.with_suffix("")), tmp_path)
