@@ -71,16 +71,27 @@ def found(every: Iterable[Setting], searched: Mapping[str, Any]) -> dict[str, tu
     return {of: (min(means, key=lambda name: means[name]), len(means)) for of, means in ends.items()}
 
 
-def best(task: str, results: Mapping[str, Any]) -> dict[str, Setting]:
-    """Of each technique, which of the settings that were held against the baseline ended best."""
-    told: dict[str, Setting] = {}
-    every = {one.name: one for one in settings(task)}
-    for of, (name, _) in found(every.values(), results).items():
-        told[of] = every[name]
+def shown(task: str, results: Mapping[str, Any], searched: Mapping[str, Any] | None) -> dict[str, list[Setting]]:
+    """Of each technique that was held against the baseline, its paper's settings, and those that the search found better.
+
+    Which they are is told by the search's seed, and not by how they ended against the baseline.
+    """
+    every = settings(task)
+    wanted, told = to_run(every, searched), {}
+    for one in every:
+        if one.name in wanted and one.name in results["summary"]:
+            told.setdefault(one.of, []).append(one)
     return told
 
 
-def verdicts(text: str, task: str, results: Mapping[str, Any], short: str, cell: Any) -> str:
+def label(one: Setting, every: Iterable[Setting]) -> str:
+    """The settings of an arm in words behind a comma, where they are not its paper's."""
+    return "" if one.name in papers(every) else f", {one.told}"
+
+
+def verdicts(
+    text: str, task: str, results: Mapping[str, Any], searched: Mapping[str, Any] | None, short: str, cell: Any
+) -> str:
     """A page with the verdicts of these results in its table, beside those that stand there: in the third cell of each row.
 
     What says in the row's last cell that nothing was measured goes.
@@ -89,20 +100,20 @@ def verdicts(text: str, task: str, results: Mapping[str, Any], short: str, cell:
         text: of ``docs/verdicts.md``.
         task: which.
         results: of its bench.
+        searched: of the search among settings, None where there was none.
         short: what the page calls the task and the budget.
         cell: writes an arm's summary.
     """
-    lines, own = text.splitlines(), best(task, results)
+    lines, own, every = text.splitlines(), shown(task, results, searched), settings(task)
     for row, line in enumerate(lines):
         if not line.startswith("| `"):
             continue
         cells = line.split(" | ")
         names = re.findall(r"`(\w+)`", cells[0])
-        told = [part for part in cells[2].split("<br>") if f"{short} " not in part and part != "–"]
-        for name in names:
-            if (one := own.get(name)) is not None:
-                of = "" if len(names) == 1 else f"`{name}`, "
-                told.append(f"{of}{short} {cell(results['summary'][one.name])}")
+        told = [part for part in cells[2].split("<br>") if short not in part and part != "–"]
+        for one in (one for name in names for one in own.get(name, ())):
+            of = "" if len(names) == 1 else f"`{one.of}`, "
+            told.append(f"{of}{short}{label(one, every)}: {cell(results['summary'][one.name])}")
         cells[2] = "<br>".join(told) or "–"
         if any(name in own for name in names):
             cells[-1] = re.sub(r" ?Not measured here( yet)?\.", "", cells[-1])
@@ -150,7 +161,8 @@ def lines(task: str, results: Mapping[str, Any], searched: Mapping[str, Any] | N
     later = f" Not run yet: {', '.join(f'`{name}`' for name in left)}." if left else ""
     return [
         f"Runs of {seconds:g} s, wholly decayed over these, with the settings in `benchmarks/further.yaml` and"
-        f" `benchmarks/{task}/further.yaml`: a technique's first line is its paper's. The baseline ends at {base:.4f}.{later}",
+        f" `benchmarks/{task}/further.yaml`: a technique's first line is its paper's, fitted to the task. The baseline"
+        f" ends at {base:.4f}.{later}",
         "",
         "| technique | settings | speed-up | samples a second, in the baseline's | final loss |",
         "|---|---|---|---|---|",

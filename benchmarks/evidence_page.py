@@ -247,9 +247,9 @@ def in_verdicts(
         return {recipe: told for recipe, told in claims.items() if told[0].isidentifier()}
 
     text = verdicts(verdicts(verdicts(text, found), weights, alone(WEIGHTS)), compute, alone(COMPUTE))
-    for task, (results, _) in (others or {}).items():
+    for task, (results, searched) in (others or {}).items():
         short = f"{SHORT[task]}, {results['plan']['budget']['seconds']:g} s"
-        text = evidence_further.verdicts(text, task, results, short, cell)
+        text = evidence_further.verdicts(text, task, results, searched, short, cell)
     return text
 
 

@@ -98,15 +98,30 @@ def test_a_line_for_each_setting_and_its_technique(made: list[evidence_further.S
     assert "tried" not in "".join(evidence_further.lines("gpt", results, None, lambda one: one["verdict"]))
 
 
+def test_which_settings_are_shown_is_told_by_the_search_and_not_by_where_they_ended(
+    made: list[evidence_further.Setting],
+) -> None:
+    results = arms(baseline=1.5, lion=1.45, lion_third=1.6, adan=1.6, adan_more=1.4)
+    searched = arms(baseline=1.5, lion=1.4, lion_third=1.3, adan=1.4, adan_more=1.6)
+    told = evidence_further.shown("gpt", results, searched)
+    assert {of: [one.name for one in every] for of, every in told.items()} == {
+        "Lion": ["lion", "lion_third"],
+        "Adan": ["adan"],
+    }
+    assert [evidence_further.label(one, made) for one in told["Lion"]] == ["", ", more of it"]
+
+
 def test_verdicts_stand_beside_others_and_once(made: list[evidence_further.Setting]) -> None:
     page = "| `Lion`, `Adan` | what | – | said |\n| `LSUV` | what | ViT 1.0 | Costs. Not measured here yet. |\n"
     page += "| `Muon` | what | – | Pays. Not measured here. |\n"
     results = arms(baseline=1.5, lion=1.45, lion_third=1.4, adan=1.6, lsuv=1.5)
+    searched = arms(baseline=1.5, lion=1.4, lion_third=1.3, adan=1.4, adan_more=1.6)
     for _ in range(2):
-        page = evidence_further.verdicts(page, "gpt", results, "GPT, 30 s", lambda one: one["verdict"])
+        page = evidence_further.verdicts(page, "gpt", results, searched, "GPT, 30 s", lambda one: one["verdict"])
     assert page.splitlines() == [
-        "| `Lion`, `Adan` | what | `Lion`, GPT, 30 s as lion_third<br>`Adan`, GPT, 30 s as adan | said |",
-        "| `LSUV` | what | ViT 1.0<br>GPT, 30 s as lsuv | Costs. |",
+        "| `Lion`, `Adan` | what | `Lion`, GPT, 30 s: as lion<br>`Lion`, GPT, 30 s, more of it: as lion_third<br>"
+        "`Adan`, GPT, 30 s: as adan | said |",
+        "| `LSUV` | what | ViT 1.0<br>GPT, 30 s: as lsuv | Costs. |",
         "| `Muon` | what | – | Pays. Not measured here. |",
     ]
 
@@ -114,7 +129,9 @@ def test_verdicts_stand_beside_others_and_once(made: list[evidence_further.Setti
 def test_what_was_run_is_what_the_search_says() -> None:
     for task, (results, searched) in evidence_page.further().items():
         names = {arm["name"] for arm in results["plan"]["arms"][1:]}
-        run = [one for one in evidence_further.settings(task) if one.of in evidence_further.best(task, results)]
+        run = [
+            one for one in evidence_further.settings(task) if one.of in evidence_further.shown(task, results, searched)
+        ]
         assert names >= set(evidence_further.to_run(run, searched)), SHORT[task]
         assert results["plan"]["budget"]["clock"] == "reference" and len(results["plan"]["seeds"]) >= 3
         for one in evidence_further.settings(task):

@@ -118,7 +118,7 @@ def test_advice_follows_the_results(made: dict[str, str]) -> None:
             lines = re.findall(rf"- {words} here, at equal time, on: (.*)\.", advice)
             said = {task for line in lines for task in line.split("; ")}
             found = {
-                evidence.TASKS[task]
+                evidence.TASKS[task] + facts.label(task, recipe, results)
                 for recipe, task, _, results in facts.measurements(name)
                 if verdicts[results["summary"][recipe]["verdict"]] == words
             }

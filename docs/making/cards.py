@@ -205,7 +205,7 @@ def measured(name: str) -> list[str]:
         plan = results["plan"]
         held = "; ".join(f"{arm}: {evidence.cell(one)}" for arm, one in evidence.controls(results, recipe)) or "–"
         budget = f"{plan['budget']['seconds']:g} s, {len(results['summary'][recipe]['final']['values'])} seeds"
-        budget += facts.told(task, recipe, results)
+        budget += facts.label(task, recipe, results)
         lines.append(f"| {evidence.TASKS[task]} | {evidence.cell(results['summary'][recipe])} | {held} | {budget} |")
     lines += ["", "Below 1 is slower. All figures, with what they mean: [Evidence](../evidence.md).", ""]
     claim = next((claim for _, _, claim, _ in found if claim), None)
@@ -217,12 +217,14 @@ def advice(name: str) -> list[str]:
     others = re.sub(r" ?Not measured here( yet)?\.", "", told().get(name, ("", ""))[1]).strip()
     lines = [f"- {others}"] if others else []
     found = [
-        (task, results["summary"][recipe], evidence.controls(results, recipe))
+        (
+            f"{evidence.TASKS[task]}{facts.label(task, recipe, results)}",
+            results["summary"][recipe],
+            evidence.controls(results, recipe),
+        )
         for recipe, task, _, results in facts.measurements(name)
     ]
-    gains = [
-        (evidence.TASKS[task], one["speedup"], one["verdict"], held) for task, one, held in found if one["speedup"]
-    ]
+    gains = [(task, one["speedup"], one["verdict"], held) for task, one, held in found if one["speedup"]]
     for words, verdict in (
         ("It gained", "faster"),
         ("It lost", "slower"),

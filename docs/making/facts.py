@@ -34,7 +34,7 @@ SETS = {"bench": evidence.CLAIMS, "weights": evidence.WEIGHTS, "compute": eviden
 def measurements(name: str) -> list[tuple[str, str, str, dict[str, Any]]]:
     """What was measured of a technique: the recipe, the task, the paper's claim, and the results that have it.
 
-    Of one without a recipe, that of its settings that ended best, and no claim.
+    Of one without a recipe, its paper's settings and those that a search found better, and no claim.
     """
     found = []
     for part, recipes in SETS.items():
@@ -43,10 +43,10 @@ def measurements(name: str) -> list[tuple[str, str, str, dict[str, Any]]]:
                 results = committed()[part].get(task)
                 if technique == name and results is not None and recipe in results["summary"]:
                     found.append((recipe, task, claim, results))
-    for task, (results, _) in further().items():
-        best = evidence_further.best(task, results).get(name)
-        if best is not None:
-            found.append((best.name, task, "", results))
+    for task, (results, searched) in further().items():
+        found += [
+            (one.name, task, "", results) for one in evidence_further.shown(task, results, searched).get(name, ())
+        ]
     return found
 
 
@@ -55,10 +55,9 @@ def measured() -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for name in sorted(_public.HOMES):
         for recipe, task, _, results in measurements(name):
-            short = evidence.SHORT[task]
-            if without_recipe(task, results):
-                short = f"{short}, {results['plan']['budget']['seconds']:g} s"
-            found.setdefault(name, {})[short] = evidence.cell(results["summary"][recipe])
+            at = f", {results['plan']['budget']['seconds']:g} s" if without_recipe(task, results) else ""
+            where = f"{evidence.SHORT[task]}{at}{label(task, recipe, results)}"
+            found.setdefault(name, {})[where] = evidence.cell(results["summary"][recipe])
     return found
 
 
@@ -67,11 +66,12 @@ def without_recipe(task: str, results: dict[str, Any]) -> bool:
     return further().get(task, (None,))[0] is results
 
 
-def told(task: str, recipe: str, results: dict[str, Any]) -> str:
-    """The settings of a technique without a recipe, in words, behind a colon; nothing for others."""
+def label(task: str, recipe: str, results: dict[str, Any]) -> str:
+    """The settings of a technique without a recipe, behind a comma, where they are not its paper's; nothing for others."""
     if not without_recipe(task, results):
         return ""
-    return next(f": {one.told}" for one in evidence_further.settings(task) if one.name == recipe)
+    every = evidence_further.settings(task)
+    return next(evidence_further.label(one, every) for one in every if one.name == recipe)
 
 
 def tests() -> dict[str, str]:
