@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from lightning.pytorch import LightningDataModule, LightningModule
+from jsonargparse import ArgumentParser
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
 
 import lightning_eff
@@ -577,10 +578,25 @@ def test_the_control_of_tables_has_as_many_parameters() -> None:
     assert counts[1] == pytest.approx(counts[0], rel=0.02)
 
 
+def trained_elsewhere(path: Path) -> bool:
+    """Whether it is another task's setting by the name of one of the GPT's, which is trained each time."""
+    return path.parts[-3] != "gpt" and (BENCHMARKS / "gpt" / "settings" / path.name).is_file()
+
+
+def test_other_settings_are_ones_that_their_techniques_take() -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--callback", type=Callback)
+    for path in BENCHMARKS.glob("*/settings/*.yaml"):
+        for said in yaml.safe_load(path.read_text())["trainer"]["callbacks"]:
+            name = said["class_path"].removeprefix("lightning_eff.")
+            made = parser.parse_object({"callback": said | {"class_path": f"lightning_eff.{name}"}})
+            assert type(parser.instantiate_classes(made).callback).__name__ == name, path
+
+
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(path, marks=pytest.mark.slow) if "compiled" in path.stem else path
+        pytest.param(path, marks=pytest.mark.slow) if "compiled" in path.stem or trained_elsewhere(path) else path
         for path in sorted((*BENCHMARKS.glob("*/stacks/*.yaml"), *BENCHMARKS.glob("*/settings/*.yaml")))
     ],
     ids=lambda path: f"{path.parent.parent.name}-{path.stem}",
