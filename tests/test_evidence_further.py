@@ -22,7 +22,9 @@ def slow(task: str, one: evidence_further.Setting) -> bool:
     """Whether training with it is no test of every day: of each technique, its paper's settings are trained once."""
     if one.of in SLOW or one.name not in evidence_further.papers(evidence_further.settings(task)):
         return True
-    earlier = [other for before in list(TASKS)[: list(TASKS).index(task)] for other in evidence_further.settings(before)]
+    earlier = [
+        other for before in list(TASKS)[: list(TASKS).index(task)] for other in evidence_further.settings(before)
+    ]
     return one.of in {other.of for other in earlier}
 
 
@@ -30,7 +32,9 @@ def test_settings_are_ones_that_their_techniques_take() -> None:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--callback", type=Callback)
     for task, one in EVERY:
-        said = one.callback | {"class_path": f"lightning_eff.{one.callback['class_path'].removeprefix('lightning_eff.')}"}
+        said = one.callback | {
+            "class_path": f"lightning_eff.{one.callback['class_path'].removeprefix('lightning_eff.')}"
+        }
         made = parser.instantiate_classes(parser.parse_object({"callback": said})).callback
         assert type(made).__name__ == one.of or one.of in str(one.callback), (task, one)
 
