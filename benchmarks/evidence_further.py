@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
@@ -135,6 +136,19 @@ def overlays(task: str, wanted: Iterable[str], folder: Path) -> list[Path]:
     return paths
 
 
+def samples(results: Mapping[str, Any]) -> dict[str, float]:
+    """Samples in a second of the whole run by arm, in the first arm's.
+
+    A rehearsal is too short to tell: what a technique does once, before its first step, counts for more there.
+    """
+    rates: dict[str, list[float]] = {}
+    for run in results["runs"]:
+        if run["status"] == "finished":
+            rates.setdefault(run["arm"], []).append(run["samples"] / run["seconds"])
+    base = rates.get(results["plan"]["arms"][0]["name"])
+    return {} if base is None else {name: fmean(own) / fmean(base) for name, own in rates.items()}
+
+
 def lines(task: str, results: Mapping[str, Any], searched: Mapping[str, Any] | None, cell: Any) -> list[str]:
     """What was run and how, and a table with a line for each technique and setting.
 
@@ -146,14 +160,14 @@ def lines(task: str, results: Mapping[str, Any], searched: Mapping[str, Any] | N
     """
     seconds, summary = results["plan"]["budget"]["seconds"], results["summary"]
     best = found(settings(task), searched) if searched is not None else {}
-    rows = []
+    rows, rates = [], samples(results)
     for one in settings(task):
         if (told := summary.get(one.name)) is None:
             continue
         which, count = best.get(one.of, ("", 0))
         more = f" (the best of {count} tried)" if one.name == which and count > 1 else ""
-        steps, end = told["throughput"], told["final"]["mean"]
-        speed = "–" if steps is None else f"{steps['estimate']:.2f}"
+        rate, end = rates.get(one.name), told["final"]["mean"]
+        speed = "–" if rate is None else f"{rate:.2f}"
         loss = "–" if end is None else f"{end:.4f}"
         rows.append(f"| `{one.of}` | {one.told}{more} | {cell(told)} | {speed} | {loss} |")
     base = summary[results["plan"]["arms"][0]["name"]]["final"]["mean"]

@@ -72,11 +72,20 @@ def test_each_has_words_and_a_technique_and_is_not_what_the_other_tables_have() 
 def arms(**finals: float | None) -> dict[str, Any]:
     """Results of a bench whose arms ended so."""
     summary = {
-        name: {"final": {"mean": end}, "throughput": {"estimate": 2.0}, "verdict": f"as {name}"}
+        name: {"final": {"mean": end}, "throughput": {"estimate": 9.0}, "verdict": f"as {name}"}
         for name, end in finals.items()
     }
+    runs = [
+        {
+            "arm": name,
+            "status": "failed" if end is None else "finished",
+            "samples": 100 * (1 + (name != "baseline")),
+            "seconds": 30.0,
+        }
+        for name, end in finals.items()
+    ]
     plan = {"budget": {"seconds": 30.0}, "arms": [{"name": name} for name in finals]}
-    return {"plan": plan, "summary": summary}
+    return {"plan": plan, "summary": summary, "runs": runs}
 
 
 @pytest.fixture
@@ -107,7 +116,7 @@ def test_a_line_for_each_setting_and_its_technique(made: list[evidence_further.S
         "| `Lion` | the paper's | as lion | 2.00 | 1.4500 |",
         "| `Lion` | more of it (the best of 2 tried) | as lion_third | 2.00 | 1.4000 |",
         "| `Adan` | as it is (the best of 2 tried) | as adan | 2.00 | 1.6000 |",
-        "| `LSUV` | once | as lsuv | 2.00 | – |",
+        "| `LSUV` | once | as lsuv | – | – |",
     ]
     assert "Runs of 30 s" in text[0] and text[0].endswith("The baseline ends at 1.5000.")
     fewer = evidence_further.lines("gpt", arms(baseline=1.5, adan=1.6), None, lambda one: one["verdict"])
