@@ -18,6 +18,7 @@ help:  ## list the targets
 
 venv: $(STAMP)  ## create .venv and install everything, if anything changed
 
+# --no-compile: of all that comes along little is imported, which compiles it then.
 $(STAMP): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"{sys.executable} is Python {sys.version.split()[0]}: expected 3.11 or later; name another with `make PYTHON=python3.12 ...`")'
 	$(PYTHON) -m venv $(VENV)
