@@ -18,12 +18,11 @@ help:  ## list the targets
 
 venv: $(STAMP)  ## create .venv and install everything, if anything changed
 
-# --no-compile: of all that comes along little is imported, which compiles it then.
 $(STAMP): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"{sys.executable} is Python {sys.version.split()[0]}: expected 3.11 or later; name another with `make PYTHON=python3.12 ...`")'
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --no-compile -c constraints.txt torch
-	$(PIP) install --no-compile -c constraints.txt -e '.[dev]'
+	$(PIP) install -c constraints.txt torch
+	$(PIP) install -c constraints.txt -e '.[dev]'
 	@touch $@
 
 # Two recipes: one on the baseline's own model, and one that adds tables of n-grams to it, which is another model.
@@ -50,7 +49,7 @@ docs: $(VENV)/.docs  ## build the site into build/site: a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --clean --config-file build/mkdocs.yml
 
 $(VENV)/.docs: $(STAMP)
-	$(PIP) install --no-compile -c constraints.txt -e '.[docs]'
+	$(PIP) install -c constraints.txt -e '.[docs]'
 	@touch $@
 
 # One torch thread per worker: tests are small, and more threads than cores slow all of them down.
