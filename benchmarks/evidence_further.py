@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -37,13 +38,18 @@ def settings(task: str) -> list[Setting]:
     file = ROOT / "benchmarks" / task / "further.yaml"
     if not file.is_file():
         return []
-    own, common = (yaml.safe_load(one.read_text()) for one in (file, ROOT / "benchmarks" / "further.yaml"))
+    own, common = map(_said, (file, ROOT / "benchmarks" / "further.yaml"))
     every = own | {name: said for name, said in common.items() if name not in own}
     return [
         Setting(name, **{key: value for key, value in said.items() if key != "tasks"})
         for name, said in every.items()
         if task in said.get("tasks", (task,))
     ]
+
+
+@cache  # asked for again and again, and seconds in reading
+def _said(file: Path) -> dict[str, Any]:
+    return yaml.safe_load(file.read_text())
 
 
 def papers(every: Iterable[Setting]) -> list[str]:

@@ -26,11 +26,17 @@ class Beside(Mapping[str, T], Generic[T]):
 
     def __init__(self, homes: Mapping[str, str], variable: str) -> None:
         self._homes, self._variable = homes, variable
+        self._known: dict[str, T] = {}
 
     def __getitem__(self, name: str) -> T:
-        with isolate_rng():
-            home = importlib.import_module(self._homes[name])
-        return getattr(home, self._variable)[name]
+        if name not in self._known:
+            with isolate_rng():
+                home = importlib.import_module(self._homes[name])
+            self._known[name] = getattr(home, self._variable)[name]
+        return self._known[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._homes
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._homes)

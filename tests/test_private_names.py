@@ -3,6 +3,7 @@
 import ast
 import importlib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -55,19 +56,32 @@ def accessed(tree: ast.AST, own: set[str]) -> Iterator[str]:
                 yield node.attr
 
 
-FILES = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
-OWN = {name for tree in FILES.values() for name in defined(tree)}
+@cache  # not as the file is imported, which all that is collected would wait for
+def texts() -> dict[str, str]:
+    """Our own files."""
+    return {str(path.relative_to(ROOT)): path.read_text() for path in sorted(ROOT.rglob("*.py"))}
+
+
+@cache
+def files() -> dict[str, ast.AST]:
+    return {file: ast.parse(text) for file, text in texts().items()}
+
+
+@cache
+def own() -> set[str]:
+    """The private names that our own files make."""
+    return {name for tree in files().values() for name in defined(tree)}
 
 
 def users(name: str) -> list[str]:
     """The files that name it."""
-    return [file for file in FILES if name in (ROOT / file).read_text()]
+    return [file for file, text in texts().items() if name in text]
 
 
-def check_listed(files: dict[str, ast.AST], own: set[str]) -> None:
+def check_listed(trees: dict[str, ast.AST]) -> None:
     listed = {*ON_MODULES_AND_CLASSES, *ON_OBJECTS, *OTHERS}
-    for file, tree in files.items():
-        unlisted = sorted({*imported(tree)} - {*IMPORTED}) + sorted({*accessed(tree, own)} - listed)
+    for file, tree in trees.items():
+        unlisted = sorted({*imported(tree)} - {*IMPORTED}) + sorted({*accessed(tree, own())} - listed)
         assert not unlisted, (
             f"{file} uses {unlisted}, private names of torch or Lightning that tests/private_names.py does not list; a"
             " release may move them without a word. Take a public name, or add them there."
@@ -75,7 +89,7 @@ def check_listed(files: dict[str, ast.AST], own: set[str]) -> None:
 
 
 def test_every_private_name_that_is_used_is_on_the_list() -> None:
-    check_listed({file: tree for file, tree in FILES.items() if file.startswith(FOLDERS)}, OWN)
+    check_listed({file: tree for file, tree in files().items() if file.startswith(FOLDERS)})
 
 
 @pytest.mark.parametrize(
@@ -90,7 +104,7 @@ def test_every_private_name_that_is_used_is_on_the_list() -> None:
 )
 def test_a_private_name_that_is_not_listed_is_found(code: str) -> None:
     with pytest.raises(AssertionError, match="private names of torch or Lightning"):
-        check_listed({"new.py": ast.parse(code)}, OWN)
+        check_listed({"new.py": ast.parse(code)})
 
 
 def test_every_name_on_the_list_is_used() -> None:
