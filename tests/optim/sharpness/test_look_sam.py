@@ -77,18 +77,23 @@ def test_a_quadratic_is_stepped_along_turned_gradients() -> None:
     net = Quadratic(h, w)
     technique = LookSAM(rho=0.3, interval=3, alpha=0.5)
     trainer(technique, max_steps=5).fit(net, DataLoader(torch.zeros(5, 1)))
-    direction = torch.zeros_like(w)
+    direction, upright, kept = torch.zeros_like(w), [], []
     for step in range(5):
         g = h @ w
         if step % 3 == 0:
             g_s = h @ (w + 0.3 * g / g.norm())
             g_v = g_s - (g_s @ g) / (g @ g) * g
+            upright.append(float(g_v.norm() / g.norm()))
+            kept.append(float(direction @ g_v / g_v.norm()))
             direction, g = g_v / g_v.norm(), g_s
         else:
             g = g + 0.5 * g.norm() * direction
         w = w - g
     torch.testing.assert_close(net.w.detach(), w, rtol=1e-9, atol=1e-9)
-    assert technique.report()["turned"] == 3
+    report = technique.report()
+    assert report["turned"] == 3
+    assert float(report["upright"]) == pytest.approx(upright[-1], rel=1e-9) and 0 < upright[-1] < 1
+    assert float(report["kept"]) == pytest.approx(kept[-1], rel=1e-9) and 0.1 < kept[-1] < 1
 
 
 def by_hand(net: Any, batches: list[Any], *, accumulate: int, clip: float, interval: int, alpha: float) -> None:
