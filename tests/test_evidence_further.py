@@ -45,7 +45,7 @@ def test_settings_are_ones_that_their_techniques_take() -> None:
     ids=[f"{task}-{one.name}" for task, one in EVERY],
 )
 @pytest.mark.filterwarnings(
-    "ignore:SAF.lag=3.. the run ends", "ignore:DataPruning.epochs=1.. the run ends"
+    "ignore:SAF.lag=3.. the run ends", "ignore:DataPruning.epochs=6.. the run ends"
 )  # in 2 steps
 def test_settings_train(task: str, one: evidence_further.Setting, tmp_path: Path) -> None:
     (overlay,) = evidence_further.overlays(task, [one.name], tmp_path)
