@@ -20,12 +20,13 @@ from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Su
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.data.selection._offline.files import Told, check_suffix, fingerprint, read, save
-from lightning_eff.data.selection._offline.scores import best, prototype_distances
+from lightning_eff.data.selection._offline.scores import best, prototype_distances, without_samples
 from lightning_eff.data.selection._offline.scoring import DataScorer, look, score_all
 from lightning_eff.data.selection._subset import check_told, of_subset
 
 WHO = "DataPruning"
 NAMED = ("el2n", "grand", "prototypes", "random")
+CLASS = 20  # samples of a class that would hardly all be left out by chance
 
 
 def _at_random(technique: "DataPruning") -> Mapping[str, Callback]:
@@ -68,7 +69,8 @@ class DataPruning(SampleChooser):
     GraNd and EL2N before any training (``epochs=0``) say little: the published results at initialization did not replicate.
     Early in training they tell classes apart more than samples: of the digits in ``benchmarks/vit`` the hardest half after one
     epoch of 60, the default, had samples of six classes of ten, and the others were forgotten; after four it had all ten. The
-    papers score after about a tenth of the run. ``balance`` holds classes together at any time.
+    papers score after about a tenth of the run. ``balance`` holds classes together at any time; where the loss is given one class
+    for each sample and one of which there were 20 samples has none left, a warning says so.
 
     Logged: ``samples`` of the data set that the epoch is drawn from, ``share``, and ``passes`` over the data set so far.
 
@@ -279,12 +281,26 @@ class DataPruning(SampleChooser):
         scores = self._sum / self._rounds
         count = max(1, round(self.keep * size))
         self._kept = best(scores, count, easy=self.easy, labels=self._labels, balance=self.balance)
+        self._tell_of_lost_classes()
         if self.save_as is not None and session.rank == 0:
             loader = session.loaders.latest
             assert loader is not None
             with rng.keyed(0, WHO, "fingerprint"):
                 told = fingerprint(loader.dataset)
             save(self.save_as, num_samples=size, fingerprint=told, scores=scores.numpy())
+
+    def _tell_of_lost_classes(self) -> None:
+        if self._labels is None or self._kept is None:
+            return
+        lost = without_samples(self._labels, self._kept, CLASS)
+        if lost:
+            some = ", ".join(map(str, lost[:10])) + (", ..." if len(lost) > 10 else "")
+            rank_zero_warn(
+                f"{WHO}(score={self.score!r}, keep={self.keep:g}): none of the {len(self._kept):,} samples that are kept is of"
+                f" {'one' if len(lost) == 1 else len(lost)} of {len(self._labels.unique())} classes ({some}), which the module"
+                f" will forget. Scores after {self.epochs} epoch(s) may tell classes apart more than samples: raise epochs, or"
+                " take balance=1.0, by which each class keeps its own."
+            )
 
     # -- what is told and kept
 

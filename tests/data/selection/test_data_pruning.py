@@ -15,7 +15,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_eff import DataPruning
-from lightning_eff.data.selection._offline.scores import best, norm_of_map_gradient, prototype_distances
+from lightning_eff.data.selection._offline.scores import (
+    best,
+    norm_of_map_gradient,
+    prototype_distances,
+    without_samples,
+)
 from tests.cases import Case, no_map, own_loss
 from tests.data.selection.numbered import N, Net, Numbered, run
 from tests.models import TinyClassifier, hugging_face, loader, make_batch, module, trainer
@@ -197,6 +202,31 @@ def test_classes_are_balanced_by_the_loss_calls_labels() -> None:
     drawn = [i % 3 for batch in net._seen for i in batch]
     assert [drawn.count(c) for c in range(3)] == [4, 4, 4]
     assert technique.state_dict()["labels"].tolist() == [i % 3 for i in range(N)]
+
+
+def test_classes_without_a_sample_left_are_found() -> None:
+    labels = torch.tensor([7, 7, 3, 3, 3, 5, 9, 9])
+    for kept, least, expected in (([0, 2, 6], 1, [5]), ([0], 2, [3, 9]), ([0], 1, [3, 5, 9]), ([0, 2, 5, 7], 1, [])):
+        assert without_samples(labels, torch.tensor(kept), least) == expected
+
+
+def test_a_class_that_is_wholly_left_out_is_told() -> None:
+    """A module that takes all for class 0 finds no error in class 0, and the hardest are those of the other classes."""
+
+    def net() -> Net:
+        own = Net()
+        own.head.bias.data.copy_(torch.tensor([20.0, 0.0, 0.0]))
+        return own
+
+    data = DataLoader(Numbered(90), 4, shuffle=True)
+    with pytest.warns(
+        UserWarning, match=r"none of the 60 samples that are kept is of one of 3 classes \(0\), which the mod"
+    ):
+        run(DataPruning("el2n", 2 / 3, epochs=0), data, net=net(), max_epochs=1, max_steps=-1)
+    balanced = DataPruning("el2n", 2 / 3, epochs=0, balance=1.0)  # a warning would be an error
+    run(balanced, data, net=net(), max_epochs=1, max_steps=-1)
+    kept = balanced.state_dict()["kept"] % 3
+    assert kept.bincount().tolist() == [20, 20, 20]
 
 
 def test_the_control_keeps_as_many_at_random_without_a_pass() -> None:

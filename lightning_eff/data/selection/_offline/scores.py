@@ -59,6 +59,19 @@ def prototype_distances(embeddings: np.ndarray[Any, Any], clusters: int, seed: i
     return torch.from_numpy(np.linalg.norm(x - found.cluster_centers_[found.labels_], axis=1))
 
 
+def without_samples(labels: Tensor, kept: Tensor, least: int) -> list[int]:
+    """The classes of which none is kept, ascending: of those with at least ``least`` samples.
+
+    Args:
+        labels: the class of each sample, integers, shape (N,).
+        kept: indices of what is kept, shape (K,).
+        least: a class with fewer samples is passed over, >= 1.
+    """
+    classes, sizes = labels.unique(return_counts=True)
+    left = torch.isin(classes, labels[kept])
+    return classes[~left & (sizes >= least)].tolist()
+
+
 def best(scores: Tensor, count: int, *, easy: bool, labels: Tensor | None = None, balance: float = 0.0) -> Tensor:
     """The indices of the ``count`` samples that are kept, long, shape (count,), ascending; of equal scores the first.
 

@@ -37,7 +37,7 @@ class DataScorer(Scorer):
         kind: "el2n", "grand", "prototypes", or "labels" for these alone.
         gradients: of "grand", whether they are those of the "head" or of "all" parameters.
         head: the path of the last linear map; None finds it.
-        labels: whether each sample's class is needed.
+        labels: whether each sample's class is needed; where it is not, it is noted all the same if it is there to see.
     """
 
     def __init__(self, who: str, kind: str, *, gradients: str, head: str | None, labels: bool) -> None:
@@ -79,15 +79,13 @@ class DataScorer(Scorer):
             return Scores(problem=LossNotVisible(f"{self.who}: {error}{_ADVICE}"))
         except ValueError as error:
             return Scores(problem=error)
-        if self.wants_labels:
-            if targets.labels is None:
-                return Scores(
-                    problem=ValueError(
-                        f"{self.who}(balance=...): the loss was given {targets.seen} for {size} samples; expected integers, one"
-                        " class for each sample, which balance tells apart. Take balance=0."
-                    )
+        if self.wants_labels and targets.labels is None:
+            return Scores(
+                problem=ValueError(
+                    f"{self.who}(balance=...): the loss was given {targets.seen} for {size} samples; expected integers, one"
+                    " class for each sample, which balance tells apart. Take balance=0."
                 )
-            self.labels += targets.labels
+            )
         if not bool(values.isfinite().all()):
             return Scores(
                 problem=ValueError(
@@ -97,6 +95,7 @@ class DataScorer(Scorer):
                 )
             )
         self.values += values.tolist()
+        self.labels += targets.labels or []
         return Scores(values, values)
 
     def _values(self, step: Step, batch: Any, size: int, targets: SeeTargets) -> Tensor:
@@ -269,16 +268,17 @@ def look(session: Session, scorer: DataScorer, size: int) -> None:
 def score_all(
     session: Session, scorer: DataScorer, size: int
 ) -> tuple[Tensor, np.ndarray[Any, Any] | None, Tensor | None]:
-    """Scores, shape (N,), float64, embeddings, shape (N, d), where they are asked for, and labels, shape (N,), likewise.
+    """Scores, shape (N,), float64, embeddings, shape (N, d), where they are asked for, and labels, shape (N,).
 
-    Alike on all ranks.
+    Alike on all ranks. Labels are None where the loss is not given one class for each sample.
     """
     scores = losses_of_each_sample(session, scorer)
     own = share(torch.arange(size), session.rank, session.trainer.world_size, drop_last=False)
     embeddings = labels = None
-    if scorer.wants_labels:
+    parts = session.gather((own, torch.tensor(scorer.labels, dtype=torch.long)))
+    if all(len(indices) == len(some) for indices, some in parts):
         labels = torch.zeros(size, dtype=torch.long)
-        for indices, some in session.gather((own, torch.tensor(scorer.labels))):
+        for indices, some in parts:
             labels[indices] = some
     if scorer.kind == "prototypes":
         mine = torch.cat(scorer.embeddings)
