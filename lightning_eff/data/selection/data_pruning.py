@@ -69,8 +69,8 @@ class DataPruning(SampleChooser):
     GraNd and EL2N before any training (``epochs=0``) say little: the published results at initialization did not replicate.
     Early in training they tell classes apart more than samples: of the digits in ``benchmarks/vit`` the hardest half after one
     epoch of 60, the default, had samples of six classes of ten, and the others were forgotten; after four it had all ten. The
-    papers score after about a tenth of the run. ``balance`` holds classes together at any time; where the loss is given one class
-    for each sample and one of which there were 20 samples has none left, a warning says so.
+    papers score after about a tenth of the run. ``balance`` holds classes together at any time; where the loss is given one
+    class for each sample and one of which there were 20 samples has none left, a warning says so.
 
     Logged: ``samples`` of the data set that the epoch is drawn from, ``share``, and ``passes`` over the data set so far.
 
