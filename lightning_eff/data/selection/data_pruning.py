@@ -26,7 +26,7 @@ from lightning_eff.data.selection._subset import check_told, of_subset
 
 WHO = "DataPruning"
 NAMED = ("el2n", "grand", "prototypes", "random")
-CLASS = 20  # samples of a class that would hardly all be left out by chance
+CLASS_SIZE = 20  # samples of a class that would hardly all be left out by chance
 
 
 def _at_random(technique: "DataPruning") -> Mapping[str, Callback]:
@@ -292,12 +292,12 @@ class DataPruning(SampleChooser):
     def _tell_of_lost_classes(self) -> None:
         if self._labels is None or self._kept is None:
             return
-        lost = without_samples(self._labels, self._kept, CLASS)
+        lost = without_samples(self._labels, self._kept, CLASS_SIZE)
         if lost:
             some = ", ".join(map(str, lost[:10])) + (", ..." if len(lost) > 10 else "")
             rank_zero_warn(
                 f"{WHO}(score={self.score!r}, keep={self.keep:g}): none of the {len(self._kept):,} samples that are kept is of"
-                f" {'one' if len(lost) == 1 else len(lost)} of {len(self._labels.unique())} classes ({some}), which the module"
+                f" {'one' if len(lost) == 1 else len(lost)} of {int((self._labels.unique() >= 0).sum())} classes ({some}), which the module"
                 f" will forget. Scores after {self.epochs} epoch(s) may tell classes apart more than samples: raise epochs, or"
                 " take balance=1.0, by which each class keeps its own."
             )

@@ -208,6 +208,7 @@ def test_classes_without_a_sample_left_are_found() -> None:
     labels = torch.tensor([7, 7, 3, 3, 3, 5, 9, 9])
     for kept, least, expected in (([0, 2, 6], 1, [5]), ([0], 2, [3, 9]), ([0], 1, [3, 5, 9]), ([0, 2, 5, 7], 1, [])):
         assert without_samples(labels, torch.tensor(kept), least) == expected
+    assert without_samples(torch.tensor([-100, -100, 1, 2]), torch.tensor([3]), 1) == [1], "what is ignored is no class"
 
 
 def test_a_class_that_is_wholly_left_out_is_told() -> None:

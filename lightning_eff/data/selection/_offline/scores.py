@@ -63,13 +63,13 @@ def without_samples(labels: Tensor, kept: Tensor, least: int) -> list[int]:
     """The classes of which none is kept, ascending: of those with at least ``least`` samples.
 
     Args:
-        labels: the class of each sample, integers, shape (N,).
+        labels: the class of each sample, integers, shape (N,); below 0, as of ``ignore_index``, it is none.
         kept: indices of what is kept, shape (K,).
         least: a class with fewer samples is passed over, >= 1.
     """
     classes, sizes = labels.unique(return_counts=True)
     left = torch.isin(classes, labels[kept])
-    return classes[~left & (sizes >= least)].tolist()
+    return classes[~left & (sizes >= least) & (classes >= 0)].tolist()
 
 
 def best(scores: Tensor, count: int, *, easy: bool, labels: Tensor | None = None, balance: float = 0.0) -> Tensor:
