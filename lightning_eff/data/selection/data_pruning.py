@@ -294,10 +294,11 @@ class DataPruning(SampleChooser):
             return
         lost = without_samples(self._labels, self._kept, CLASS_SIZE)
         if lost:
+            classes = int((self._labels.unique() >= 0).sum())
             some = ", ".join(map(str, lost[:10])) + (", ..." if len(lost) > 10 else "")
             rank_zero_warn(
                 f"{WHO}(score={self.score!r}, keep={self.keep:g}): none of the {len(self._kept):,} samples that are kept is of"
-                f" {'one' if len(lost) == 1 else len(lost)} of {int((self._labels.unique() >= 0).sum())} classes ({some}), which the module"
+                f" {'one' if len(lost) == 1 else len(lost)} of {classes} classes ({some}), which the module"
                 f" will forget. Scores after {self.epochs} epoch(s) may tell classes apart more than samples: raise epochs, or"
                 " take balance=1.0, by which each class keeps its own."
             )
