@@ -120,10 +120,6 @@ COMPUTE = {
         "MaskRateSchedule",
         "up to 1.89 times as fast to BERT-base's quality as a fixed rate of 15 % (Ankner et al. 2023)",
     ),
-    "data_driven_init": (
-        "DataDrivenInit",
-        "whitened patches: 21 epochs of CIFAR-10 where 45 were needed (Jordan 2024); of bigrams no paper's claim is known",
-    ),
     "more_masked": ("MaskRateSchedule(end=0.3)", "a control: its first rate throughout"),
     "fused_mask_rate": ("FusedLinearCrossEntropy and MaskRateSchedule", "none: put together here"),
     "muon_grown": ("ReplaceOptimizer and ProgressiveStacking", "a control of the next: the same without the table"),

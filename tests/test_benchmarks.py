@@ -24,9 +24,11 @@ from benchmarks.gpt2.module import ByteGPT2
 from benchmarks.memory import page as memory_page
 from benchmarks.rings import hardest
 from benchmarks.rings.data import DIRECTIONS, Rings, render
+from docs.making import facts
 from examples.gpt.data import SPLIT_PERIOD, VAL_FILE, read_bytes, stdlib_files
 from examples.gpt.module import GPT
 from examples.vit.data import Digits, shift
+from lightning_eff._catalogue import catalogue
 from lightning_eff._core._images.images import resize
 from lightning_eff._core.technique import Technique
 from lightning_eff._techniques import technique_classes
@@ -607,25 +609,45 @@ def test_a_stack_and_other_settings_train(path: Path, tmp_path: Path) -> None:
     assert cli.trainer.global_step == 2 and yaml.safe_load(path.read_text()).keys() == {"trainer"}
 
 
+def arm(estimate: float, verdict: str) -> dict[str, Any]:
+    return {"speedup": {"estimate": estimate}, "verdict": verdict}
+
+
+@pytest.mark.parametrize(
+    ("tasks", "speed"),
+    [
+        ([[arm(2.0, "faster")], [arm(0.5, "no difference shown")]], 1.0),  # which outweighs it
+        ([[arm(2.0, "faster")], [arm(1.28, "no difference shown")]], 1.6),
+        ([[arm(2.0, "faster"), arm(0.1, "slower")], [arm(1.28, "faster")]], 1.6),  # of two settings, the better
+        ([[arm(2.0, "faster")], [arm(0.9, "slower")]], 1.0),  # one speaks for it and one against it
+        ([[arm(0.5, "slower")], [arm(0.98, "no difference shown")]], 0.7),
+        ([[arm(0.5, "slower")]], 0.5),
+        ([[arm(1.3, "no difference shown")]], 1.0),
+    ],
+)
+def test_a_speed_is_the_mean_over_tasks_that_agree(tasks: list[list[dict[str, Any]]], speed: float) -> None:
+    assert facts.agreed(tasks) == pytest.approx(speed)
+
+
 def test_what_a_search_begins_with_is_what_was_measured() -> None:
-    """``SearchSpace.measured`` is the largest difference that was shown on a task, and 1 where tasks speak for and against."""
+    """Found anew from the files of results, without what writes the package's facts."""
+    shown: dict[str, dict[str, list[tuple[float, str]]]] = {}
     found, _, _, weights, compute, _ = evidence.committed()
-    shown: dict[str, list[float]] = {}
     for names, every in ((evidence.CLAIMS, found), (evidence.WEIGHTS, weights), (evidence.COMPUTE, compute)):
-        for results in every.values():
+        for task, results in every.items():
             for recipe in names.keys() & RECIPES.keys() & results["summary"].keys():
                 one = results["summary"][recipe]
-                if one["verdict"] in ("faster", "slower"):
-                    shown.setdefault(RECIPES[recipe], []).append(one["speedup"]["estimate"])
-    told = {
-        name: max(speeds, key=lambda speed: abs(math.log(speed)))
-        for name, speeds in shown.items()
-        if (min(speeds) > 1) == (max(speeds) > 1)
-    }
-    spaces = {cls.__name__: cls.search_space for cls in technique_classes() if cls.search_space is not None}
-    for name, space in spaces.items():
-        assert space.measured == pytest.approx(told.get(name, 1.0), abs=0.06), (name, shown.get(name))
-    assert sum(space.measured > 1 for space in spaces.values()) >= 5
+                told = one["speedup"]["estimate"], one["verdict"]
+                shown.setdefault(RECIPES[recipe], {}).setdefault(task, []).append(told)
+    single = {"SharpnessAwareMinimization", "ScheduleFree", "NgramEmbedding", "MaskRateSchedule", "ProgressiveStacking"}
+    speeds = catalogue.facts()["speed"]
+    for name in single:
+        best = [max(of_task) for of_task in shown[name].values()]
+        mean = math.prod(speed for speed, _ in best) ** (1 / len(best))
+        assert speeds[name] == pytest.approx(mean, abs=0.006), name
+    assert speeds["ReplaceOptimizer"] > 1 > speeds["Reformer"]
+    assert "BatchSizeWarmup" not in speeds, "no more than its baseline"
+    assert speeds == facts.speeds() and speeds.keys() <= {cls.__name__ for cls in technique_classes()}
 
 
 def test_what_the_hardest_rings_weigh() -> None:

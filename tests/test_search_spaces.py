@@ -136,13 +136,6 @@ def test_matrices_are_stepped_by_either_optimizer_at_a_rate_of_its_own() -> None
         assert got == defaults and made.defaults["weight_decay"] == 0.05
 
 
-def test_what_was_measured_on_masked_labels_is_expected_there_alone() -> None:
-    space = CLASSES["FusedLinearCrossEntropy"].search_space
-    assert space.expected(RICH) == space.measured > 2 and RICH.masked_labels
-    assert space.expected(replace(RICH, masked_labels=False)) == 1.0
-    assert CLASSES["ReplaceOptimizer"].search_space.expected(replace(RICH, masked_labels=False)) > 1.5
-
-
 def test_a_value_out_of_its_range_is_refused() -> None:
     space = SearchSpace({"a": Uniform(0.1, 1.0, log=True), "b": Choice((1, 2)), "c": Integer(3, 9)})
     assert len(list(space.corners())) == 8

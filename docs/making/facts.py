@@ -1,13 +1,19 @@
 """What the catalogue knows from outside the package: ``lightning_eff/_catalogue/facts.json``."""
 
 import json
+import math
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
+
+from torch.optim import Optimizer
 
 from benchmarks import evidence_further
 from benchmarks import evidence_page as evidence
 from lightning_eff import _public
+from lightning_eff._techniques import technique_classes
 from tests import selection
 
 ROOT = Path(__file__).parent.parent.parent
@@ -61,6 +67,38 @@ def measured() -> dict[str, dict[str, str]]:
     return found
 
 
+def speeds() -> dict[str, float]:
+    """Of the techniques that a search may try, how many times as fast as their baselines they were, by :func:`agreed`.
+
+    An optimizer stands for the technique that puts it in place of the module's own.
+    """
+    shown: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
+    for name in _public.HOMES:
+        cls = _public.found(name)
+        technique = "ReplaceOptimizer" if isinstance(cls, type) and issubclass(cls, Optimizer) else name
+        for recipe, task, _, results in measurements(name):
+            shown.setdefault(technique, {}).setdefault(task, []).append(results["summary"][recipe])
+    told = {name: agreed(shown[name].values()) for name in sorted(shown.keys() & techniques())}
+    return {name: round(speed, 2) for name, speed in told.items() if round(speed, 2) != 1.0}
+
+
+def techniques() -> set[str]:
+    """The names of those that a search may try."""
+    return {cls.__name__ for cls in technique_classes()}
+
+
+def agreed(tasks: Iterable[Iterable[Mapping[str, Any]]]) -> float:
+    """A technique's speed in one number, from the summaries of its arms on each task.
+
+    It is the geometric mean over the tasks; on each that of its best settings, since a search tries settings. 1 where no task
+    shows a difference, where one speaks for it and another against it, and where those that show none outweigh the others.
+    """
+    best = [max(arms, key=lambda arm: arm["speedup"]["estimate"]) for arms in tasks]
+    verdicts = {arm["verdict"] for arm in best} & {"faster", "slower"}
+    mean = math.exp(fmean(math.log(arm["speedup"]["estimate"]) for arm in best))
+    return mean if verdicts == {"faster" if mean > 1 else "slower"} else 1.0
+
+
 def without_recipe(task: str, results: dict[str, Any]) -> bool:
     """Whether results of a task are those of techniques that have no recipe there."""
     return further().get(task, (None,))[0] is results
@@ -88,4 +126,5 @@ def tests() -> dict[str, str]:
 
 def text() -> str:
     """The file's text."""
-    return json.dumps({"measured": measured(), "tests": tests()}, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    every = {"measured": measured(), "speed": speeds(), "tests": tests()}
+    return json.dumps(every, indent=1, sort_keys=True, ensure_ascii=False) + "\n"

@@ -1,7 +1,6 @@
 """The catalogue's entries: each row of the surveys with what does it here, and what stands here beside them."""
 
 import json
-import pkgutil
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -10,6 +9,7 @@ from typing import Any
 
 from lightning_eff import _public
 from lightning_eff._catalogue import data_rows, model_rows, optim_rows
+from lightning_eff._catalogue.facts import facts
 from lightning_eff._catalogue.row import GROUPS, ROOMS, Row
 from lightning_eff._techniques import technique_classes
 
@@ -61,12 +61,6 @@ class Entry:
     def matches(self, word: str) -> bool:
         """Whether a text stands anywhere in it, in upper or lower case."""
         return word.casefold() in json.dumps([*asdict(self).values()], ensure_ascii=False).casefold()
-
-
-@cache
-def facts() -> dict[str, Any]:
-    """What ``python -m docs.making facts`` wrote from the committed results: the verdicts, and tests off the usual place."""
-    return json.loads(pkgutil.get_data("lightning_eff._catalogue", "facts.json") or b"")
 
 
 def tests_of(name: str) -> str:

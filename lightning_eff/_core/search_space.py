@@ -162,21 +162,17 @@ class SearchSpace:
         pointless: why trying it on such a run is in vain, in words; None where it is not.
         make: ``make(cls, values, profile)`` builds an instance where the settings are not its arguments, such as shares of
             what the module has.
-        measured: about how many times as fast as its baseline it was on the reference tasks (``docs/evidence.md``), the most
-            of those where a difference was shown, so that a search begins with what pays and seldom draws what costs; 1
-            where none was shown, or nothing is known, or one task speaks for it and another against it.
+        measured: about how many times as fast as its baseline it was where it was measured, so that a search begins with
+            what pays and seldom draws what costs. None: what the committed results say of it (``docs/evidence.md``), which
+            is 1 where they show no difference, or do not know it.
         measured_on: whether a run is like those on which that was measured; elsewhere nothing is known.
     """
 
     settings: Mapping[str, Range] = field(default_factory=dict)
     pointless: Callable[[RunProfile], str | None] = _always
     make: Callable[[Callable[..., Any], Mapping[str, Any], RunProfile], Any] = _as_arguments
-    measured: float = 1.0
+    measured: float | None = None
     measured_on: Callable[[RunProfile], bool] = _any
-
-    def expected(self, profile: RunProfile) -> float:
-        """How many times as fast as its baseline a run is expected to be, from what was measured: 1 where nothing is known."""
-        return self.measured if self.measured_on(profile) else 1.0
 
     def build(self, cls: Callable[..., Any], values: Mapping[str, Any], profile: RunProfile) -> Any:
         """An instance of ``cls`` with these settings.

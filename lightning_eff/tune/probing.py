@@ -62,7 +62,7 @@ def probe(
         over: whether the time for it is.
     """
     found = dict(known or {})
-    expected = {n: one.space.expected(space.profile) for n, one in space.techniques.items() if n not in found}
+    expected = {n: one.expected(space.profile) for n, one in space.techniques.items() if n not in found}
     left = sorted(expected, key=lambda name: -expected[name])
 
     def tried(name: str) -> tuple[str, str | None] | None:

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import Strategy
 
+from lightning_eff._catalogue.facts import speed
 from lightning_eff._core._architecture.technique import Architecture
 from lightning_eff._core.search_space import Choice, Integer, Range, RunProfile, SearchSpace, Uniform
 from lightning_eff._errors import UsageError, did_you_mean
@@ -50,6 +51,12 @@ class Candidate:
             self.name if "." in self.name else f"lightning_eff.{self.name}"
         )  # Lightning has classes of some names, too
         return {"class_path": path, **({"init_args": _plain(arguments)} if arguments else {})}
+
+    def expected(self, profile: RunProfile) -> float:
+        """How many times as fast as its baseline a run is expected to be, from what was measured: 1 where nothing is known."""
+        if not self.space.measured_on(profile):
+            return 1.0
+        return speed(self.name) if self.space.measured is None else self.space.measured
 
     def sets_rates(self, values: Mapping[str, Any], profile: RunProfile) -> bool:
         """Whether it leads the learning rates, with these settings."""

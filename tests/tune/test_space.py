@@ -9,12 +9,14 @@ import yaml
 from lightning.pytorch import Callback
 from torch import nn
 
-from lightning_eff import LearningRateSchedule, SequenceLengthWarmup
+from lightning_eff import FusedLinearCrossEntropy, LearningRateSchedule, SequenceLengthWarmup
+from lightning_eff._catalogue.facts import speed
 from lightning_eff._core.search_space import Choice, Integer, RunProfile, SearchSpace, Uniform
 from lightning_eff._errors import UsageError
 from lightning_eff.tune.config import Choices, Recipes, merged
 from lightning_eff.tune.own import Own
 from lightning_eff.tune.probing import probe, refused, usual
+from lightning_eff.tune.proposals.proposing import Proposer
 from lightning_eff.tune.space import Candidate, Space, gather, parse_range
 from tests.test_search_spaces import RICH
 from tests.tune.tasks import Here, config
@@ -159,6 +161,33 @@ def test_what_was_measured_to_pay_is_tried_first() -> None:
     tried: list[str] = []
     found = probe(replace(whole, techniques=of), tried.append, over=lambda: len(tried) >= 3)
     assert tried == ["ReplaceOptimizer", "ScheduleFree", "BatchSizeWarmup"] == list(found)
+
+
+def test_what_is_expected_is_what_was_measured_where_it_was_measured() -> None:
+    """The committed results say it of the package's own; a technique may say it of itself, and of which runs."""
+    one = space(include=["ReplaceOptimizer"]).techniques["ReplaceOptimizer"]
+    plain = space().profile
+    assert one.expected(plain) == speed("ReplaceOptimizer") > 1.2 and speed("ReformersFriend") == 1.0
+    assert replace(one, name="mine.ReplaceOptimizer").expected(plain) == 1.0, "another's class of that name"
+    assert replace(one, space=replace(one.space, measured=3.0)).expected(plain) == 3.0
+    head = FusedLinearCrossEntropy
+    fused = Candidate("FusedLinearCrossEntropy", head, head.search_space)
+    assert fused.expected(replace(plain, masked_labels=True)) > 2 and fused.expected(plain) == 1.0
+
+
+def test_a_second_way_to_step_comes_after_what_seeks_another_gain() -> None:
+    """A preconditioner pays alone, and so do Muon and short sequences: the second stack is of the latter two."""
+    measured = {"ReplaceOptimizer": 2.0, "KFAC": 1.5, "SequenceLengthWarmup": 1.2, "ScheduleFree": 0.9}
+    whole = space(include=list(measured))
+    of = {
+        name: replace(one, space=replace(one.space, settings={}, measured=measured[name]))
+        for name, one in whole.techniques.items()
+    }
+    proposer = Proposer(replace(whole, techniques=of), "min", 0)
+    begun = [list(proposer.drawn("recipes", number, None, {}).techniques) for number in range(5)]
+    alone, two, three, *others = begun
+    assert alone == ["ReplaceOptimizer"] and two == [*alone, "SequenceLengthWarmup"] and three == [*two, "KFAC"]
+    assert others == [["KFAC"], ["SequenceLengthWarmup"]], "each of the others alone"
 
 
 def test_a_config_has_the_baseline_s_settings_and_the_techniques_above_it(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ class EfficientTrain(SmallerImages):
     )
     survey: ClassVar[Survey | None] = Survey("EfficientTrain (low frequencies first)", shen="3.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"first": Choice((0.5, 160 / 224)), "until": Uniform(0.4, 0.9)}, no_images, _from_shares, measured=0.35
+        {"first": Choice((0.5, 160 / 224)), "until": Uniform(0.4, 0.9)}, no_images, _from_shares
     )
     control: ClassVar[Control] = Control("small images throughout, validated at full size", _small_throughout)
     conflicts: ClassVar[Mapping[str, str]] = {

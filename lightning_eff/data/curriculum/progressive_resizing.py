@@ -89,7 +89,6 @@ class ProgressiveResizing(SmallerImages):
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"scale": Choice((0.5, 0.625, 0.75)), "until": Uniform(0.3, 0.9), "hold": Choice((0.0, 0.625))},
         no_images,
-        measured=0.1,
     )
     control: ClassVar[Control] = Control("small images throughout, validated at full size", _small_throughout)
     needs_budget: ClassVar[bool] = True

@@ -115,7 +115,6 @@ class SequenceLengthWarmup(Technique):
         },
         _pointless,
         _from_shares,
-        measured=1.2,
     )
     control: ClassVar[Control] = Control("the short length throughout, validated at the full one", _short_throughout)
     needs_automatic_optimization: ClassVar[bool] = False

@@ -100,7 +100,6 @@ class SelectiveBackprop(Technique):
             "interval": Choice((1, 2, 3)),
         },
         needs_samples,
-        measured=0.6,
     )
     control = Control("a random choice of as many samples in the same steps, without scoring", _random_subset)
     conflicts: ClassVar[Mapping[str, str]] = {"ImportanceSampling": "both choose the samples"}

@@ -159,7 +159,7 @@ class MaskRateSchedule(Technique):
     constraints: ClassVar[str] = "masked language models whose batches hold tokens and, where masked, their labels"
     survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"start": Uniform(0.2, 0.5), "until": Choice((0.5, 1.0))}, _pointless, measured=1.8
+        {"start": Uniform(0.2, 0.5), "until": Choice((0.5, 1.0))}, _pointless
     )
     control: ClassVar[Control] = Control("either rate throughout, in as many seconds", _throughout)
     needs_automatic_optimization: ClassVar[bool] = False

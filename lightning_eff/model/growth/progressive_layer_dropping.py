@@ -77,7 +77,7 @@ class ProgressiveLayerDropping(Dropping):
     )
     survey: ClassVar[Survey | None] = Survey("progressive layer dropping", zhuang="2.1", shen="4.4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"theta_min": Uniform(0.4, 0.9), "gamma": Uniform(5.0, 200.0, log=True)}, needs_blocks, measured=0.7
+        {"theta_min": Uniform(0.4, 0.9), "gamma": Uniform(5.0, 200.0, log=True)}, needs_blocks
     )
     control: ClassVar[Control] = Control(
         "a shallower model with as many FLOPs a step: throughout the first blocks alone, as many as are kept on average",

@@ -88,7 +88,6 @@ class ProgressiveStacking(Stacking):
         },
         needs_blocks,
         doubling,
-        measured=1.1,
     )
     control: ClassVar[Control] = Control(
         "the small model throughout, at every number of blocks of the stages but the last", _small_models

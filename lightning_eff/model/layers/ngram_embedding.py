@@ -110,7 +110,7 @@ class NgramEmbedding(Architecture):
     )
     survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"n": Choice((2, [2, 3], [2, 3, 4])), "lr": Uniform(0.003, 0.1, log=True)}, _pointless, measured=1.3
+        {"n": Choice((2, [2, 3], [2, 3, 4])), "lr": Uniform(0.003, 0.1, log=True)}, _pointless
     )
     control: ClassVar[Control] = Control(
         "the same table under the module's own optimizer, and a baseline that has as many parameters more in its layers, each"

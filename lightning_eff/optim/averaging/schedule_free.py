@@ -146,7 +146,6 @@ class ScheduleFree(AveragedWeights):
             "momentum": Choice((0.9, 0.95, 0.98)),
             "warmup_steps": Choice((0, 20, 100)),
         },
-        measured=1.1,
     )
     control: ClassVar[Control] = Control(
         "the baseline for as many seconds with its learning rate tuned as long and decayed linearly to zero"

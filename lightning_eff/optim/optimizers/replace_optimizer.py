@@ -167,7 +167,6 @@ class ReplaceOptimizer(Technique):
         },
         _pointless,
         make=_search,
-        measured=1.8,
     )
     control: ClassVar[Control] = Control(
         "the module's own optimizer with the same rates by group, and the baseline with its rate tuned as long",

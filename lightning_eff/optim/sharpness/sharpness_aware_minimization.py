@@ -59,7 +59,6 @@ class SharpnessAwareMinimization(Uphill):
             "interval": Choice((1, 2, 5, 10)),
         },
         lambda profile: "samples are seen once, where no gain of it is known" if profile.epochs <= 1 else None,
-        measured=0.5,
     )
     control: ClassVar[Control] = Control(
         "the baseline for as many seconds with its learning rate decayed to zero, in up to twice the steps"

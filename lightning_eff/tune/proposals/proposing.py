@@ -16,6 +16,7 @@ KINDS = ("baseline", "recipes")
 FACTOR = 3  # between budgets, and of trials that one passes on to the next
 RUNGS = (1, FACTOR, FACTOR**2)  # shares of the largest: a ninth, a third, all
 USED = Choice((False, True))
+STEPPING = "lightning_eff.optim."  # where the techniques stand that change how weights are stepped
 PRIOR = 0.1  # weight of what is not known yet: at the usual 1, too many techniques would be on at once
 
 
@@ -181,9 +182,10 @@ class Proposer:
     def drawn(self, kind: str, number: int, best: Choices | None, refused: Mapping[frozenset[str], str]) -> Choices:
         """A start: the config as it is, then at random; of recipes, few techniques on the baseline's best settings.
 
-        Recipes begin with what was measured to pay, by :meth:`SearchSpace.expected`: the best alone, in each of its kinds
-        (:attr:`Choice.each`), with the next, with the next two, and so on, then each of the others alone. What was measured
-        to cost is drawn less often than the rest.
+        Recipes begin with what was measured to pay, by :meth:`Candidate.expected`: the best alone, in each of its kinds
+        (:attr:`Choice.each`), with the next, with the next two, and so on, then each of the others alone. A second one that
+        changes how weights are stepped comes after all others, since two such seek the same gain. What was measured to cost
+        is drawn less often than the rest.
 
         Args:
             kind: of the trial.
@@ -228,7 +230,7 @@ class Proposer:
 
     def _expected(self) -> dict[str, float]:
         """Of each technique, how many times as fast it was on runs like this one."""
-        return {name: one.space.expected(self.space.profile) for name, one in self.space.techniques.items()}
+        return {name: one.expected(self.space.profile) for name, one in self.space.techniques.items()}
 
     def _paying(self) -> list[tuple[list[str], dict[str, dict[str, Any]]]]:
         """The stacks that a search begins with, and the kinds of their techniques where they have several.
@@ -237,8 +239,9 @@ class Proposer:
         """
         measured = self._expected()
         alone = sorted((name for name in measured if measured[name] > 1), key=lambda name: -measured[name])
+        stepping = [name for name in alone if self.space.techniques[name].cls.__module__.startswith(STEPPING)]
         together: list[str] = []
-        for name in alone:
+        for name in sorted(alone, key=lambda one: one in stepping[1:]):
             if len(together) < self.space.most and self.space.conflict([*together, name]) is None:
                 together.append(name)
         single = {
