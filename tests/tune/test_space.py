@@ -170,8 +170,9 @@ def test_what_is_expected_is_what_was_measured_where_it_was_measured() -> None:
     assert one.expected(plain) == speed("ReplaceOptimizer") > 1.2 and speed("ReformersFriend") == 1.0
     assert replace(one, name="mine.ReplaceOptimizer").expected(plain) == 1.0, "another's class of that name"
     assert replace(one, space=replace(one.space, measured=3.0)).expected(plain) == 3.0
-    head = FusedLinearCrossEntropy
-    fused = Candidate("FusedLinearCrossEntropy", head, head.search_space)
+    of_head = FusedLinearCrossEntropy.search_space
+    assert of_head is not None
+    fused = Candidate("FusedLinearCrossEntropy", FusedLinearCrossEntropy, of_head)
     assert fused.expected(replace(plain, masked_labels=True)) > 2 and fused.expected(plain) == 1.0
 
 
