@@ -5,7 +5,6 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from typing import Any
 
 from lightning_eff import _public
 from lightning_eff._catalogue import data_rows, model_rows, optim_rows

@@ -183,9 +183,9 @@ class Proposer:
         """A start: the config as it is, then at random; of recipes, few techniques on the baseline's best settings.
 
         Recipes begin with what was measured to pay, by :meth:`Candidate.expected`: the best alone, in each of its kinds
-        (:attr:`Choice.each`), with the next, with the next two, and so on, then each of the others alone. A second one that
-        changes how weights are stepped comes after all others, since two such seek the same gain. What was measured to cost
-        is drawn less often than the rest.
+        (:attr:`Choice.each`), with the next, with the next two, and so on, then each of the others alone. No two of those
+        that begin together change how weights are stepped, since they seek the same gain. What was measured to cost is drawn
+        less often than the rest.
 
         Args:
             kind: of the trial.
@@ -241,7 +241,7 @@ class Proposer:
         alone = sorted((name for name in measured if measured[name] > 1), key=lambda name: -measured[name])
         stepping = [name for name in alone if self.space.techniques[name].cls.__module__.startswith(STEPPING)]
         together: list[str] = []
-        for name in sorted(alone, key=lambda one: one in stepping[1:]):
+        for name in (one for one in alone if one not in stepping[1:]):
             if len(together) < self.space.most and self.space.conflict([*together, name]) is None:
                 together.append(name)
         single = {
