@@ -12,6 +12,7 @@ from lightning_eff.bench.reports.intervals import paired_interval, paired_ratio
 FEWEST_STEPS = 20  # in a budget
 DECAYED = 0.1  # of its peak, at most, is what is left of a decayed learning rate; cosine schedules often end there
 KEPT = 0.75  # of a kind's steps in a rehearsal: the fastest
+BY_CHANCE = 0.01  # rehearsals in which slow steps of the machine's look like a technique's, where there is one alone
 SLOW = 1.2  # times the level of its kind: a step that takes as long in every rehearsal is slow by itself
 
 
@@ -51,12 +52,37 @@ def slow_steps(blocks: Sequence[Mapping[str, Any]]) -> frozenset[int]:
     """
     if len(blocks) < 2 or any(block["kinds"] != blocks[0]["kinds"] for block in blocks):
         return frozenset()
-    lifted = []
-    for block in blocks:
-        level = {kind: _trimmed(times) for kind, times in _by_kind(block).items()}
-        pairs = enumerate(zip(block["kinds"], block["times"], strict=True))
-        lifted.append({at for at, (kind, seconds) in pairs if seconds > SLOW * level[kind]})
-    return frozenset.intersection(*map(frozenset, lifted))
+    return frozenset.intersection(*map(_lifted, blocks))
+
+
+def _lifted(block: Mapping[str, Any]) -> frozenset[int]:
+    """The steps of a rehearsal that took more than :data:`SLOW` times their kind's level."""
+    level = {kind: _trimmed(times) for kind, times in _by_kind(block).items()}
+    pairs = enumerate(zip(block["kinds"], block["times"], strict=True))
+    return frozenset(at for at, (kind, seconds) in pairs if seconds > SLOW * level[kind])
+
+
+def periodic_steps(block: Mapping[str, Any]) -> frozenset[int]:
+    """Which steps of a single rehearsal are slow by themselves: those that come back at equal distances throughout.
+
+    What a technique does in every tenth step lifts each tenth step, from the first that it lifts to the end. What the machine
+    does lifts three or more steps at equal distances, too, but seldom all of them: distances count where, with as many
+    other steps lifted, fewer than one in a hundred rehearsals would have them by chance.
+    """
+    places = sorted(at for places in _counted(block).values() for at in places)
+    lifted, n = _lifted(block) & frozenset(places), len(block["kinds"])
+    tried = [
+        frozenset(range(first, n, period)) & frozenset(places)
+        for period in range(2, n // 3 + 1)
+        for first in range(period)
+    ]
+    found: set[int] = set()
+    for steps in tried:
+        if len(steps) >= 3 and steps <= lifted:
+            chance = max(len(lifted - steps), 1) / len(places)
+            if len(tried) * chance ** len(steps) < BY_CHANCE:
+                found |= steps
+    return frozenset(found)
 
 
 def _trimmed(times: Sequence[float]) -> float:
@@ -92,6 +118,12 @@ def prices(blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         }
         for kind, rehearsals in found.items()
     ]
+
+
+def prices_of_one(block: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """:func:`prices` of a single rehearsal, raised together by what :func:`periodic_steps` take beyond their kinds' levels."""
+    scale = _priced_rate([block]) / _rate(block, _trimmed, periodic_steps(block))
+    return [{**price, "seconds": price["seconds"] * scale} for price in prices([block])]
 
 
 def rates(baseline: Sequence[Mapping[str, Any]], arm: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:

@@ -256,7 +256,7 @@ def look(arm: Arm, *, target: str, budget: float, seed: int, threads: int = 0, m
     steps = max(1, round(budget / seconds))
     pace = Pace(target, steps=steps, sweep=sweep, inspect=True, watch=True, schedule=schedule)
     probe = _done(work(Job(arm, seed, pace, "probe", threads)))
-    prices = calibration.prices([probe])
+    prices = calibration.prices_of_one(probe)
     steps = calibration.steps_in(budget, probe, {price["kind"]: price["seconds"] for price in prices})
     samples = probe["samples"] / probe["steps"]
     fields, why = dict(eye.fields), dict(eye.why)

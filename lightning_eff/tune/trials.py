@@ -61,7 +61,7 @@ class Trials:
     ) -> None:
         self.recipes, self.found, self.places, self.folder = recipes, found, places, folder
         self.target, self.budget, self.seed, self.threads, self.memory = target, budget, seed, threads, memory
-        self._reference = calibration.prices([found.probe])
+        self._reference = calibration.prices_of_one(found.probe)
         self._overlap = found.probe.get("overlap", {})
         self._durations = found.durations(budget, 0.0, 1, 1)
         self._usual = 1.0  # seconds by this process's clock for each that the baseline tells of
@@ -141,9 +141,9 @@ class Trials:
             )
             if why is not None:
                 raise Incomparable(f"{choices.told()}: {why}")
-            scale = mean_cost(self._reference) / mean_cost(calibration.prices([baseline]))
+            scale = mean_cost(self._reference) / mean_cost(calibration.prices_of_one(baseline))
             record |= {
-                "prices": [{**price, "seconds": price["seconds"] * scale} for price in calibration.prices([own])],
+                "prices": [{**price, "seconds": price["seconds"] * scale} for price in calibration.prices_of_one(own)],
                 "kinds": own["kinds"],
                 "steps": own["steps"],
                 "parameters": own["facts"]["parameters"],

@@ -1,7 +1,8 @@
 """From rehearsals to prices and verdicts on speed, on synthetic machines whose noise is known."""
 
 import random
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Iterable
 
 import pytest
 
@@ -95,6 +96,38 @@ def test_slow_steps_are_those_of_all_rehearsals_of_the_same_steps() -> None:
     assert calibration.slow_steps([block(one), block(other)]) == {2}
     assert calibration.slow_steps([block(one)]) == frozenset()
     assert calibration.slow_steps([block(one), block(one, ["a"] * 7 + ["b"])]) == frozenset()
+
+
+def one_rehearsal(seed: int, slower: float, every: int = 10, steps: int = 96) -> float:
+    """The price told by one rehearsal on a noisy machine with slow steps, in that of the same one without."""
+    ((plain,),) = machine(seed, rounds=1, steps=steps)([0.01])
+    times = [seconds * (slower if at % every == 0 else 1.0) for at, seconds in enumerate(plain["times"])]
+    (price,), (usual,) = calibration.prices_of_one({**plain, "times": times}), calibration.prices([plain])
+    return price["seconds"] / usual["seconds"]
+
+
+@pytest.mark.parametrize(("slower", "every", "steps"), [(3.0, 10, 96), (2.0, 10, 96), (3.0, 5, 48), (3.0, 4, 96)])
+def test_one_rehearsal_tells_steps_that_come_back(slower: float, every: int, steps: int) -> None:
+    """A step of ``every`` takes ``slower`` times as long, and the first of all, one of these, does not count."""
+    found = [one_rehearsal(seed, slower, every, steps) for seed in range(20)]
+    slow = len(range(0, steps, every)) - 1
+    assert statistics.median(found) == pytest.approx(1 + (slower - 1) * slow / (steps - 1), rel=0.02)
+
+
+def test_one_rehearsal_on_a_noisy_machine_makes_up_no_slow_steps() -> None:
+    assert sum(one_rehearsal(seed, 1.0) != pytest.approx(1.0) for seed in range(200)) <= 4
+    assert sum(one_rehearsal(seed, 1.0, steps=24) != pytest.approx(1.0) for seed in range(200)) <= 4
+
+
+def test_slow_steps_come_back_throughout() -> None:
+    def found(places: Iterable[int], steps: int = 40) -> frozenset[int]:
+        return calibration.periodic_steps(block([0.03 if at in {*places} else 0.01 for at in range(steps)]))
+
+    assert found(range(0, 40, 10)) == {10, 20, 30} and found(range(7, 40, 8)) == set(range(7, 40, 8))
+    assert found([*range(7, 40, 8), 5, 30]) == set(range(7, 40, 8)), "two of the machine's beside them"
+    assert found([7, 15, 23, 31]) == frozenset(), "it stopped"
+    assert found([10, 30]) == frozenset() and found(range(0)) == frozenset()
+    assert found(range(20, 40)) == frozenset(), "the second half of them is no period"
 
 
 def test_first_steps_are_left_out_where_there_are_others() -> None:

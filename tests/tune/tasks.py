@@ -131,6 +131,14 @@ class Halving(Callback):
         pl_module.pause /= 2
 
 
+class Seldom(Callback):
+    """It takes its time in every fifth step, five times as much as the others do altogether."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step % 5 == 0:
+            time.sleep(5 * pl_module.pause)
+
+
 class Neutral(Callback):
     """Does nothing."""
 

@@ -162,6 +162,7 @@ def looked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tuner, Any]:
     folder = tmp_path_factory.mktemp("trials")
     names = (
         "Halving",
+        "Seldom",
         "Shrinking",
         "Peeking",
         "Lying",
@@ -217,6 +218,16 @@ def test_a_planted_gain_counts_and_a_planted_fake_is_refused(
         assert "of 9.31e-10 GiB that it may use" in str(small(choices, 0.8).why)
     else:
         assert outcome.refused and outcome.value is None and why in str(outcome.why)
+
+
+def test_what_is_done_in_every_fifth_step_is_in_the_price(looked: tuple[Tuner, Any], tmp_path: Path) -> None:
+    """Its steps cost twice the baseline's on average, and four of five as much as these."""
+    _, look = looked
+    trials = Trials(look.recipes, look.found, Here(), tmp_path, target="val_loss", budget=0.8, seed=0, threads=1)  # pyright: ignore[reportArgumentType]
+    choices = Choices(techniques={"tests.tune.tasks.Seldom": {}})
+    assert trials(choices, 0.8).value is not None
+    prices = json.loads((tmp_path / "rehearsals" / f"{choices.key}.json").read_text())["prices"]
+    assert mean_cost(prices) > 1.5 * mean_cost(calibration.prices([look.found.probe]))
 
 
 def test_a_search_that_holds_too_little_says_how_much_it_needs(looked: tuple[Tuner, Any]) -> None:
