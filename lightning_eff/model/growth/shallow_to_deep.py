@@ -103,7 +103,7 @@ class ShallowToDeep(Stacking):
     )
     survey: ClassVar[Survey | None] = Survey("shallow-to-deep training", zhuang="2.1", shen="4.4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"first": Choice((0.25, 0.5)), "until": Uniform(0.1, 0.7), "rate": Choice((*RATES, None))},
+        {"first": Choice((0.25, 0.5)), "until": Uniform(0.1, 0.7), "rate": Choice((None, *RATES))},
         needs_blocks,
         _groups,
     )
