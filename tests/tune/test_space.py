@@ -176,6 +176,11 @@ def test_what_is_expected_is_what_was_measured_where_it_was_measured() -> None:
     assert fused.expected(replace(plain, masked_labels=True)) > 2 and fused.expected(plain) == 1.0
 
 
+def test_a_search_begins_with_the_settings_that_paid() -> None:
+    """Of ``ShallowToDeep`` those were the module's own rate; its papers' rates cost on two tasks."""
+    assert usual(space(include=["ShallowToDeep"]).techniques["ShallowToDeep"])["rate"] is None
+
+
 def test_no_two_ways_to_step_begin_together() -> None:
     """A preconditioner pays alone, and so do Muon and short sequences: the first stack of several is of the latter two."""
     measured = {"ReplaceOptimizer": 2.0, "KFAC": 1.5, "SequenceLengthWarmup": 1.2, "ScheduleFree": 0.9}
