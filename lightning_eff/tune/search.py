@@ -12,12 +12,21 @@ from typing import Any, Protocol
 
 from lightning_eff.bench.results import write_json
 from lightning_eff.tune.config import Choices
-from lightning_eff.tune.proposals.proposing import FACTOR, KINDS, RUNGS, Proposer, Trial, goes_on, require_extra
+from lightning_eff.tune.proposals.proposing import (
+    FACTOR,
+    KINDS,
+    RUNGS,
+    Proposer,
+    Trial,
+    goes_on,
+    renewed,
+    require_extra,
+)
 from lightning_eff.tune.space import Space
 
 __all__ = ["FACTOR", "KINDS", "RUNGS", "Outcome", "Run", "Search", "chosen", "require_extra"]
 
-STARTUP = 10  # trials of each kind that are drawn before the sampler has anything to go by
+STARTUP = 10  # trials of each kind that are drawn, before the sampler goes by them and what leads is renewed
 FREE = 30  # refusals on end that cost no run, after which a stack is drawn afresh
 AHEAD = 3  # trials that may be under way together, one or two of which run; none of them knows what came of another
 
@@ -220,8 +229,8 @@ class Search:
                 return None
         known = self._known(place)
         refused = {frozenset(trial.choices.techniques): str(trial.why) for trial in known if trial.refused}
-        complete = [trial for trial in known if trial.kind == KINDS[0] and trial.value is not None]
-        best = self._sorted(complete)[0].choices if complete else None
+        best = self._leading(known, KINDS[0])
+        again = self._renewed(known, best) if kind != KINDS[0] and counts[kind] >= STARTUP else None
         free = sum(trial.free and trial.place == place for trial in self._all)
         while free < 2 * FREE:
             number = len(self._of(kind))
@@ -230,7 +239,7 @@ class Search:
                 kind,
                 [trial for trial in self._known(place) if trial.kind == kind],
                 [t for t in self._of(kind) if not t.free and t.place > place - self._ahead],
-                self._proposer.drawn(kind, number, best, refused) if start else None,
+                again or (self._proposer.drawn(kind, number, best, refused) if start else None),
             )
             trial = Trial(kind, number, place, parameters, choices)
             self._all.append(trial)
@@ -240,9 +249,22 @@ class Search:
                 self._tell(f"{kind} {number + 1}: trying {choices.told()}")
                 return trial
             trial.state, trial.free, trial.ended = "pruned", True, self.spent
-            free += 1
+            free, again = free + 1, None
         self._save()
         return None
+
+    def _leading(self, known: list[Trial], kind: str) -> Choices | None:
+        """The best choices of those that are known to have had the whole budget."""
+        complete = [trial for trial in known if trial.kind == kind and trial.value is not None]
+        return self._sorted(complete)[0].choices if complete else None
+
+    def _renewed(self, known: list[Trial], best: Choices | None) -> Choices | None:
+        """The leading recipe on the baseline's best settings, where these came later."""
+        leading = self._leading(known, KINDS[1])
+        if leading is None or best is None:
+            return None
+        tried = {kind: [trial.choices for trial in self._of(kind)] for kind in KINDS}
+        return renewed(leading, best, tried[KINDS[0]], tried[KINDS[1]])
 
     def _known(self, place: int) -> list[Trial]:
         """Trials whose outcome is known to what is proposed for a place."""

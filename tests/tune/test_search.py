@@ -16,7 +16,7 @@ from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Un
 from lightning_eff.tune import search as searching
 from lightning_eff.tune.config import Choices
 from lightning_eff.tune.own import Own
-from lightning_eff.tune.proposals.proposing import Proposer
+from lightning_eff.tune.proposals.proposing import Proposer, renewed
 from lightning_eff.tune.search import Outcome, Search, chosen
 from lightning_eff.tune.space import Candidate, Space
 
@@ -125,6 +125,32 @@ def test_recipes_begin_with_what_was_measured_to_pay(tmp_path: Path) -> None:
         return sum("C" in proposer.drawn("recipes", number, None, {}).techniques for number in range(4, 404))
 
     assert 0 < drawn(0.1) < 0.5 * drawn(1.0)
+
+
+def test_what_leads_is_tried_again_on_what_the_baseline_has_since_found(tmp_path: Path) -> None:
+    """Once the starts are over, a recipe that leads on settings of the baseline that were since bettered is not left there."""
+    search = make(tmp_path, Objective(), searching.STARTUP)
+    search.search()
+    leading, best = search.best("recipes"), search.best("baseline")
+    assert leading is not None and best is not None and leading["choices"]["own"] != best["choices"]["own"]
+    further = make(tmp_path, Objective(), searching.STARTUP + 1)
+    further.search()
+    last = further.trials("recipes")[-1]
+    assert last["choices"] == {"own": best["choices"]["own"], "techniques": leading["choices"]["techniques"]}
+    assert last["value"] < leading["value"]
+    many = make(tmp_path, Objective(), searching.STARTUP + 6)
+    many.search()
+    again = [record for record in many.trials("recipes") if record["choices"] == last["choices"]]
+    assert len(again) == 1, "once"
+
+
+def test_what_leads_is_not_tried_again_where_its_settings_are_its_own() -> None:
+    first, second = {"rate": 0.5}, {"rate": 0.1}
+    leading, baselines = Choices(first, {"A": {"x": 0.5}}), [Choices(first), Choices(second)]
+    assert renewed(leading, baselines[1], baselines, [leading]) == Choices(second, {"A": {"x": 0.5}})
+    assert renewed(leading, baselines[0], baselines, [leading]) is None, "it leads on the best there are"
+    assert renewed(Choices({"rate": 0.3}, {"A": {}}), baselines[1], baselines, []) is None, "the sampler chose its rate"
+    assert renewed(leading, baselines[1], baselines, [Choices(second, {"A": {"x": 0.5}})]) is None, "it was tried"
 
 
 def test_few_trials_get_the_whole_budget(tmp_path: Path) -> None:

@@ -100,6 +100,28 @@ def goes_on(value: float, others: Iterable[float], mode: str) -> bool:
     return value <= last if mode == "min" else value >= last
 
 
+def renewed(
+    leading: Choices, best: Choices, baselines: Iterable[Choices], recipes: Iterable[Choices]
+) -> Choices | None:
+    """The leading recipe on the baseline's best settings, where it still has those of an earlier trial of the baseline's.
+
+    Recipes are drawn on the best settings that the baseline has by then. What leads was mostly drawn early, and would be held
+    against a baseline that had more tuning since.
+
+    Args:
+        leading: the best recipe so far.
+        best: the baseline's best choices so far.
+        baselines: what the baseline tried.
+        recipes: what recipes tried.
+
+    Returns:
+        None where the recipe's settings are its own, or this was tried.
+    """
+    again = Choices(best.own, leading.techniques)
+    borrowed = any(leading.own == one.own for one in baselines)
+    return again if borrowed and again.key not in {one.key for one in recipes} else None
+
+
 class Proposer:
     """Says what a trial tries: at its start by drawing, then by Optuna. The same history gives the same proposal.
 
