@@ -62,6 +62,12 @@ class ReSprop(Technique):
     maps are held from step to step, which is as much as the activations of one sample. The paper leaves the biases' gradients
     as they are, and changes convolutions only.
 
+    **Transformers may lose by it what they have learnt.** A GPT on bytes at a rate of 0.01, of which half is reused, comes to a
+    loss of 2.4 in a hundred steps, where it comes to 2.2 without; then it climbs back, and ends at 2.8 for 1.6. It is the many
+    small numbers that are missing: with zeros in the place of what is reused it is no better, nor with the head left alone. At
+    a tenth of that rate it holds, and ends at 2.2 for 2.0. Where a tenth is reused, gradients of weights are those of the batch,
+    with a cosine of 1.000.
+
     Maps are those that are called as modules: ``nn.Linear``, transformers' ``Conv1D`` and convolutions, with a weight that
     trains. Those that are not, in ``nn.MultiheadAttention``, recurrent layers and experts in one tensor, are left alone, as is
     a head whose logits are never made (``FusedLinearCrossEntropy``), and a call whose output has another shape than that of the
@@ -92,7 +98,7 @@ class ReSprop(Technique):
     paper: ClassVar[str] = "Goli & Aamodt 2020, CVPR"
     constraints: ClassVar[str] = "maps that are called as modules, outside of compiled code; no fp16 scaler"
     survey: ClassVar[Survey | None] = Survey("ReSprop", zhuang="2.1", shen="4.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"sparsity": Uniform(0.5, 0.9)}, gains_nothing)
+    search_space: ClassVar[SearchSpace | None] = SearchSpace({"sparsity": Uniform(0.1, 0.9)}, gains_nothing)
     control: ClassVar[Control] = Control("the baseline for as many steps, of which the whole gradient is computed")
     conflicts: ClassVar = {
         **dict.fromkeys(
