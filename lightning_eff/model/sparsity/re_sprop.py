@@ -65,8 +65,8 @@ class ReSprop(Technique):
     **Transformers may lose by it what they have learnt.** A GPT on bytes at a rate of 0.01, of which half is reused, comes to a
     loss of 2.4 in a hundred steps, where it comes to 2.2 without; then it climbs back, and ends at 2.8 for 1.6. It is the many
     small numbers that are missing: with zeros in the place of what is reused it is no better, nor with the head left alone. At
-    a tenth of that rate it holds, and ends at 2.2 for 2.0. Where a tenth is reused, gradients of weights are those of the batch,
-    with a cosine of 1.000.
+    a tenth of that rate it holds, and ends at 2.2 for 2.0. Where a tenth is reused, gradients of weights are the batch's: their
+    cosine is 1.000.
 
     Maps are those that are called as modules: ``nn.Linear``, transformers' ``Conv1D`` and convolutions, with a weight that
     trains. Those that are not, in ``nn.MultiheadAttention``, recurrent layers and experts in one tensor, are left alone, as is
