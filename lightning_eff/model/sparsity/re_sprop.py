@@ -66,7 +66,7 @@ class ReSprop(Technique):
     loss of 2.4 in a hundred steps, where it comes to 2.2 without; then it climbs back, and ends at 2.8 for 1.6. It is the many
     small numbers that are missing: with zeros in the place of what is reused it is no better, nor with the head left alone. At
     a tenth of that rate it holds, and ends at 2.2 for 2.0. Where a tenth is reused, gradients of weights are the batch's: their
-    cosine is 1.000.
+    cosine is 1.000. A small ViT learns with half, if more slowly, and with 0.9 as good as nothing.
 
     Maps are those that are called as modules: ``nn.Linear``, transformers' ``Conv1D`` and convolutions, with a weight that
     trains. Those that are not, in ``nn.MultiheadAttention``, recurrent layers and experts in one tensor, are left alone, as is
