@@ -64,7 +64,7 @@ class ReSprop(Technique):
 
     **A network may lose by it what it has learnt.** A GPT on bytes at a rate of 0.01, of which half is reused, comes to a loss
     of 2.4 in a hundred steps, where it comes to 2.2 without; then it climbs back, and ends at 2.8 for 1.6 (one seed). Zeros in
-    the place of what is reused do no better, and neither does a head that is left alone: what tells is what is missing, not what
+    the place of what is reused do no better, nor does a head that is left alone: what tells is what is missing, not what
     stands there. At a tenth of that rate it holds, and ends at 2.2 for 2.0. Where a tenth is reused, gradients of weights are
     the batch's: their cosine is 1.000. A small ViT learns with half, and with 0.9 as good as nothing.
 
