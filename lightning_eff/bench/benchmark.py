@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import Logger
 
 from lightning_eff.bench import several
 from lightning_eff.bench.arms import Arm, lay_out, short
+from lightning_eff.bench.known import Known, check_same_prices
 from lightning_eff.bench.pace import SCHEDULES, Budget, Incomparable, Pace, mode_of, warm_up_share
 from lightning_eff.bench.progress import PlanBar
 from lightning_eff.bench.references import References
@@ -56,6 +57,9 @@ class Benchmark:
         reference: a file of reference prices: those of this baseline on this machine count from the second bench on, so
             that a reference second is the same number of steps in all of them; the first bench writes them there. Or
             results of another bench (a folder or file), whose prices count instead of this machine's.
+        known: folders of benches of the same code, baseline, settings and machine, which are over: what their baseline and
+            recipes came to is taken over where an arm has the same configs, and not trained again. Configs on the
+            reference clock with the same ``reference`` only.
         other_training_data: allow arms that train on other data, where that is what is compared.
         rates: the peak of the learning rate of an arm that brings its own, by name; a recipe's controls have it too.
         warm_ups: the warm-up of an arm that brings its own, in seconds ("5s") or as a share of the budget ("5%", 0.05).
@@ -85,6 +89,7 @@ class Benchmark:
         schedule: Literal["own", "linear", "cosine"] = "own",
         rounds: int = 8,
         reference: str | os.PathLike[str] | None = None,
+        known: Sequence[str | os.PathLike[str]] = (),
         other_training_data: bool = False,
         rates: Mapping[str, float] | None = None,
         warm_ups: Mapping[str, str | float] | None = None,
@@ -152,7 +157,13 @@ class Benchmark:
             )
         if self.reference is not None and self.budget.clock == "wall":
             raise ValueError("Benchmark(reference=...): expected a budget in reference-system time, such as '120rs'.")
+        if known and (in_process or self.reference is None or len(self.budgets) > 1):
+            raise ValueError(
+                f"Benchmark(known={[str(folder) for folder in known]}): expected configs, one budget in reference-system"
+                " time and a reference, since otherwise a run would not be the same again."
+            )
         self.jobs = jobs
+        self._known_folders = list(known)
         self._in_process = in_process
         self._calibration: dict[str, Any] = {}
 
@@ -182,13 +193,16 @@ class Benchmark:
                 log(every, self.logger)
             return every
         self._take_up()
+        taken = self._take_over()
         workers: Place = InProcess() if self._in_process else Workers(self.jobs, self.threads, self.out / "logs")
         runs = [(seed, arm) for seed in self.seeds for arm in self.arms]
         total = sum(arm.factor for _, arm in runs) * self.budget.seconds
-        rehearsed = [arm for arm in self.arms if arm.kind != "ladder"]
+        rehearsed = [
+            arm for arm in self.arms if arm.kind != "ladder" and (arm.kind == "baseline" or arm.name not in taken)
+        ]
         bar = PlanBar(total, self.budget.seconds, 1 + len(rehearsed) * (1 + self.rounds), enabled=progress)
         try:
-            self._calibrate(workers, bar)
+            self._calibrate(workers, bar, taken)
             self._run_all(workers, bar, runs)
         finally:
             bar.close()
@@ -229,7 +243,21 @@ class Benchmark:
 
     # -- rehearsals
 
-    def _calibrate(self, workers: Place, bar: PlanBar) -> None:
+    def _take_over(self) -> dict[str, Any]:
+        """The calibrations of those arms that other benches know, whose runs are then on disk."""
+        if not self._known_folders:
+            return {}
+        known = Known(self._known_folders, self._plan(), self._machine)
+        taken = known.calibrations(self.arms)
+        for arm, seed in ((arm, seed) for arm in self.arms if arm.name in taken for seed in self.seeds):
+            name = f"{self._slug(arm)}-seed{seed}"
+            file = self.out / "runs" / f"{name}.json"
+            if not file.is_file() and (record := known.run(arm, seed)) is not None:
+                file.parent.mkdir(exist_ok=True)
+                write_json(file, {**record, "name": name})
+        return taken
+
+    def _calibrate(self, workers: Place, bar: PlanBar, taken: Mapping[str, Any]) -> None:
         def rehearse(
             arms: list[Arm], what: str, sweep: int, steps: Mapping[str, int], inspect: bool
         ) -> list[dict[str, Any]]:
@@ -243,7 +271,11 @@ class Benchmark:
         rehearsing = Rehearsing(
             rehearse, self.budget.seconds, self.rounds, self.reference, self._machine, self.other_training_data
         )
-        self._calibration = rehearsing.calibrated(baseline, others)
+        found = rehearsing.calibrated(baseline, [arm for arm in others if arm.name not in taken])
+        if baseline.name in taken:
+            check_same_prices(taken[baseline.name]["prices"], found[baseline.name]["prices"])
+        found |= taken
+        self._calibration = {arm.name: found[arm.name] for arm in (baseline, *others)}
 
     # -- runs
 

@@ -45,7 +45,7 @@ class Finding:
         look: what was looked at.
         search: that is over.
         bench: of its tuned baseline.
-        seconds: about how long a bench of so many arms takes.
+        seconds: about how long a bench of so many arms takes, so many of which other benches have trained.
         left: seconds that are left for it all.
     """
 
@@ -54,7 +54,7 @@ class Finding:
         look: Any,
         search: Search,
         bench: Bench,
-        seconds: Callable[[int], float] = lambda arms: 0.0,
+        seconds: Callable[[int, int], float] = lambda arms, known: 0.0,
         left: Callable[[], float] = lambda: math.inf,
     ) -> None:
         self._look, self._search, self._bench = look, search, bench
@@ -78,9 +78,7 @@ class Finding:
             ranked = self._search.ranked("recipes")
             why = f"the best came to {ranked[0]['value']:.5g}" if ranked else "none came to its end"
             return self._stands(f"no recipe of the search reached the tuned baseline's {best['value']:.5g}: {why}")
-        few = better[:CONFIRMED]
-        if self._expected(1 + 2 * len(few)) > self._left():
-            few = few[:1]
+        few = self._few(better[:CONFIRMED])
         arms = {RECIPE if i == 0 else f"{RECIPE} {i + 1}": choices for i, choices in enumerate(few)}
         try:
             results = self._run("confirm", arms, "confirming " + ", ".join(choices.told() for choices in few))
@@ -93,12 +91,29 @@ class Finding:
         name = max(won, key=lambda one: results["summary"][one]["speedup"]["estimate"])
         return self._reduced(arms[name], results["summary"][name], results["calibration"][name]["steps"])
 
+    def _few(self, best: list[Choices]) -> list[Choices]:
+        """Which of these are confirmed in the time that is left.
+
+        What each technique of the leading one adds comes before another recipe; where it does not fit in any case, as many
+        recipes as do.
+        """
+        alone = best[:1]
+        apart = self._apart(best[0]) if len(best[0].techniques) > 1 else 0.0
+        for few in (best, alone):
+            if self._expected(1 + 2 * len(few)) + apart <= self._left():
+                return few
+        return best if self._expected(1 + 2 * len(best)) <= self._left() else alone
+
+    def _apart(self, stack: Choices) -> float:
+        """About how long it takes to leave out one technique after the other of a stack that was confirmed."""
+        return self._expected(2 + len(stack.techniques), known=2)
+
     def _reduced(self, stack: Choices, summary: Mapping[str, Any], steps: int) -> Found:
         """A stack that was confirmed, without what adds nothing to it, if it is confirmed without that, too."""
         parts: tuple[Contribution, ...] = ()
         notes: list[str] = []
         if len(stack.techniques) > 1:
-            if (need := self._expected(2 + len(stack.techniques))) > self._left():
+            if (need := self._apart(stack)) > self._left():
                 notes.append(
                     "What each technique adds was not measured: that takes about"
                     f" {in_words(need)}, and {in_words(max(self._left(), 0.0))} of --search were left; the same command with"
@@ -106,17 +121,19 @@ class Finding:
                 )
             else:
                 parts = self._contributions(stack)
+        dropped = [part.name for part in parts if part.dropped]
         less = stack
-        for part in parts:
-            less = less.without(part.name) if part.dropped else less
-        if less != stack and less.techniques:
-            if (need := self._expected(LEAST)) > self._left():
+        for name in dropped:
+            less = less.without(name)
+        if dropped and less.techniques:
+            known = 2 if len(dropped) == 1 else 1  # the stack without that one, and the baseline
+            if (need := self._expected(LEAST, known)) > self._left():
                 notes.append(
-                    f"Without what adds nothing ({', '.join(part.name for part in parts if part.dropped)}) it was not"
-                    f" confirmed again: that takes about {in_words(need)}, which were not left of --search."
+                    f"Without what adds nothing ({', '.join(dropped)}) it was not confirmed again: that takes about"
+                    f" {in_words(need)}, which were not left of --search."
                 )
             else:
-                again = self._run("reduced", {RECIPE: less}, f"confirming what is left: {less.told()}")
+                again = self._run("reduced", {RECIPE: less}, f"confirming what is left: {less.told()}", known)
                 if confirmed(again, RECIPE):
                     stack, summary = less, again["summary"][RECIPE]
                     steps = again["calibration"][RECIPE]["steps"]
@@ -126,24 +143,23 @@ class Finding:
         return Found(stack, self._bench.baseline, said, steps, parts, self._sentences, summary)
 
     def _contributions(self, stack: Choices) -> tuple[Contribution, ...]:
-        self._begin(f"leaving out one technique after the other of {stack.told()}", 2 + len(stack.techniques))
+        self._begin(f"leaving out one technique after the other of {stack.told()}", self._apart(stack))
         return tuple(self._bench.contributions(stack))
 
     def _stands(self, why: str) -> Found:
         sentence = f"The baseline stands: {why}"
         return Found(None, self._bench.baseline, sentence, self._look.found.steps, (), self._sentences)
 
-    def _expected(self, arms: int) -> float:
-        """About how long a bench of so many arms takes, by how long those before took."""
-        return self._slower * self._seconds(arms)
+    def _expected(self, arms: int, known: int = 0) -> float:
+        """About how long a bench of so many arms takes, so many of which are known, by how long those before took."""
+        return self._slower * self._seconds(arms, known)
 
-    def _begin(self, what: str, arms: int) -> None:
-        seconds = self._expected(arms)
+    def _begin(self, what: str, seconds: float) -> None:
         self._tell(f"{what}{f'; about {in_words(seconds)}' if seconds else ''}")
 
-    def _run(self, name: str, arms: Mapping[str, Choices], what: str) -> dict[str, Any]:
-        expected = self._seconds(1 + 2 * len(arms))
-        self._begin(what, 1 + 2 * len(arms))
+    def _run(self, name: str, arms: Mapping[str, Choices], what: str, known: int = 0) -> dict[str, Any]:
+        expected = self._seconds(1 + 2 * len(arms), known)
+        self._begin(what, self._slower * expected)
         began = time.monotonic()
         results = self._bench.run(name, arms, controls=True)
         if expected:

@@ -1,6 +1,7 @@
 """The best of a search, held against the tuned baseline on fresh seeds with controls; and what each technique adds."""
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +10,10 @@ from typing import Any
 from lightning_eff.bench.benchmark import Benchmark
 from lightning_eff.bench.pace import Budget
 from lightning_eff.bench.reports.intervals import Interval, paired_interval
+from lightning_eff.bench.results import write_json
 from lightning_eff.tune.config import Choices, Recipes
 
+BENCHES = "benches.json"  # those that are over, each with the key of its baseline
 BASELINE, RECIPE = "baseline", "recipe"
 
 
@@ -38,7 +41,7 @@ class Contribution:
 
 
 class Bench:
-    """Benches of what a search found, all with one baseline, at the same prices.
+    """Benches of what a search found, all with one baseline, at the same prices; what one has trained the next takes over.
 
     Args:
         recipes: writes choices as configs.
@@ -72,11 +75,14 @@ class Bench:
         self.settings["budget"] = Budget(budget, "reference")
         self.sign = 1.0 if mode == "min" else -1.0
         self.progress, self.drawn = progress, drawn
+        file = folder / BENCHES
+        self._done: dict[str, str] = json.loads(file.read_text()) if file.is_file() else {}
 
     def run(self, name: str, arms: Mapping[str, Choices], *, controls: bool) -> dict[str, Any]:
         """The results of a bench of these choices, by name, against the tuned baseline; under "folder", where they lie.
 
-        Each set of arms has a folder of its own, so that a search that goes on, and finds another best, is no obstacle.
+        Each set of arms has a folder of its own, so that a search that goes on, and finds another best, is no obstacle. What
+        another one of the same tuned baseline has trained is not trained again.
         """
         keys = [self.baseline.key, *(choices.key for choices in arms.values())]
         place = f"{name}-{hashlib.sha256(' '.join(keys).encode()).hexdigest()[:8]}"
@@ -91,12 +97,16 @@ class Bench:
             controls="auto" if controls else None,
             rounds=4,
             reference=self.folder / "prices.json",
+            known=[self.folder / done for done, key in self._done.items() if key == keys[0] and done != place],
             title=f"What tuning found: {name}",
             tuned=[BASELINE, *arms],
             baseline_name=BASELINE,
             **self.settings,
         )
-        return {**bench.run(progress=self.progress, report=self.drawn), "folder": place}
+        results = bench.run(progress=self.progress, report=self.drawn)
+        self._done[place] = keys[0]
+        write_json(self.folder / BENCHES, self._done)
+        return {**results, "folder": place}
 
     def contributions(self, choices: Choices) -> list[Contribution]:
         """What each technique of a stack adds: the stack, and the stack without each, on the same seeds."""

@@ -15,6 +15,7 @@ SEARCHED = 4  # validations of a run that searches
 LATE = 3  # times as long as expected is what a job may take, beside
 PATIENCE = 60.0  # seconds, or the budget where that is more
 LEAST = 3  # arms of the smallest bench that confirms: the baseline, a recipe and its control
+STACKED = 3  # techniques of a stack, when it is not known yet
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,17 @@ class Durations:
         runs = sum(self.start + share * self.budget + SEARCHED * self.validation for share in shares)
         return 2 * self.rehearsal + self.validation + runs
 
-    def bench(self, arms: int) -> float:
-        """Of a bench of so many arms, the baseline and the controls among them."""
+    def bench(self, arms: int, known: int = 0) -> float:
+        """Of a bench of so many arms, the baseline and the controls among them.
+
+        Args:
+            arms: how many.
+            known: of these, the baseline first: what another bench has trained; only the baseline rehearses again.
+        """
         first = self.process + self.start + FIRST * self.step
-        rehearsed = arms * ((1 + ROUNDS) * self.rehearsal + self.validation)
+        rehearsed = (arms - max(known - 1, 0)) * ((1 + ROUNDS) * self.rehearsal + self.validation)
         run = self.process + self.start + self.budget + EVALUATIONS * self.validation
-        return first + rehearsed + math.ceil(arms * self.seeds / self.jobs) * run
+        return first + rehearsed + math.ceil((arms - known) * self.seeds / self.jobs) * run
 
 
 def in_words(seconds: float) -> str:
@@ -114,7 +120,8 @@ class Timetable:
 
     def kept(self, durations: Durations) -> float:
         """Seconds of what is left that are kept for confirming: for all of it, or half if that is less."""
-        whole = durations.bench(2 * LEAST - 1) + 2 * durations.bench(LEAST)  # two recipes; leaving out; what is left
+        whole = durations.bench(2 * LEAST - 1)  # two recipes
+        whole += durations.bench(2 + STACKED, known=2) + durations.bench(LEAST, known=1)  # leaving out; what is left
         return max(min(whole, self.left / 2), 0.0)
 
     def told(self, durations: Durations, seconds: float) -> str:

@@ -289,20 +289,31 @@ def test_a_search_from_config_to_report(tmp_path: Path, capsys: pytest.CaptureFi
         assert after[: len(before)] == before, "what was tried is not tried again"
 
 
-def test_another_best_has_a_bench_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Path] = []
+def test_another_best_has_a_bench_of_its_own_and_knows_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[str, list[str]]] = []
 
     class Made:
-        def __init__(self, *args: Any, out: Path, **more: Any) -> None:
-            made.append(out)
+        def __init__(self, *args: Any, out: Path, known: list[Path], **more: Any) -> None:
+            made.append((out.name, [folder.name for folder in known]))
 
         def run(self, **more: Any) -> dict[str, Any]:
             return {}
 
     monkeypatch.setattr("lightning_eff.tune.confirm.Benchmark", Made)
     recipes = Recipes([config(tmp_path)], space(), scheduled=True)
-    settings = {"target": "val_loss", "mode": "min", "budget": 1.0, "seeds": [1, 2], "threads": 1, "jobs": 1}
-    bench = Bench(recipes, Choices(), 100, tmp_path, progress=False, drawn=False, **settings)
+
+    def bench(baseline: Choices) -> Bench:
+        settings = {"target": "val_loss", "mode": "min", "budget": 1.0, "seeds": [1, 2], "threads": 1, "jobs": 1}
+        return Bench(recipes, baseline, 100, tmp_path, progress=False, drawn=False, **settings)
+
+    first = bench(Choices())
     stacks = [Choices(techniques={name: {}}) for name in (GOOD, BAD, GOOD)]
-    folders = [bench.run("confirm", {"recipe": choices}, controls=True)["folder"] for choices in stacks]
-    assert folders[0] == folders[2] != folders[1] and [path.name for path in made] == folders
+    folders = [first.run("confirm", {"recipe": choices}, controls=True)["folder"] for choices in stacks]
+    assert folders[0] == folders[2] != folders[1] and [name for name, _ in made] == folders
+    assert [known for _, known in made] == [[], [folders[0]], [folders[1]]], "a bench that goes on does not ask itself"
+    bench(Choices()).run("reduced", {"recipe": stacks[0]}, controls=True)
+    assert sorted(made[-1][1]) == sorted(folders[:2]), "a search that goes on, too"
+    bench(Choices(techniques={BAD: {}})).run("confirm", {"recipe": stacks[0]}, controls=True)
+    assert made[-1][1] == [], "another baseline was trained otherwise"

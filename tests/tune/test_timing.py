@@ -10,6 +10,7 @@ import pytest
 from lightning_eff._errors import UsageError
 from lightning_eff.bench.pace import Incomparable
 from lightning_eff.tune.concluding import Finding
+from lightning_eff.tune.config import Choices
 from lightning_eff.tune.probing import reason
 from lightning_eff.tune.search import Search
 from lightning_eff.tune.timing import Durations, Timetable, in_words
@@ -29,6 +30,9 @@ def test_a_trial_and_a_bench_take_what_their_parts_take() -> None:
     assert SLOW.trial((1 / 9, 1 / 3, 1)) == pytest.approx(2 * rehearsal + 0.5 + runs)
     bench = (5.0 + 2.0 + 8 * 0.1) + 2 * (5 * rehearsal + 0.5) + 6 * (5.0 + 2.0 + 60 + 10 * 0.5)
     assert SLOW.bench(2) == pytest.approx(bench)
+    assert SLOW.bench(4, known=2) == pytest.approx(bench + 5 * rehearsal + 0.5), (
+        "two of four are trained, and the baseline rehearses beside them"
+    )
     assert in_words(90) == "90 s" and in_words(3601) == "61 min" and in_words(9000) == "2.5 h"
 
 
@@ -45,7 +49,8 @@ def test_a_search_without_room_for_the_baseline_is_refused_with_what_it_needs() 
 def test_what_will_end_late_is_said_at_the_start() -> None:
     short, long = Timetable(200.0, (1.0,)), Timetable(1e5, (1.0,))
     assert short.kept(SLOW) == pytest.approx(100.0, abs=1), "half, where confirming all takes more"
-    assert long.kept(SLOW) == pytest.approx(SLOW.bench(5) + 2 * SLOW.bench(3))
+    whole = SLOW.bench(5) + SLOW.bench(5, known=2) + SLOW.bench(3, known=1)
+    assert long.kept(SLOW) == pytest.approx(whole) and whole < SLOW.bench(5) + 2 * SLOW.bench(3)
     told = short.told(SLOW, 100.0)
     assert (
         told.startswith("100 s of --search are for trials")
@@ -127,22 +132,45 @@ def search(tmp_path_factory: pytest.TempPathFactory) -> Search:
 
 def conclude(search: Search, left: float, bench: Any, seconds: float = 100.0) -> tuple[Any, list[str]]:
     lines: list[str] = []
-    finding = Finding(concluding.Look, search, bench, lambda arms: seconds * arms, lambda: left)
+    finding = Finding(concluding.Look, search, bench, lambda arms, known: seconds * (arms - known), lambda: left)
     return finding.conclude(lines.append), lines
 
 
 def test_what_does_not_fit_into_the_time_left_is_not_begun_and_said(search: Search) -> None:
     bench = concluding.FakeBench()
-    found, lines = conclude(search, 350.0, bench)
+    found, lines = conclude(search, 150.0, bench)
     assert list(bench.asked) == ["confirm"] and found.recipe is not None and len(found.recipe.techniques) == 2
     assert (
-        "What each technique adds was not measured: that takes about 7 min, and 6 min of --search were left"
+        "What each technique adds was not measured: that takes about 4 min, and 3 min of --search were left"
         in found.sentence
     )
     assert lines[0].endswith("; about 5 min")
     bench = concluding.FakeBench()
     found, _ = conclude(search, 1e6, bench)
     assert list(bench.asked) == ["confirm", "leave_one_out", "reduced"] and "not measured" not in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("left", "recipes", "benches"),
+    [
+        (1e6, 2, ["confirm", "leave_one_out", "reduced"]),
+        (550.0, 1, ["confirm", "leave_one_out", "reduced"]),  # two take 500 s, and leaving out 200
+        (250.0, 1, ["confirm", "leave_one_out", "reduced"]),  # one takes 300 s, which is late in any case
+        (150.0, 1, ["confirm"]),
+    ],
+)
+def test_what_a_technique_adds_comes_before_another_recipe(
+    tmp_path: Path, left: float, recipes: int, benches: list[str]
+) -> None:
+    good, bad = concluding.GOOD, concluding.BAD
+    search = concluding.searched(tmp_path, {(bad, good): 0.5, (good, bad): 0.5, (good,): 0.4})
+    stack, alone = Choices(techniques={good: {}, bad: {}}), Choices(techniques={good: {}})
+    bench = concluding.FakeBench()
+    finding = Finding(concluding.Look, search, bench, lambda arms, known: 100.0 * (arms - known), lambda: left)
+    assert len(finding._few([stack, alone])) == recipes
+    finding._run("confirm", {"recipe": stack}, "confirming")
+    finding._reduced(stack, bench.run("confirm", {"recipe": stack}, controls=True)["summary"]["recipe"], 100)
+    assert list(bench.asked) == benches
 
 
 def test_what_cannot_be_compared_leaves_the_baseline(search: Search) -> None:
