@@ -122,6 +122,7 @@ def test_an_arm_that_only_the_later_bench_has_comes_along() -> None:
     ("what", "message"),
     [
         ("price", r"sharpness has other prices in the other bench"),
+        ("kinds", r"sharpness has other prices in the other bench"),
         ("end", r"sharpness ends differently in the two benches: \{1: "),
         ("config", r"sharpness differs between the benches"),
         ("budget", r"benches with budget .* cannot be joined"),
@@ -132,6 +133,9 @@ def test_seeds_of_other_benches_are_refused(what: str, message: str) -> None:
     later = copy.deepcopy(whole)
     if what == "price":
         later["calibration"]["sharpness"]["prices"][0]["seconds"] *= 1.01
+    elif what == "kinds":
+        for price in later["calibration"]["sharpness"]["prices"]:
+            price["kind"] += " and forward"
     elif what == "end":
         (run,) = (run for run in later["runs"] if run["arm"] == "sharpness" and run["seed"] == 1)
         run["points"][-1]["metric"] += 1e-9
@@ -142,3 +146,14 @@ def test_seeds_of_other_benches_are_refused(what: str, message: str) -> None:
         later["plan"]["budget"] = {"seconds": 61.0, "clock": "reference"}
     with pytest.raises(ValueError, match=message):
         with_seeds(whole, later)
+
+
+def test_a_kind_of_step_that_hangs_on_the_seed_is_no_other_price() -> None:
+    """Such as a first step after a search of more forward passes: only one bench met it."""
+    whole = synthetic.everything()
+    first, *others = whole["plan"]["seeds"]
+    later = seeded(copy.deepcopy(whole), *others)
+    later["calibration"]["sharpness"]["prices"][1]["kind"] = "step 64 after 42 forward"
+    found = with_seeds(seeded(whole, first), later)
+    assert len([run for run in found["runs"] if run["arm"] == "sharpness"]) == len(whole["plan"]["seeds"])
+    assert found["calibration"]["sharpness"] == whole["calibration"]["sharpness"]
