@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import Logger
 
 from lightning_eff.bench import several
 from lightning_eff.bench.arms import Arm, lay_out, short
-from lightning_eff.bench.known import Known, check_same_prices
+from lightning_eff.bench.known import Known
 from lightning_eff.bench.pace import SCHEDULES, Budget, Incomparable, Pace, mode_of, warm_up_share
 from lightning_eff.bench.progress import PlanBar
 from lightning_eff.bench.references import References
@@ -244,17 +244,23 @@ class Benchmark:
     # -- rehearsals
 
     def _take_over(self) -> dict[str, Any]:
-        """The calibrations of those arms that other benches know, whose runs are then on disk."""
-        if not self._known_folders:
+        """The calibrations of those arms that other benches know, whose runs are then on disk.
+
+        It is settled as the bench begins: what has rehearsed here stays with its own prices, whatever others have since found.
+        """
+        file = self.out / "known.json"
+        if file.is_file():
+            return json.loads(file.read_text())
+        if not self._known_folders or self.reference is None or (self.out / "rehearsals").exists():
             return {}
-        known = Known(self._known_folders, self._plan(), self._machine)
+        known = Known(self._known_folders, self._plan(), self._machine, self.arms[0], self.reference)
         taken = known.calibrations(self.arms)
+        write_json(file, taken)
+        (self.out / "runs").mkdir(exist_ok=True)
         for arm, seed in ((arm, seed) for arm in self.arms if arm.name in taken for seed in self.seeds):
-            name = f"{self._slug(arm)}-seed{seed}"
-            file = self.out / "runs" / f"{name}.json"
-            if not file.is_file() and (record := known.run(arm, seed)) is not None:
-                file.parent.mkdir(exist_ok=True)
-                write_json(file, {**record, "name": name})
+            if (record := known.run(arm, seed)) is not None:
+                name = f"{self._slug(arm)}-seed{seed}"
+                write_json(self.out / "runs" / f"{name}.json", {**record, "name": name})
         return taken
 
     def _calibrate(self, workers: Place, bar: PlanBar, taken: Mapping[str, Any]) -> None:
@@ -271,10 +277,7 @@ class Benchmark:
         rehearsing = Rehearsing(
             rehearse, self.budget.seconds, self.rounds, self.reference, self._machine, self.other_training_data
         )
-        found = rehearsing.calibrated(baseline, [arm for arm in others if arm.name not in taken])
-        if baseline.name in taken:
-            check_same_prices(taken[baseline.name]["prices"], found[baseline.name]["prices"])
-        found |= taken
+        found = {**rehearsing.calibrated(baseline, [arm for arm in others if arm.name not in taken]), **taken}
         self._calibration = {arm.name: found[arm.name] for arm in (baseline, *others)}
 
     # -- runs

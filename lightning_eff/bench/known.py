@@ -2,10 +2,11 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from lightning_eff.bench.arms import Arm
-from lightning_eff.bench.pace import Incomparable
+from lightning_eff.bench.arms import Arm, short
+from lightning_eff.bench.references import References
 from lightning_eff.bench.results import load
 
 Record = dict[str, Any]
@@ -24,63 +25,70 @@ class Known:
         folders: of the benches; where several have an arm, the first one counts.
         plan: of the bench that asks, as in its ``results.json``.
         machine: its fingerprint.
+        baseline: its baseline.
+        reference: the prices that it counts in.
 
     Raises:
         FileNotFoundError: if a folder holds no results.
-        ValueError: if one holds a bench of another kind, whose runs would be others.
+        ValueError: if one holds a bench of another kind or in other prices, whose runs would be others.
     """
 
     def __init__(
-        self, folders: Sequence[str | os.PathLike[str]], plan: Mapping[str, Any], machine: Mapping[str, Any]
+        self,
+        folders: Sequence[str | os.PathLike[str]],
+        plan: Mapping[str, Any],
+        machine: Mapping[str, Any],
+        baseline: Arm,
+        reference: References,
     ) -> None:
-        self._benches = [load(folder) for folder in folders]
-        for folder, results in zip(folders, self._benches, strict=True):
+        self._benches = [(short(folder), load(folder)) for folder in folders]
+        for folder, results in self._benches:
+            theirs = results["plan"]["arms"][0]
             differs = [name for name in SETTINGS if results["plan"][name] != plan[name]]
             differs += [name for name in MACHINE if results["machine"][name] != machine[name]]
-            if _what(results["plan"]["arms"][0]) != _what(plan["arms"][0]):
+            if _what(theirs) != _what(baseline.record()):
                 differs.append("the baseline's configs")
+            elif prices := results["calibration"].get(theirs["name"], {}).get("prices"):
+                differs += (
+                    [] if reference.known(baseline, machine, prices) == prices else ["the prices of the reference"]
+                )
             if differs:
                 raise ValueError(
                     f"Got the bench in {folder} as known, which differs in {', '.join(differs)}; expected one of the same"
-                    " baseline with the same settings on the same machine. Leave it out to train every run."
+                    " baseline with the same settings and reference on the same machine. Leave it out to train every run."
                 )
 
     def calibrations(self, arms: Sequence[Arm]) -> dict[str, Record]:
         """The steps, prices and rates of those arms that a bench knows, by their names here."""
         found = {arm.name: self._of(arm) for arm in arms}
-        return {name: known[0]["calibration"][known[1]] for name, known in found.items() if known is not None}
+        return {name: known[1]["calibration"][known[2]] for name, known in found.items() if known is not None}
 
     def run(self, arm: Arm, seed: int) -> Record | None:
-        """The record of an arm's finished run under a seed, by the arm's name here; None where there is none."""
+        """The record of an arm's finished run under a seed, by the arm's name here; None where there is none.
+
+        A note in it says where it was trained.
+        """
         known = self._of(arm)
         if known is None:
             return None
-        results, theirs = known
+        folder, results, theirs = known
         for run in results["runs"]:
             if (run["arm"], run["seed"], run["status"]) == (theirs, seed, "finished"):
-                return {**run, "arm": arm.name}
+                return {
+                    **run,
+                    "arm": arm.name,
+                    "notes": [*run["notes"], f"trained for the bench in {Path(folder).name}"],
+                }
         return None
 
-    def _of(self, arm: Arm) -> tuple[Record, str] | None:
-        """The first bench that has the arm calibrated, and its name there."""
+    def _of(self, arm: Arm) -> tuple[str, Record, str] | None:
+        """The first bench that has the arm calibrated: its folder, its results and the arm's name there."""
         own = _what(arm.record())
-        for results in self._benches:
+        for folder, results in self._benches:
             for other in results["plan"]["arms"] if own is not None else ():
                 if _what(other) == own and other["name"] in results["calibration"]:
-                    return results, other["name"]
+                    return folder, results, other["name"]
         return None
-
-
-def check_same_prices(theirs: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ``Incomparable`` if a known baseline's runs were paid in other prices than those of this bench."""
-    kept = {price["kind"]: price["seconds"] for price in theirs}
-    for price in own:
-        if (known := kept.get(price["kind"], price["seconds"])) != price["seconds"]:
-            raise Incomparable(
-                f"the known bench counts a step of kind {price['kind']!r} as {known:.6g} s, and the reference as"
-                f" {price['seconds']:.6g} s; expected benches with the same --reference. Leave out what is known to train"
-                " every run."
-            )
 
 
 def _what(arm: Mapping[str, Any]) -> tuple[Any, ...] | None:

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 
 from lightning_eff.bench.benchmark import Benchmark
-from lightning_eff.bench.known import check_same_prices
-from lightning_eff.bench.pace import Incomparable
 from lightning_eff.bench.running.jobs import Job
 from lightning_eff.bench.running.workers import InProcess
 from tests.bench.tasks import arm
@@ -78,14 +76,37 @@ def test_what_is_known_is_neither_rehearsed_nor_trained_again(first: Path, tmp_p
     before = json.loads((first / "first" / "results.json").read_text())
     assert ends(second, "recipe") == ends(before, "leading") and ends(second, "baseline") == ends(before, "baseline")
     assert second["calibration"]["recipe"] == before["calibration"]["leading"]
+    notes = {run["arm"]: run["notes"] for run in second["runs"]}
+    assert notes["recipe"][-1] == "trained for the bench in first" and notes["new"] == [], "who reads it is told"
     assert len(ends(second, "new")) == 2 and set(second["summary"]) == {"baseline", "recipe", "new"}
 
 
 def test_what_is_taken_over_is_what_training_again_comes_to(first: Path, tmp_path: Path) -> None:
-    """An independent run in a bench that knows nothing: the baseline counts in the reference's prices in both."""
-    alone = bench(first, {"new": 0.03}, str(tmp_path / "alone")).run(progress=False, report=False)
+    """An independent bench that trains everything, in the same prices."""
+    again = bench(first, {"leading": 0.01}, str(tmp_path / "again"), reference=first / "first")
+    results = again.run(progress=False, report=False)
     before = json.loads((first / "first" / "results.json").read_text())
-    assert ends(alone, "baseline") == ends(before, "baseline") and len(ends(alone, "baseline")) == 2
+    for name in ("baseline", "leading"):
+        assert ends(results, name) == ends(before, name) and len(ends(results, name)) == 2
+
+
+def test_what_has_rehearsed_stays_with_its_own_prices(first: Path, tmp_path: Path) -> None:
+    """A bench that was killed before the other one was over, and goes on: none of its arms changes its steps in between."""
+    begun = bench(first, {"recipe": 0.01}, str(tmp_path / "begun"))
+    (tmp_path / "begun" / "rehearsals").mkdir(parents=True)
+    (tmp_path / "fresh").mkdir()
+    begun._take_up()
+    assert begun._take_over() == {}
+    later = bench(first, {"recipe": 0.01}, str(tmp_path / "begun"), known=[first / "first"])
+    later._take_up()
+    assert later._take_over() == {}
+    fresh = bench(first, {"recipe": 0.01}, str(tmp_path / "fresh"), known=[first / "first"])
+    fresh._take_up()
+    taken = fresh._take_over()
+    assert set(taken) == {"baseline", "recipe"} and len(list((tmp_path / "fresh" / "runs").iterdir())) == 4
+    goes_on = bench(first, {"recipe": 0.01}, str(tmp_path / "fresh"))
+    goes_on._take_up()
+    assert goes_on._take_over() == json.loads(json.dumps(taken)), "settled as it began"
 
 
 @pytest.mark.parametrize(
@@ -123,8 +144,13 @@ def test_runs_that_would_not_be_the_same_again_are_refused(first: Path, tmp_path
         )
 
 
-def test_other_prices_are_told() -> None:
-    kept = [{"kind": "a", "seconds": 0.1, "share": 1.0}]
-    check_same_prices(kept, [{"kind": "a", "seconds": 0.1, "share": 0.5}, {"kind": "b", "seconds": 0.3, "share": 0.5}])
-    with pytest.raises(Incomparable, match=r"counts a step of kind 'a' as 0.1 s, and the reference as 0.2 s"):
-        check_same_prices(kept, [{"kind": "a", "seconds": 0.2, "share": 1.0}])
+def test_other_prices_are_told(first: Path, tmp_path: Path) -> None:
+    prices = json.loads((first / "prices.json").read_text())
+    prices["entries"][0]["prices"][0]["seconds"] *= 1.01
+    (tmp_path / "prices.json").write_text(json.dumps(prices))
+    for reference in (tmp_path / "prices.json", tmp_path / "none_yet.json"):
+        other = bench(
+            first, {"new": 0.03}, str(tmp_path / reference.stem), known=[first / "first"], reference=reference
+        )
+        with pytest.raises(ValueError, match=r"as known, which differs in the prices of the reference; expected"):
+            other.run(progress=False, report=False)

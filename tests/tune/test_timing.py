@@ -163,7 +163,7 @@ def test_what_a_technique_adds_comes_before_another_recipe(
     tmp_path: Path, left: float, recipes: int, benches: list[str]
 ) -> None:
     good, bad = concluding.GOOD, concluding.BAD
-    search = concluding.searched(tmp_path, {(bad, good): 0.5, (good, bad): 0.5, (good,): 0.4})
+    search = concluding.searched(tmp_path, {tuple(sorted((good, bad))): 0.5, (good,): 0.6})
     stack, alone = Choices(techniques={good: {}, bad: {}}), Choices(techniques={good: {}})
     bench = concluding.FakeBench()
     finding = Finding(concluding.Look, search, bench, lambda arms, known: 100.0 * (arms - known), lambda: left)
