@@ -196,6 +196,7 @@ GOAL = {
     "muon_grown_length": "ReplaceOptimizer with Muon, ProgressiveStacking and SequenceLengthWarmup",
     "muon": "ReplaceOptimizer with Muon alone",
     "soap": "ReplaceOptimizer with SOAP alone",
+    "kfac": "KFAC alone",
     "soap_patches": "ReplaceOptimizer with SOAP, and PatchDropout",
     "patch_dropout": "PatchDropout alone",
     "muon_fused_mask_rate": "ReplaceOptimizer with Muon, FusedLinearCrossEntropy and MaskRateSchedule",
