@@ -28,6 +28,11 @@ class Survey:
         return f"{self.row} ({'; '.join(where) or 'in neither survey'})"
 
 
+def frozen(value: Any) -> Any:
+    """The same value with tuples in the place of lists, which are all that JSON and YAML know."""
+    return tuple(frozen(item) for item in value) if isinstance(value, list | tuple) else value
+
+
 @dataclass(frozen=True)
 class Choice:
     """One of a few values.
@@ -45,8 +50,8 @@ class Choice:
         return self.values
 
     def holds(self, value: Any) -> bool:
-        """Whether ``value`` is one of them."""
-        return value in self.values
+        """Whether ``value`` is one of them, as a list or as a tuple."""
+        return frozen(value) in map(frozen, self.values)
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ class Pacer(Clock):
         self._patches.set(loop, "min_epochs", 0)
         self._patches.set(epoch_loop, "min_steps", None)
         self._patches.set(loop, "max_epochs", Horizon(2**31))
-        self._patches.set(epoch_loop, "max_steps", Horizon(self.pace.steps))
+        self._patches.set(epoch_loop, "max_steps", Horizon(self._laid_out(pl_module)))
         self._patches.set(epoch_loop, "_should_check_val_fx", lambda fetcher: self._due)
         self._patches.set(epoch_loop, "update_lr_schedulers", lambda interval, update_plateau_schedulers: None)
         self._patches.set(epoch_loop.val_loop, "run", self._validating(trainer, epoch_loop.val_loop.run))
@@ -157,6 +157,10 @@ class Pacer(Clock):
         training_step.__wrapped__ = inspect.unwrap(original)  # Lightning looks through one wrapper only
         return training_step
 
+    def _laid_out(self, module: LightningModule) -> int:
+        """The steps that the module lays its schedule out over: of one that it steps itself, all that a rehearsal makes."""
+        return self.pace.steps if module.automatic_optimization or self.pace.sweep is None else self.pace.sweep
+
     def _laying_out(self, trainer: Trainer, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def configure_optimizers() -> Any:
@@ -165,7 +169,8 @@ class Pacer(Clock):
             batches = trainer.num_training_batches
             epochs = 1
             if math.isfinite(batches) and batches > 0:
-                epochs = math.ceil(self.pace.steps / math.ceil(batches / trainer.accumulate_grad_batches))
+                steps = self._laid_out(trainer.lightning_module)
+                epochs = math.ceil(steps / math.ceil(batches / trainer.accumulate_grad_batches))
             trainer.fit_loop.max_epochs = Horizon(max(epochs, 1))
             return original()
 
@@ -181,7 +186,9 @@ class Pacer(Clock):
             outputs = original()
             _synchronize(trainer)
             seconds = time.perf_counter() - start
-            if held is not None and held != weights(trainer.lightning_module):
+            if held is not None and held != (now := weights(trainer.lightning_module)):
+                if not all(map(math.isfinite, held + now)):  # which is never the same as itself
+                    raise Diverged(f"weights are not finite at step {self.steps}.")
                 raise Incomparable(
                     "Got a module whose weights were others after a validation than before it; expected the same, since the"
                     " clock stands while a run is validated. Train in training steps."

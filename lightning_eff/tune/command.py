@@ -16,7 +16,8 @@ batch and warm-up), confirms the best on fresh seeds, and tells what each techni
   lightning-eff tune --baseline baseline.yaml --target val_loss --budget 120s --dry-run    what would be tried, and why not
 
 Writes recipe.yaml, ready for lightning-eff fit, and a report (report.html, report.md) into --out. The same command goes on
-where it was.
+where it was, in the time that was left of --search, and with more of it searches on. It does not where the code of the module,
+its data or its callbacks has changed since: begin in another folder then.
 
 A space file says more of what is tried:
 
@@ -51,7 +52,9 @@ def parser() -> argparse.ArgumentParser:
         help="training seconds of each run: 120s, 2m or 1h, each step at its calibrated price",
     )
     time = options.add_mutually_exclusive_group(required=True)
-    time.add_argument("--search", metavar="TIME", help="how long it may take in all: 2h, 30m")
+    time.add_argument(
+        "--search", metavar="TIME", help="how long it may take in all, over all times that it is gone on with: 2h, 30m"
+    )
     time.add_argument("--dry-run", action="store_true", help="list what would be tried, and why the rest is not")
     add("--memory", metavar="SIZE", help="what a run may use, such as 40GB (default: no limit)")
     add("--space", type=Path, metavar="FILE", help="a YAML file that says more of what is tried")

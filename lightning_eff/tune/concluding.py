@@ -2,13 +2,13 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_eff.bench.pace import Incomparable
 from lightning_eff.tune.config import Choices
-from lightning_eff.tune.confirm import RECIPE, Bench, Contribution, confirmed
+from lightning_eff.tune.confirm import BASELINE, RECIPE, Bench, Contribution, confirmed
 from lightning_eff.tune.search import Search, chosen
 from lightning_eff.tune.timing import LEAST, in_words
 
@@ -24,6 +24,7 @@ class Found:
         baseline: the tuned baseline's choices.
         sentence: the verdict in words.
         steps: optimizer steps that the recipe's budget holds.
+        baseline_steps: the same of the tuned baseline.
         contributions: of the techniques of the stack that was confirmed first.
         summaries: of each bench by its folder's name: each arm's sentence.
         summary: the recipe's in the bench that confirmed it.
@@ -33,6 +34,7 @@ class Found:
     baseline: Choices
     sentence: str
     steps: int
+    baseline_steps: int
     contributions: tuple[Contribution, ...] = ()
     summaries: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     summary: Mapping[str, Any] = field(default_factory=dict)
@@ -60,6 +62,7 @@ class Finding:
         self._look, self._search, self._bench = look, search, bench
         self._seconds, self._left = seconds, left
         self._slower = 1.0  # than what was expected
+        self._steps: int | None = None  # that the budget holds of the tuned baseline
         self._sentences: dict[str, dict[str, str]] = {}
         self._tell: Callable[[str], None] = lambda line: None
 
@@ -79,7 +82,7 @@ class Finding:
             why = f"the best came to {ranked[0]['value']:.5g}" if ranked else "none came to its end"
             return self._stands(f"no recipe of the search reached the tuned baseline's {best['value']:.5g}: {why}")
         few = self._few(better[:CONFIRMED])
-        arms = {RECIPE if i == 0 else f"{RECIPE} {i + 1}": choices for i, choices in enumerate(few)}
+        arms = _named(few)
         try:
             results = self._run("confirm", arms, "confirming " + ", ".join(choices.told() for choices in few))
         except Incomparable as error:
@@ -98,6 +101,9 @@ class Finding:
         recipes as do.
         """
         alone = best[:1]
+        for few in (best, alone):
+            if self._bench.begun("confirm", _named(few)):  # before the search was gone on with
+                return few
         apart = self._apart(best[0]) if len(best[0].techniques) > 1 else 0.0
         for few in (best, alone):
             if self._expected(1 + 2 * len(few)) + apart <= self._left():
@@ -113,7 +119,8 @@ class Finding:
         parts: tuple[Contribution, ...] = ()
         notes: list[str] = []
         if len(stack.techniques) > 1:
-            if (need := self._apart(stack)) > self._left():
+            begun = self._bench.begun("leave_one_out", self._bench.apart(stack))
+            if (need := self._apart(stack)) > self._left() and not begun:
                 notes.append(
                     "What each technique adds was not measured: that takes about"
                     f" {in_words(need)}, and {in_words(max(self._left(), 0.0))} of --search were left; the same command with"
@@ -127,7 +134,8 @@ class Finding:
             less = less.without(name)
         if dropped and less.techniques:
             known = 2 if len(dropped) == 1 else 1  # the stack without that one, and the baseline
-            if (need := self._expected(LEAST, known)) > self._left():
+            begun = self._bench.begun("reduced", {RECIPE: less})
+            if (need := self._expected(LEAST, known)) > self._left() and not begun:
                 notes.append(
                     f"Without what adds nothing ({', '.join(dropped)}) it was not confirmed again: that takes about"
                     f" {in_words(need)}, which were not left of --search."
@@ -140,7 +148,7 @@ class Finding:
                 else:
                     notes.append(f"Without what seems to add nothing it was not confirmed: {_sentence(again)}")
         said = " ".join([f"{stack.told()}: {summary['sentence']}", *notes])
-        return Found(stack, self._bench.baseline, said, steps, parts, self._sentences, summary)
+        return Found(stack, self._bench.baseline, said, steps, self._of_baseline, parts, self._sentences, summary)
 
     def _contributions(self, stack: Choices) -> tuple[Contribution, ...]:
         self._begin(f"leaving out one technique after the other of {stack.told()}", self._apart(stack))
@@ -148,7 +156,11 @@ class Finding:
 
     def _stands(self, why: str) -> Found:
         sentence = f"The baseline stands: {why}"
-        return Found(None, self._bench.baseline, sentence, self._look.found.steps, (), self._sentences)
+        return Found(None, self._bench.baseline, sentence, self._of_baseline, self._of_baseline, (), self._sentences)
+
+    @property
+    def _of_baseline(self) -> int:
+        return self._steps or self._bench.steps(self._bench.baseline)
 
     def _expected(self, arms: int, known: int = 0) -> float:
         """About how long a bench of so many arms takes, so many of which are known, by how long those before took."""
@@ -164,8 +176,14 @@ class Finding:
         results = self._bench.run(name, arms, controls=True)
         if expected:
             self._slower = max(self._slower, (time.monotonic() - began) / expected)
+        self._steps = results["calibration"][BASELINE]["steps"]
         self._sentences[results["folder"]] = {arm: own["sentence"] for arm, own in results["summary"].items()}
         return results
+
+
+def _named(recipes: Sequence[Choices]) -> dict[str, Choices]:
+    """The arms of a bench that confirms them."""
+    return {RECIPE if i == 0 else f"{RECIPE} {i + 1}": choices for i, choices in enumerate(recipes)}
 
 
 def _sentence(results: Mapping[str, Any]) -> str:

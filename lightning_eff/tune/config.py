@@ -1,6 +1,8 @@
 """Recipes as LightningCLI configs: the baseline's own, with some of its settings and the techniques in a layer above it."""
 
 import hashlib
+import importlib
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +12,7 @@ from typing import Any
 import yaml
 from typing_extensions import override
 
+from lightning_eff._core.search_space import frozen
 from lightning_eff._errors import check_configs
 from lightning_eff.bench.arms import Arm, undisturbed
 from lightning_eff.tune.own import SETTINGS
@@ -37,6 +40,15 @@ class Choices:
             "own": dict(sorted(self.own.items())),
             "techniques": {name: dict(sorted(values.items())) for name, values in sorted(self.techniques.items())},
         }
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> "Choices":
+        """From JSON, which has lists where there were tuples."""
+
+        def made(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: frozen(value) for name, value in values.items()}
+
+        return cls(made(record["own"]), {name: made(values) for name, values in record["techniques"].items()})
 
     @property
     def key(self) -> str:
@@ -106,6 +118,28 @@ def parsed(paths: Sequence[str]) -> dict[str, Any]:
     return cli.config["fit"].as_dict()
 
 
+def digests(config: Mapping[str, Any], include: Sequence[str] = ()) -> dict[str, str]:
+    """The source files of a config's own classes, and digests of what they hold.
+
+    Args:
+        config: of :func:`parsed`: the classes of its model, its data and its trainer's callbacks.
+        include: class paths of callbacks beside them.
+    """
+    callbacks = (config.get("trainer") or {}).get("callbacks") or ()
+    parts = [config.get("model"), config.get("data"), *(callbacks if isinstance(callbacks, list) else [callbacks])]
+    named = [part.get("class_path") for part in parts if isinstance(part, Mapping)] + [*include]
+    found: dict[str, str] = {}
+    for name in named:
+        home, _, cls = str(name).rpartition(".")
+        try:
+            path = inspect.getsourcefile(getattr(importlib.import_module(home), cls))
+        except (ImportError, AttributeError, TypeError, ValueError):  # it has no file, or no class path
+            continue
+        if path is not None and Path(path).is_file():
+            found[path] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return found
+
+
 class Recipes:
     """Writes what was chosen as configs above the baseline's.
 
@@ -136,7 +170,7 @@ class Recipes:
                 continue
             value = choices.own[one.name]
             if one.key is not None:
-                _put(config, one.key, max(1, round(value * steps)) if one.in_steps and value else value)
+                _put(config, one.key, max(round(value * steps), int(value > 0)) if one.in_steps else value)
             elif one.name == "warm_up":
                 warm_up = value
             else:
@@ -158,6 +192,10 @@ class Recipes:
             value = items[0] if place == "strategy" else [*(here if isinstance(here, list) else [here]), *items]
             config.setdefault("trainer", {})[place] = value
         return config
+
+    def counts_steps(self, choices: Choices) -> bool:
+        """Whether a config of these choices hangs on how many steps the run has."""
+        return any(one.in_steps and one.name in choices.own for one in self.space.own)
 
     def whole(self, choices: Choices, steps: int) -> dict[str, Any]:
         """The whole config, the baseline's included."""

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ class Bench:
     Args:
         recipes: writes choices as configs.
         baseline: the tuned baseline's choices.
-        steps: optimizer steps of a run, for settings in steps.
+        steps: of choices, the optimizer steps that the budget holds, for settings that a config has in steps.
         folder: for the benches, each in its own.
         target, mode, budget, threads, jobs: see Tuner.
         seeds: that nothing was searched on.
@@ -58,7 +58,7 @@ class Bench:
         self,
         recipes: Recipes,
         baseline: Choices,
-        steps: int,
+        steps: Callable[[Choices], int],
         folder: Path,
         *,
         target: str,
@@ -84,11 +84,10 @@ class Bench:
         Each set of arms has a folder of its own, so that a search that goes on, and finds another best, is no obstacle. What
         another one of the same tuned baseline has trained is not trained again.
         """
-        keys = [self.baseline.key, *(choices.key for choices in arms.values())]
-        place = f"{name}-{hashlib.sha256(' '.join(keys).encode()).hexdigest()[:8]}"
+        place = self._place(name, arms)
 
         def source(choices: Choices) -> Any:
-            return self.recipes.arm("", choices, self.steps, self.folder / "configs").source
+            return self.recipes.arm("", choices, self.steps(choices), self.folder / "configs").source
 
         bench = Benchmark(
             source(self.baseline),
@@ -97,21 +96,35 @@ class Bench:
             controls="auto" if controls else None,
             rounds=4,
             reference=self.folder / "prices.json",
-            known=[self.folder / done for done, key in self._done.items() if key == keys[0] and done != place],
+            known=[
+                self.folder / done for done, key in self._done.items() if key == self.baseline.key and done != place
+            ],
             title=f"What tuning found: {name}",
             tuned=[BASELINE, *arms],
             baseline_name=BASELINE,
             **self.settings,
         )
         results = bench.run(progress=self.progress, report=self.drawn)
-        self._done[place] = keys[0]
+        self._done[place] = self.baseline.key
         write_json(self.folder / BENCHES, self._done)
         return {**results, "folder": place}
 
+    def begun(self, name: str, arms: Mapping[str, Choices]) -> bool:
+        """Whether a bench of these choices was begun, so that it goes on where it was, or is over."""
+        return (self.folder / self._place(name, arms)).is_dir()
+
+    def _place(self, name: str, arms: Mapping[str, Choices]) -> str:
+        keys = [self.baseline.key, *(choices.key for choices in arms.values())]
+        return f"{name}-{hashlib.sha256(' '.join(keys).encode()).hexdigest()[:8]}"
+
+    @staticmethod
+    def apart(choices: Choices) -> dict[str, Choices]:
+        """A stack, and the stack without each of its techniques."""
+        return {RECIPE: choices} | {f"without {name}": choices.without(name) for name in choices.techniques}
+
     def contributions(self, choices: Choices) -> list[Contribution]:
         """What each technique of a stack adds: the stack, and the stack without each, on the same seeds."""
-        arms = {RECIPE: choices} | {f"without {name}": choices.without(name) for name in choices.techniques}
-        results = self.run("leave_one_out", arms, controls=False)
+        results = self.run("leave_one_out", self.apart(choices), controls=False)
         return [contribution(results, name, self.sign) for name in choices.techniques]
 
 

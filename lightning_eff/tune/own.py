@@ -16,6 +16,10 @@ _CALLED = {
     "batch": re.compile(r"batch_?size|(^|_)batch$|^bs$"),
     "warm_up": re.compile(r"warm_?up"),
 }
+_OTHER = {  # what the same words stand in that is not meant
+    "rate": re.compile(r"drop|mask|mix"),
+    "batch": re.compile(r"(^|_)(val|valid|validation|eval|test|predict)(_|$)"),
+}
 WARM_UP = Uniform(0.0, 0.3)  # of the budget
 SETTINGS = "lightning_eff.tune.settings.OptimizerSettings"
 
@@ -77,6 +81,7 @@ def discover(config: Mapping[str, Any], found: Found) -> tuple[list[Own], dict[s
 
     def called(what: str, seen: float | None) -> str | None:
         names = [key for key in numbers if _CALLED[what].search(key.rpartition(".")[2])]
+        names = [key for key in names if what not in _OTHER or not _OTHER[what].search(key.rpartition(".")[2])]
         if seen is not None:
             names = [key for key in names if math.isclose(numbers[key], seen, rel_tol=1e-4, abs_tol=1e-12)]
         return min(names, key=len, default=None)

@@ -4,7 +4,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ __all__ = ["FACTOR", "KINDS", "RUNGS", "Outcome", "Run", "Search", "chosen", "re
 
 STARTUP = 10  # trials of each kind that are drawn, before the sampler goes by them and what leads is renewed
 FREE = 30  # refusals on end that cost no run, after which a stack is drawn afresh
+CRASHES = 2  # of a stack, with different settings, after which it is not tried again
 AHEAD = 3  # trials that may be under way together, one or two of which run; none of them knows what came of another
 
 
@@ -39,6 +40,7 @@ class Outcome:
         value: the target at its end; None where it did not get there.
         why: the reason where it did not.
         refused: this stack cannot train here at all, with whatever settings.
+        crashed: it did not train with these settings; others may.
         seconds: it took, with all that belongs to it.
         peak_bytes: of memory; None where it is not known.
     """
@@ -46,6 +48,7 @@ class Outcome:
     value: float | None
     why: str | None = None
     refused: bool = False
+    crashed: bool = False
     seconds: float = 0.0
     peak_bytes: int | None = None
 
@@ -165,7 +168,7 @@ class Search:
                 if outcome.peak_bytes is not None:
                     trial.peak_bytes = max(trial.peak_bytes or 0, outcome.peak_bytes)
                 if outcome.value is None:
-                    trial.why, trial.refused = outcome.why, outcome.refused
+                    trial.why, trial.refused, trial.crashed = outcome.why, outcome.refused, outcome.crashed
                     self._end(trial, "pruned", str(outcome.why))
                     break
                 earlier = [other for other in self._of(trial.kind) if other.place < trial.place and not other.free]
@@ -228,7 +231,7 @@ class Search:
             if waiting or counts[kind] >= self.limit:
                 return None
         known = self._known(place)
-        refused = {frozenset(trial.choices.techniques): str(trial.why) for trial in known if trial.refused}
+        refused = _refused(known)
         best = self._leading(known, KINDS[0])
         again = self._renewed(known, best) if kind != KINDS[0] and counts[kind] >= STARTUP else None
         free = sum(trial.free and trial.place == place for trial in self._all)
@@ -286,7 +289,7 @@ class Search:
         clash = self.space.conflict(names)
         if clash is not None:
             return f"{' and '.join(sorted(clash[0]))}: {clash[1]}"
-        return next((why for stack, why in refused.items() if stack and stack <= names), None)
+        return next((why for stack, why in refused.items() if stack <= names), None)
 
     # -- one run
 
@@ -354,6 +357,19 @@ class Search:
         return next(iter(self.ranked(kind)), None)
 
 
+def _refused(trials: Iterable[Trial]) -> dict[frozenset[str], str]:
+    """The stacks that cannot train, with the reason: those that were refused, and those that crashed with two settings."""
+    found: dict[frozenset[str], str] = {}
+    crashes: dict[frozenset[str], set[str]] = {}
+    for trial in trials:
+        stack = frozenset(trial.choices.techniques)
+        if trial.crashed:
+            crashes.setdefault(stack, set()).add(trial.choices.key)
+        if stack and (trial.refused or len(crashes.get(stack, ())) >= CRASHES):
+            found[stack] = str(trial.why)
+    return found
+
+
 def _ahead(jobs: int) -> int:
     """How many trials may be under way where so many run at once; some of them wait for others."""
     return AHEAD if jobs <= 2 else 2 * jobs
@@ -366,4 +382,4 @@ def _rung(trial: Trial) -> int:
 
 def chosen(record: Mapping[str, Any]) -> Choices:
     """The choices of a trial's record."""
-    return Choices(record["choices"]["own"], record["choices"]["techniques"])
+    return Choices.of(record["choices"])

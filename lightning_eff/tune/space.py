@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import Strategy
 
 from lightning_eff._catalogue.facts import speed
 from lightning_eff._core._architecture.technique import Architecture
-from lightning_eff._core.search_space import Choice, Integer, Range, RunProfile, SearchSpace, Uniform
+from lightning_eff._core.search_space import Choice, Integer, Range, RunProfile, SearchSpace, Uniform, frozen
 from lightning_eff._errors import UsageError, did_you_mean
 from lightning_eff._techniques import technique_classes
 from lightning_eff.tune.own import Own, in_words
@@ -307,7 +307,7 @@ def parse_range(where: str, told: Any) -> Range:
     if isinstance(told, list | tuple):
         if not told:
             raise UsageError(f"{where}: got an empty list; expected {expected}.")
-        return Choice(tuple(tuple(value) if isinstance(value, list) else value for value in told))
+        return Choice(frozen(told))
     if not isinstance(told, Mapping):
         return Choice((told,))
     if not {"low", "high"} <= set(told) <= {"low", "high", "log"}:

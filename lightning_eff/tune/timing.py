@@ -89,16 +89,17 @@ class Timetable:
     Args:
         search: seconds of it all; None for no limit.
         shares: of the budget at which a trial runs.
+        before: seconds that were spent on it before it was gone on with.
     """
 
-    def __init__(self, search: float | None, shares: Sequence[float]) -> None:
+    def __init__(self, search: float | None, shares: Sequence[float], before: float = 0.0) -> None:
         self.search, self._shares = search, tuple(shares)
-        self._began = time.monotonic()
+        self._began, self._before = time.monotonic(), before
 
     @property
     def spent(self) -> float:
-        """Seconds since it began."""
-        return time.monotonic() - self._began
+        """Seconds since it began, but for those between an end and the next beginning."""
+        return self._before + time.monotonic() - self._began
 
     @property
     def left(self) -> float:

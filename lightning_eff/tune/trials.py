@@ -76,9 +76,8 @@ class Trials:
         except (ValueError, TypeError) as error:  # a constructor, or what makes two arms incomparable
             return Outcome(None, str(error), refused=isinstance(error, Incomparable))
         if rehearsal["status"] != "finished":
-            return Outcome(
-                None, f"{rehearsal['status']} in its rehearsal: {rehearsal['error']}", refused=rehearsal["refused"]
-            )
+            why = f"{rehearsal['status']} in its rehearsal: {rehearsal['error']}"
+            return Outcome(None, why, refused=rehearsal["refused"], crashed=rehearsal["status"] == "crashed")
         prices = {price["kind"]: price["seconds"] for price in rehearsal["prices"]}
         steps = calibration.steps_in(budget, rehearsal, prices)
         arm = self._arm(choices, steps)
@@ -112,12 +111,30 @@ class Trials:
             return Outcome(None, why, peak_bytes=peak)
         return Outcome(float(record["points"][-1]["metric"]), peak_bytes=peak)
 
+    def rehearsed(self, choices: Choices) -> bool:
+        """Whether the prices of these choices' steps are known."""
+        return self._file(choices).is_file()
+
+    def steps(self, choices: Choices) -> int:
+        """Optimizer steps that the whole budget holds; the baseline's, as it is, where these choices do not rehearse."""
+        try:
+            rehearsal = self._rehearsed(choices)
+        except (ValueError, TypeError):
+            return self.found.steps
+        if rehearsal["status"] != "finished":
+            return self.found.steps
+        prices = {price["kind"]: price["seconds"] for price in rehearsal["prices"]}
+        return calibration.steps_in(self.budget, rehearsal, prices)
+
+    def _file(self, choices: Choices) -> Path:
+        return self.folder / "rehearsals" / f"{choices.key}.json"
+
     def _arm(self, choices: Choices, steps: int) -> Arm:
         return self.recipes.arm("trial", choices, steps, self.folder / "configs")
 
     def _rehearsed(self, choices: Choices) -> dict[str, Any]:
         """Prices of a choice's steps, and what its steps are; as it is on disk, or as it comes out."""
-        file = self.folder / "rehearsals" / f"{choices.key}.json"
+        file = self._file(choices)
         if file.is_file():
             return json.loads(file.read_text())
         steps = self.found.steps
@@ -150,7 +167,7 @@ class Trials:
             }
         else:
             record["error"] = reason(own)
-            record["refused"] = own["status"] in ("refused", "crashed")
+            record["refused"] = own["status"] == "refused"
         write_json(file, record)
         return record
 
@@ -161,6 +178,10 @@ class Trials:
             return None
         other = replace(job, pace=replace(job.pace, inspect=False, watch=False, blind=True), name=f"{job.name}-blind")
         (blind,) = self.places.do([other])
+        if blind["status"] == "crashed":  # once may be chance
+            (blind,) = self.places.do([other])
+        if blind["status"] != "finished":
+            return f"it does not train with other validation data ({blind['status']}: {reason(blind)}); expected the same run"
         why = leaks(own["losses"], blind["losses"])
         if why is not None:  # or does it train otherwise each time?
             (again,) = self.places.do([replace(job, name=f"{job.name}-again")])

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_eff._errors import UsageError
+from lightning_eff.bench import calibration
 from lightning_eff.bench.arms import Arm
 from lightning_eff.bench.pace import Budget, mode_of
 from lightning_eff.bench.reports import drawing
@@ -21,7 +22,7 @@ from lightning_eff.monitor.machine import fingerprint
 from lightning_eff.tune import probing, profiling
 from lightning_eff.tune.arguments import parse_memory, parse_seconds, read_space
 from lightning_eff.tune.concluding import Finding
-from lightning_eff.tune.config import Recipes, parsed
+from lightning_eff.tune.config import Choices, Recipes, digests, parsed
 from lightning_eff.tune.confirm import Bench
 from lightning_eff.tune.own import discover
 from lightning_eff.tune.reports.cost import Ledger
@@ -76,7 +77,8 @@ class Tuner:
         target: the metric that ``validation_step`` logs.
         budget: training seconds of a run, as ``"120s"`` or ``"2m"``. They are counted in reference-system time: each step
             costs the calibrated time of its kind, so that a busy machine and runs side by side do not matter.
-        search: seconds of it all, as ``"2h"``; None to look only. About half of it or less is kept for confirming.
+        search: seconds of it all, as ``"2h"``, over all times that it is gone on with; None to look only. About half of it or
+            less is kept for confirming.
         mode: "min" or "max"; None tells by the target's name.
         memory: what a run may use, as ``"40GB"`` or in bytes; None leaves it open.
         space: a file, or a mapping, that says more of the space: ``own``, ``techniques`` and ``most``.
@@ -172,8 +174,10 @@ class Tuner:
         check(self.space, include=self.include, exclude=self.exclude)
         self._take_up()
         config = parsed(self.paths)
+        self._take_up_code(config)
         found = self._profile(say)
-        time.check(self._durations(found))
+        if not self._begun:
+            time.check(self._durations(found))
         run = found.run
         if time.search is not None and run.manual_optimization and not run.decayed_rate:
             raise UsageError(
@@ -192,6 +196,8 @@ class Tuner:
             exclude=self.exclude,
             has=found.callbacks,
         )
+        if time.search is not None and run.decayed_rate and all(one.name != "warm_up" for one in space.own):
+            calibration.check_rate("baseline", found.rate, found.steps)
         recipes = Recipes(self.paths, space, scheduled=run.decayed_rate or run.manual_optimization)
         space = probing.after(space, self._probes(recipes, found, say, time))
         return Look(found, space, Recipes(self.paths, space, scheduled=run.decayed_rate or run.manual_optimization))
@@ -216,10 +222,10 @@ class Tuner:
         drawing.require_extra()
         if self.search is None:
             raise UsageError("Got no seconds for the search; expected search='2h', or look() alone.")
-        time = Timetable(self.search, SHARES)
         prices = Prices(self.price_per_hour, self.price_per_kwh)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         with Ledger(self.out, prices, machines=self._machines, device=device) as ledger:
+            time = Timetable(self.search, SHARES, before=ledger.before if self._begun else 0.0)
 
             def say(line: str) -> None:
                 ledger.keep()
@@ -235,9 +241,8 @@ class Tuner:
                 )
             durations = self._durations(look.found)
             seconds = self._seconds(durations, time)
-            say(
-                f"searching for {'less' if self.mode == 'min' else 'more'} {self.target}: {time.told(durations, seconds)}"
-            )
+            rest = max(seconds - self._searched(), 0.0)
+            say(f"searching for {'less' if self.mode == 'min' else 'more'} {self.target}: {time.told(durations, rest)}")
             places = self._places(self.jobs)
             try:
                 search = self._search(look, places, seconds, say)
@@ -258,14 +263,24 @@ class Tuner:
         return found.durations(self.budget, process, len(self.seeds), self._bench_jobs)
 
     def _seconds(self, durations: Durations, time: Timetable) -> float:
-        """Seconds for trials; the same whenever a search of this length goes on."""
+        """Seconds for trials, those of before included; the same whenever a search of this length goes on."""
         file = self.out / "search.json"
         told = json.loads(file.read_text()) if file.is_file() else None
         if told is not None and told["search"] == self.search:
             return told["seconds"]
-        seconds = max(time.left - time.kept(durations), 0.0)
+        seconds = self._searched() + max(time.left - time.kept(durations), 0.0)
         write_json(file, {"search": self.search, "seconds": seconds})
         return seconds
+
+    def _searched(self) -> float:
+        """Seconds that trials have taken so far."""
+        file = self.out / "clock.json"
+        return json.loads(file.read_text())["seconds"] if file.is_file() else 0.0
+
+    @property
+    def _begun(self) -> bool:
+        """Whether there are trials."""
+        return (self.out / "trials.json").is_file()
 
     def _search(self, look: Look, places: Places, seconds: float, tell: Tell) -> Search:
         assert self.search is not None
@@ -301,10 +316,25 @@ class Tuner:
     def _bench(self, look: Look, search: Search, progress: bool) -> Bench:
         best = search.best("baseline")
         assert best is not None
+
+        def steps(choices: Choices) -> int:
+            """What the budget holds of them; those that no trial had rehearse for it, where a config hangs on it."""
+            trials = search.run
+            assert isinstance(trials, Trials)
+            if not look.recipes.counts_steps(choices):
+                return look.found.steps
+            if trials.rehearsed(choices):
+                return trials.steps(choices)
+            trials.places = self._places(1)
+            try:
+                return trials.steps(choices)
+            finally:
+                trials.places.close()
+
         return Bench(
             look.recipes,
             chosen(best),
-            look.found.steps,
+            steps,
             self.out,
             target=self.target,
             mode=self.mode,
@@ -336,7 +366,7 @@ class Tuner:
         file = self.out / "probes.json"
         known = json.loads(file.read_text()) if file.is_file() else {}
         left = [name for name in recipes.space.techniques if name not in known]
-        if not left:
+        if not left or self._begun:  # what trials have in their space stays there
             return known
         places = self._places(min(self.jobs, len(left)))
         until = time.spent + PROBING * time.left
@@ -389,6 +419,24 @@ class Tuner:
             "seed": self.seed,
             "seeds": self.seeds,
         }
+
+    def _take_up_code(self, config: Mapping[str, Any]) -> None:
+        """Go on with the same code; what was looked at, and no more, is looked at again where it has changed.
+
+        Raises:
+            UsageError: where there are trials of other code.
+        """
+        file, code = self.out / "code.json", digests(config, self.include)
+        before = json.loads(file.read_text()) if file.is_file() else code
+        if changed := sorted(path for path in {*before, *code} if before.get(path) != code.get(path)):
+            if self._begun:
+                raise UsageError(
+                    f"{self.out} holds trials of other code: {', '.join(changed)} changed since they were made; expected the"
+                    " same, to go on with them. Name another folder (--out), or delete that one."
+                )
+            for name in ("profile.json", "probes.json", "start.json"):
+                (self.out / name).unlink(missing_ok=True)
+        write_json(file, code)
 
     def _take_up(self) -> None:
         """Begin in ``out``, or go on with the same."""

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_eff import LearningRateSchedule, ReplaceOptimizer, ShallowToDeep, StochasticWeightAveraging
 from lightning_eff.bench.arms import Arm, lay_out
 from lightning_eff.bench.benchmark import Benchmark
-from lightning_eff.bench.pace import Incomparable, decay, warm_up_share
+from lightning_eff.bench.pace import Incomparable, Pace, decay, warm_up_share
 from lightning_eff.bench.references import References
 from lightning_eff.budget._shapes import rex
 from lightning_eff.monitor.machine import fingerprint
@@ -88,6 +88,29 @@ def test_manual_optimization_is_refused() -> None:
 
     with pytest.raises(Incomparable, match="manual optimization"):
         run(reference(1.0, rate=0.1), arm(Manual))
+
+
+class Manual(Small):
+    """It steps its optimizer and its schedule by itself."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+        self.lr_schedulers().step()
+
+
+def test_a_rehearsal_passes_through_a_schedule_that_the_module_steps() -> None:
+    """Of 400 steps it makes 40, and ends where 400 end; so does a run of 20."""
+    for pace in (Pace("val_loss", steps=400, sweep=40), reference(2.0)):
+        pacer, module = run(pace, arm(Manual))
+        assert len(module.rates) == (pace.sweep or 20)
+        assert pacer.rate()["last"] == pytest.approx(0.0) and pacer.rate()["peak_at"] < 0.2
+    pacer, module = run(Pace("val_loss", steps=400, sweep=40), arm(Small))
+    assert pacer.rate()["last"] < 0.1 * pacer.rate()["peak"], "as that of one which Lightning steps"
 
 
 @pytest.mark.parametrize(

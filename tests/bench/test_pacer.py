@@ -48,6 +48,20 @@ def test_a_slow_machine_changes_nothing_in_reference_time() -> None:
     assert slow.wall_seconds > plain.wall_seconds
 
 
+@pytest.mark.parametrize("watch", [False, True])
+def test_weights_that_are_not_finite_are_a_divergence_and_no_fraud(watch: bool) -> None:
+    class Explode(Callback):
+        def on_validation_start(self, trainer, pl_module):
+            pass
+
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            if trainer.global_step == 10:
+                next(pl_module.parameters()).data.fill_(math.nan)
+
+    with pytest.raises(Diverged):
+        run(reference(2.0, watch=watch, evaluations=2), arm(callbacks=lambda: [Explode()]))
+
+
 @pytest.mark.parametrize("steps", [20, 40, 7])
 def test_the_rate_decays_over_the_budget_whatever_number_of_steps_it_is_laid_out_for(steps: int) -> None:
     pacer, module = run(reference(2.0, steps=steps))

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from lightning_eff.bench.pace import Pace
 from lightning_eff.bench.running.jobs import Job
 from lightning_eff.bench.running.places import Places
 from lightning_eff.bench.running.worker import MARK
-from lightning_eff.bench.running.workers import Workers
+from lightning_eff.bench.running.workers import Workers, environments
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIG = """
@@ -47,6 +48,44 @@ def order(tmp_path: Path) -> dict:
     (tmp_path / "config.yaml").write_text(CONFIG)
     arm = Arm("slow", "baseline", (str(tmp_path / "config.yaml"),))
     return Job(arm, 1, Pace("val_loss", 60.0, steps=300), "slow", 1).record()
+
+
+def test_runs_at_once_have_a_device_each(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of three, four runs at once have one each in turn; one after the other they have what this process has."""
+    seen: list[tuple[str, str | None]] = []
+    here = threading.Barrier(4)
+
+    class Process:
+        alive = True
+
+        def __init__(self, log: Path, threads: int, environment: dict[str, str]) -> None:
+            self.device = environment.get("CUDA_VISIBLE_DEVICES")
+
+        def do(self, jobs: list[str], progress: object) -> list[dict[str, str]]:
+            if all(job.startswith("run") for job in jobs):
+                here.wait(20)
+            seen.extend((job, self.device) for job in jobs)
+            return [{"name": job} for job in jobs]
+
+        def end(self) -> None:
+            pass
+
+        kill = end
+
+    monkeypatch.setattr("lightning_eff.bench.running.workers._Worker", Process)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5,7")
+    workers = Workers(4, 1, tmp_path)
+    list(workers.together(["rehearsal"], lambda job, u: None))  # pyright: ignore[reportArgumentType]
+    for _ in range(2):
+        list(workers.each([f"run{i}" for i in range(4)], lambda job, u: None))  # pyright: ignore[reportArgumentType]
+    assert seen[0] == ("rehearsal", None)
+    assert sorted(str(device) for _, device in seen[1:5]) == sorted(str(d) for _, d in seen[5:]) == ["2", "2", "5", "7"]
+    seen.clear()
+    one = Workers(1, 1, tmp_path)
+    list(one.each(["alone"], lambda job, u: None))  # pyright: ignore[reportArgumentType]
+    assert seen == [("alone", None)]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert environments(2) == [{}, {}], "all have the only one"
 
 
 @pytest.mark.parametrize("kind", ["each", "places"])

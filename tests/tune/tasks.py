@@ -195,6 +195,23 @@ class HandFedBelow(HandFed):
             p.data -= 0.01 * g
 
 
+class Spread(HandFedBelow):
+    """The same, which divides by the spread of the validation data, and fails where there is none."""
+
+    def train(self, trainer, pl_module, batch):
+        if not float(batch[0].std(0).sum()):
+            raise ZeroDivisionError("no spread")
+        super().train(trainer, pl_module, batch)
+
+
+class CrashingOnLarge(Callback):
+    """It needs more memory than there is for a large batch."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if len(batch[0]) > 16:
+            raise MemoryError("out of memory")
+
+
 class Wrapping(Callback):
     """A planted fake: the step that Lightning calls is of validation batches."""
 
@@ -246,10 +263,10 @@ class Plateau(Regression):
 
 
 class Manual(Regression):
-    """The regression, which steps its optimizer by itself; its loaders are its own."""
+    """The regression, which steps its optimizer by itself, and its schedule where it has one; its loaders are its own."""
 
-    def __init__(self) -> None:
-        super().__init__(schedule=False)
+    def __init__(self, schedule: bool = False) -> None:
+        super().__init__(schedule=schedule)
         self.automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
@@ -257,6 +274,8 @@ class Manual(Regression):
         optimizer.zero_grad()
         self.manual_backward(super().training_step(batch, batch_idx))
         optimizer.step()
+        if self.schedule:
+            self.lr_schedulers().step()
 
     def train_dataloader(self):
         return Table().train_dataloader()

@@ -1,6 +1,7 @@
 """From a search to a verdict: what is confirmed, what is dropped, what is written, and what is refused as dishonest."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import yaml
 
 from lightning_eff import cli
-from lightning_eff._core.search_space import RunProfile, SearchSpace
+from lightning_eff._core.search_space import RunProfile, SearchSpace, Uniform
 from lightning_eff._errors import UsageError
 from lightning_eff.bench import calibration
 from lightning_eff.bench.references import mean_cost
@@ -16,6 +17,7 @@ from lightning_eff.bench.running.workers import InProcess
 from lightning_eff.tune.concluding import Finding
 from lightning_eff.tune.config import Choices, Recipes
 from lightning_eff.tune.confirm import Bench, contribution
+from lightning_eff.tune.own import Own
 from lightning_eff.tune.reports.prose import report
 from lightning_eff.tune.reports.writing import recipe
 from lightning_eff.tune.search import Outcome, Search
@@ -57,6 +59,15 @@ class FakeBench:
     def __init__(self, *, never: bool = False) -> None:
         self.asked: dict[str, Any] = {}
         self.never = never
+        self.known: set[str] = set()  # names of benches that were begun before
+
+    apart = staticmethod(Bench.apart)
+
+    def steps(self, choices: Choices) -> int:
+        return 100
+
+    def begun(self, name: str, arms: dict[str, Choices]) -> bool:
+        return name in self.known
 
     def run(self, name: str, arms: dict[str, Choices], *, controls: bool) -> dict[str, Any]:
         self.asked[name] = {arm: sorted(choices.techniques) for arm, choices in arms.items()}
@@ -79,11 +90,15 @@ class FakeBench:
             for arm in arms
             for seed in (1, 2, 3)
         ]
-        return {"folder": name, "summary": summary, "runs": runs, "calibration": {arm: {"steps": 200} for arm in arms}}
+        return {
+            "folder": name,
+            "summary": summary,
+            "runs": runs,
+            "calibration": {arm: {"steps": 200} for arm in ("baseline", *arms)},
+        }
 
     def contributions(self, choices: Choices) -> list[Any]:
-        arms = {"recipe": choices} | {f"without {name}": choices.without(name) for name in choices.techniques}
-        results = self.run("leave_one_out", arms, controls=False)
+        results = self.run("leave_one_out", self.apart(choices), controls=False)
         return [contribution(results, name, self.sign) for name in choices.techniques]
 
 
@@ -102,7 +117,8 @@ def test_what_is_confirmed_stands_without_what_adds_nothing(tmp_path: Path) -> N
     search = searched(tmp_path, {tuple(sorted((GOOD, BAD))): 0.5, (GOOD,): 0.6})
     bench, lines = FakeBench(), list[str]()
     found = Finding(Look, search, bench).conclude(lines.append)  # pyright: ignore[reportArgumentType]
-    assert found.recipe is not None and list(found.recipe.techniques) == [GOOD] and found.steps == 200
+    assert found.recipe is not None and list(found.recipe.techniques) == [GOOD]
+    assert found.steps == found.baseline_steps == 200
     assert bench.asked["confirm"] == {"recipe": sorted((GOOD, BAD))}, (
         "each stack once; the search tried it several times"
     )
@@ -127,6 +143,7 @@ def test_what_is_not_confirmed_leaves_the_baseline(tmp_path: Path) -> None:
     found = Finding(Look, search, bench).conclude(lambda line: None)  # pyright: ignore[reportArgumentType]
     assert "no recipe of the search reached the tuned baseline's 1: the best came to 1.5" in found.sentence
     assert not bench.asked, "no bench is run in vain"
+    assert found.baseline_steps == 100, "what its trial told"
 
 
 def test_a_run_must_have_taken_and_cost_what_it_tells_of() -> None:
@@ -168,6 +185,8 @@ def looked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tuner, Any]:
         "Lying",
         "HandFed",
         "HandFedBelow",
+        "Spread",
+        "CrashingOnLarge",
         "Wrapping",
         "Keeping",
         "OffTheClock",
@@ -192,6 +211,10 @@ def looked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tuner, Any]:
         (
             "HandFedBelow",
             "its training changes with the validation data: other validation data made the loss of batch 0",
+        ),
+        (
+            "Spread",
+            "it does not train with other validation data (crashed: ZeroDivisionError: no spread); expected the same",
         ),
         pytest.param("Wrapping", "that it trained on are of the validation data", marks=pytest.mark.slow),
         pytest.param("Keeping", "that it trained on are of the validation data", marks=pytest.mark.slow),
@@ -218,6 +241,69 @@ def test_a_planted_gain_counts_and_a_planted_fake_is_refused(
         assert "of 9.31e-10 GiB that it may use" in str(small(choices, 0.8).why)
     else:
         assert outcome.refused and outcome.value is None and why in str(outcome.why)
+
+
+def test_what_crashes_with_a_large_batch_is_not_refused_with_all(looked: tuple[Tuner, Any], tmp_path: Path) -> None:
+    """It is no fault of the stack."""
+    _, look = looked
+    trials = Trials(look.recipes, look.found, Here(), tmp_path, target="val_loss", budget=0.8, seed=0, threads=1)  # pyright: ignore[reportArgumentType]
+    stack = {"tests.tune.tasks.CrashingOnLarge": {}}
+    outcome = trials(Choices({"batch": 64}, stack), 0.8)
+    assert outcome.crashed and not outcome.refused and "out of memory" in str(outcome.why)
+    assert trials(Choices({"batch": 16}, stack), 0.8).value is not None
+
+
+def test_the_steps_of_choices_are_those_of_their_own_rehearsal(looked: tuple[Tuner, Any], tmp_path: Path) -> None:
+    """A batch of twice the price leaves half of the steps; it rehearses where no trial had it."""
+    _, look = looked
+    trials = Trials(look.recipes, look.found, Here(), tmp_path, target="val_loss", budget=0.8, seed=0, threads=1)  # pyright: ignore[reportArgumentType]
+    own = Choices({"batch": 32})
+    assert not trials.rehearsed(own)
+    steps = trials.steps(own)
+    assert trials.rehearsed(own) and steps == pytest.approx(look.found.steps, rel=0.3), "each pauses as long"
+    file = tmp_path / "rehearsals" / f"{own.key}.json"
+    told = json.loads(file.read_text())
+    prices = [{**price, "seconds": 2 * price["seconds"]} for price in told["prices"]]
+    file.write_text(json.dumps({**told, "prices": prices}))
+    assert trials.steps(own) == pytest.approx(steps / 2, abs=2)
+    file.write_text(json.dumps({**told, "status": "crashed"}))
+    assert trials.steps(own) == look.found.steps
+
+
+def test_each_arm_of_a_bench_has_a_warm_up_of_its_own_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in its trial: with a batch of four times the price, a fifth of the budget is a quarter of the steps."""
+    made: dict[str, Any] = {}
+
+    class Made:
+        def __init__(self, baseline: Any, recipes: Any, **more: Any) -> None:
+            made.update({"baseline": baseline, **recipes})
+
+        def run(self, **more: Any) -> dict[str, Any]:
+            return {}
+
+    monkeypatch.setattr("lightning_eff.tune.confirm.Benchmark", Made)
+    warm_up = Own("warm_up", Uniform(0.0, 0.3), 2, "model.init_args.warmup_steps", in_steps=True)
+    recipes = Recipes([config(tmp_path)], replace(space(), own=(warm_up,)), scheduled=True)
+    own = {"warm_up": 0.2}
+    arms = {"recipe": Choices(own, {GOOD: {}}), "other": Choices({"warm_up": 0.0}, {GOOD: {}})}
+    steps = {Choices(own).key: 1000, arms["recipe"].key: 250, arms["other"].key: 250}
+    settings = {"target": "val_loss", "mode": "min", "budget": 1.0, "seeds": [1, 2], "threads": 1, "jobs": 1}
+    bench = Bench(
+        recipes, Choices(own), lambda choices: steps[choices.key], tmp_path, progress=False, drawn=False, **settings
+    )
+    bench.run("confirm", arms, controls=True)
+    told = {name: yaml.safe_load(Path(paths[-1]).read_text())["model"]["init_args"] for name, paths in made.items()}
+    assert told == {
+        "baseline": {"warmup_steps": 200},
+        "recipe": {"warmup_steps": 50},
+        "other": {"warmup_steps": 0},
+    }
+    assert all(isinstance(one["warmup_steps"], int) for one in told.values()), (
+        "which is what an argument of steps takes"
+    )
+    assert recipes.counts_steps(Choices(own)) and not recipes.counts_steps(Choices({"batch": 32}))
+    few = recipes.overlay(Choices({"warm_up": 0.001}), 100)
+    assert few["model"]["init_args"]["warmup_steps"] == 1, "above 0 is a step at least"
 
 
 def test_what_is_done_in_every_fifth_step_is_in_the_price(looked: tuple[Tuner, Any], tmp_path: Path) -> None:
@@ -277,6 +363,10 @@ def test_a_search_from_config_to_report(tmp_path: Path, capsys: pytest.CaptureFi
     text = (tmp_path / "out" / "report.md").read_text()
     assert "## The search" in text and "Left out, and why" in text and "SequencePacking: not included" in text
     assert yaml.safe_load((tmp_path / "out" / "baseline_tuned.yaml").read_text())["trainer"]["max_steps"] > 20
+    for bench in (tmp_path / "out").glob("confirm-*/results.json"):
+        told = json.loads(bench.read_text())["calibration"]["baseline"]["steps"]
+        tuned = yaml.safe_load((tmp_path / "out" / "baseline_tuned.yaml").read_text())
+        assert tuned["trainer"]["max_steps"] == told, "as many as its runs in the bench had"
     assert (tmp_path / "out" / "recipe.yaml").is_file() == (results["recipe"] is not None)
     assert "The search" in (tmp_path / "out" / "report.html").read_text() and str(tmp_path / "out/report.html") in out
     lines = report(results, ["a line"])
@@ -306,7 +396,7 @@ def test_another_best_has_a_bench_of_its_own_and_knows_the_others(
 
     def bench(baseline: Choices) -> Bench:
         settings = {"target": "val_loss", "mode": "min", "budget": 1.0, "seeds": [1, 2], "threads": 1, "jobs": 1}
-        return Bench(recipes, baseline, 100, tmp_path, progress=False, drawn=False, **settings)
+        return Bench(recipes, baseline, lambda choices: 100, tmp_path, progress=False, drawn=False, **settings)
 
     first = bench(Choices())
     stacks = [Choices(techniques={name: {}}) for name in (GOOD, BAD, GOOD)]

@@ -96,6 +96,12 @@ def test_own_settings_are_arguments_that_have_the_value_that_is_seen(found: Foun
     owns, without = discover({"model": model, "data": {"init_args": {"batch_size": 3}}}, found)
     assert {one.name: one.key for one in owns} == {"rate": None, "weight_decay": None}, "names alone deceive"
     assert "called batch is 16" in without["batch"] and "called warm-up" in without["warm_up"]
+    data = {"init_args": {"train_batch_size": 16, "val_batch_size": 16, "test_batch_size": 16}}
+    model = {"init_args": {"drop_rate": 3e-3, "encoder_learning_rate": 3e-3}}
+    owns, _ = discover({"model": model, "data": data}, found)
+    keys = {one.name: one.key for one in owns}
+    assert keys["batch"] == "data.init_args.train_batch_size", "what it trains on, though others are shorter to say"
+    assert keys["rate"] == "model.init_args.encoder_learning_rate", "and not the dropout's"
     constant = replace(found, run=replace(found.run, decayed_rate=False), base_rate=0.0, decays=())
     owns, without = discover({}, constant)
     assert [(one.name, one.key) for one in owns] == [("warm_up", None)] and set(without) == {

@@ -16,8 +16,8 @@ from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Un
 from lightning_eff.tune import search as searching
 from lightning_eff.tune.config import Choices
 from lightning_eff.tune.own import Own
-from lightning_eff.tune.proposals.proposing import Proposer, renewed
-from lightning_eff.tune.search import Outcome, Search, chosen
+from lightning_eff.tune.proposals.proposing import Proposer, Trial, renewed
+from lightning_eff.tune.search import Outcome, Search, _refused, chosen
 from lightning_eff.tune.space import Candidate, Space
 
 pytest.importorskip("optuna")
@@ -277,6 +277,25 @@ def test_a_search_in_which_every_stack_is_refused_ends(tmp_path: Path) -> None:
     assert tried and not any(
         stack <= other and later >= place + searching.AHEAD for place, stack in tried for later, other in tried
     ), "each refusal is learnt"
+
+
+def test_a_stack_is_given_up_when_it_was_refused_or_crashed_with_two_settings(tmp_path: Path) -> None:
+    """A crash may be the batch's, and says nothing of the stack; a refused baseline bars nothing."""
+
+    def ended(rate: float, *names: str, **how: Any) -> Trial:
+        choices = Choices({"rate": rate}, {name: {"x": 0.5, "mode": None} for name in names})
+        kind = "recipes" if names else "baseline"
+        return Trial(kind, 0, 0, {}, choices, state="pruned", why=f"{names} {rate}", **how)
+
+    refused = ended(0.1, "D", refused=True)
+    crashed = [ended(rate, "C", crashed=True) for rate in (0.1, 0.1, 0.2)]
+    none = [ended(0.1, refused=True), ended(0.1, crashed=True), ended(0.2, crashed=True), ended(0.1, "A")]
+    assert _refused([refused, *crashed[:2], *none]) == {frozenset("D"): "('D',) 0.1"}
+    assert _refused([refused, *crashed, *none]).keys() == {frozenset("C"), frozenset("D")}
+    search = make(tmp_path, lambda choices, budget: Outcome(None, "crashed", crashed=True), 1, of=space("A"))
+    with pytest.raises(RuntimeError, match="None of the baseline's"):
+        search.search()
+    assert all(trial.crashed and not trial.refused for trial in search._all if not trial.free)
 
 
 def test_without_techniques_the_baseline_alone_is_tuned(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from lightning_eff._errors import UsageError
 from lightning_eff.bench.pace import mode_of
 from lightning_eff.tune.config import Choices
 from lightning_eff.tune.space import MANUAL, gather
+from lightning_eff.tune.timing import Timetable
 from lightning_eff.tune.trials import Trials, dishonest
 from lightning_eff.tune.tuner import Tuner
 from tests.tune.tasks import Here, config
@@ -48,6 +49,17 @@ def test_manual_optimization_leaves_what_does_not_come_between(tmp_path: Path) -
         UsageError, match=r"steps its optimizers by itself .* does not decay .*Decay the rate in the module"
     ):
         tuner.run(progress=False)
+
+
+def test_a_rate_that_a_module_with_manual_optimization_decays_is_seen_to_decay(tmp_path: Path) -> None:
+    file = tmp_path / "baseline.yaml"
+    model = "{class_path: tests.tune.tasks.Manual, init_args: {schedule: true}}"
+    file.write_text(f"trainer: {{accelerator: cpu, devices: 1}}\nmodel: {model}\n")
+    tuner = Tuner(file, target="val_loss", budget=3, include=["tests.tune.tasks.Neutral"], out=tmp_path / "out")
+    look = tuner._look(lambda line: None, Timetable(1e6, (1.0,)))
+    assert look.found.run.decayed_rate and look.found.steps > 100, look.found.why["decayed_rate"]
+    trials = Trials(look.recipes, look.found, Here(), tmp_path, target="val_loss", budget=0.3, seed=0, threads=1)  # pyright: ignore[reportArgumentType]
+    assert trials(Choices(), 0.3).value is not None
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,12 @@
 """Where trials are trained: worker processes that stay, each with one job at a time, on this machine's devices."""
 
-import os
 import queue
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lightning_eff.bench.running.jobs import Job
-from lightning_eff.bench.running.workers import Workers
+from lightning_eff.bench.running.workers import Workers, environments
 
 
 class Places:
@@ -24,9 +21,7 @@ class Places:
     """
 
     def __init__(self, count: int, threads: int, logs: Path) -> None:
-        seen = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
-        each = [{"CUDA_VISIBLE_DEVICES": seen[i % len(seen)]} if len(seen) > 1 else {} for i in range(count)]
-        self._all = [Workers(1, threads, logs / str(i), own) for i, own in enumerate(each)]
+        self._all = [Workers(1, threads, logs / str(i), own) for i, own in enumerate(environments(count))]
         self._free: queue.SimpleQueue[Workers] = queue.SimpleQueue()
         for workers in self._all:
             self._free.put(workers)

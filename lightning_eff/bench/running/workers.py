@@ -4,6 +4,7 @@ import gc
 import json
 import math
 import os
+import queue
 import subprocess
 import sys
 import threading
@@ -12,10 +13,18 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lightning_eff.bench.running.jobs import Job, Progress, crashed, work, work_all
 from lightning_eff.bench.running.worker import MARK
 
 Done = Iterator[tuple[Job, dict[str, Any]]]
+
+
+def environments(count: int) -> list[dict[str, str]]:
+    """Of so many processes at once, what each must be told to see one of this machine's CUDA devices, in turn."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+    return [{"CUDA_VISIBLE_DEVICES": seen[i % len(seen)]} if len(seen) > 1 else {} for i in range(count)]
 
 
 class InProcess:
@@ -39,15 +48,20 @@ class InProcess:
 class Workers:
     """Does jobs in processes: rehearsals, in turns of a few steps, in one that stays; runs in a fresh one each.
 
+    Where the machine has several CUDA devices, runs at once have one each, in turn.
+
     Args:
         count: how many runs at once.
         threads: torch's in each; 0 leaves them.
         logs: the folder for what they print.
-        environment: variables that they have beside this process's own.
+        environment: variables that they have beside this process's own; they say where runs are, then.
     """
 
     def __init__(self, count: int, threads: int, logs: Path, environment: Mapping[str, str] | None = None) -> None:
         self._environment = dict(environment or {})
+        self._free: queue.SimpleQueue[Mapping[str, str]] = queue.SimpleQueue()
+        for own in environments(count) if environment is None and count > 1 else [self._environment] * count:
+            self._free.put(own)
         self._pool = ThreadPoolExecutor(count)
         self._threads = threads
         self._logs = logs
@@ -73,20 +87,23 @@ class Workers:
             yield pending[done], done.result()
 
     def _alone(self, job: Job, progress: Progress) -> dict[str, Any]:
-        worker = self._start()
-        (record,) = worker.do([job], progress)
-        worker.end()
-        return record
+        environment = self._free.get()
+        try:
+            worker = self._start(environment)
+            (record,) = worker.do([job], progress)
+            worker.end()
+            return record
+        finally:
+            self._free.put(environment)
 
     def _standing(self) -> "_Worker":
         if self._rehearsing is None or not self._rehearsing.alive:
-            self._rehearsing = self._start()
+            self._rehearsing = self._start(self._environment)
         return self._rehearsing
 
-    def _start(self) -> "_Worker":
-        worker = _Worker(
-            self._logs / f"worker-{os.getpid()}-{len(self._all) + 1}.log", self._threads, self._environment
-        )
+    def _start(self, environment: Mapping[str, str]) -> "_Worker":
+        log = self._logs / f"worker-{os.getpid()}-{len(self._all) + 1}.log"
+        worker = _Worker(log, self._threads, environment)
         self._all.append(worker)
         if self._closed:  # meanwhile
             worker.kill()

@@ -35,6 +35,7 @@ class Trial:
         peak_bytes: of memory, the most in any of its runs; None where nothing ran.
         why: it ended where it did.
         refused: this stack cannot train here at all.
+        crashed: it did not train with these settings.
         free: that was known before anything was run for it.
         ended: seconds of the search when it was over.
     """
@@ -49,6 +50,7 @@ class Trial:
     peak_bytes: int | None = None
     why: str | None = None
     refused: bool = False
+    crashed: bool = False
     free: bool = False
     ended: float | None = None
 
@@ -64,7 +66,7 @@ class Trial:
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "Trial":
         """From JSON."""
-        choices = Choices(record["choices"]["own"], record["choices"]["techniques"])
+        choices = Choices.of(record["choices"])
         values = {int(rung): value for rung, value in record["values"].items()}
         return cls(**{**record, "choices": choices, "values": values})
 

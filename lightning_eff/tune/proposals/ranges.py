@@ -4,7 +4,7 @@ import math
 import random
 from typing import Any
 
-from lightning_eff._core.search_space import Choice, Integer, Range, Uniform
+from lightning_eff._core.search_space import Choice, Integer, Range, Uniform, frozen
 from lightning_eff.tune.probing import middle
 
 
@@ -21,11 +21,7 @@ def code(what: Range, value: Any) -> Any:
     """The parameter of :func:`suggest` that stands for a value."""
     if not isinstance(what, Choice):
         return value
-    return next(i for i, one in enumerate(what.values) if one == value or one == _tuple(value))
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    return next(i for i, one in enumerate(what.values) if frozen(one) == frozen(value))
 
 
 def near(what: Range, value: Any) -> Any:

@@ -40,6 +40,11 @@ class Ledger:
         self._before: dict[str, Any] = {"hours": 0.0, "kwh": None}
         self._began = time.monotonic()
 
+    @property
+    def before(self) -> float:
+        """Seconds of the times before this one."""
+        return 3600 * self._before["hours"]
+
     def __enter__(self) -> Self:
         if self._file.is_file():
             self._before = json.loads(self._file.read_text())

@@ -50,7 +50,7 @@ def write(
     Returns:
         The record in ``results.json``.
     """
-    tuned = recipe(look.recipes, found.baseline, look.found.steps, "The baseline with its own settings tuned.")
+    tuned = recipe(look.recipes, found.baseline, found.baseline_steps, "The baseline with its own settings tuned.")
     (folder / "baseline_tuned.yaml").write_text(tuned)
     (folder / "recipe.yaml").unlink(missing_ok=True)  # of a shorter search
     text = None
