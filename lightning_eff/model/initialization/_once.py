@@ -112,6 +112,12 @@ class Initialization(Technique):
             return
         for technique in every:
             technique.check_names(session.module)
+            fresh = session.trainer.ckpt_path is None and not (technique._done or technique.force)
+            if fresh and (source := trained(session.module)):
+                rank_zero_info(
+                    f"{type(technique).__name__}: {source}; it overwrites weights, and is meant for random ones. Take it out"
+                    " where they were loaded, or give force=True, which says that you know."
+                )
         if is_plain(session.trainer.strategy):
             return
         early = is_whole(session)
@@ -188,4 +194,22 @@ def _pretrained(module: nn.Module) -> str:
         source = getattr(getattr(m, "config", None), "_name_or_path", "")
         if isinstance(source, str) and source:
             return f"{path or type(m).__name__} was loaded from {source!r}"
+    return ""
+
+
+def trained(module: nn.Module) -> str:
+    """What tells that weights were trained, in words; empty where nothing does.
+
+    Norms begin with scales that are all the same, and batch norms without a batch: of a module that was loaded from a
+    checkpoint of one's own nothing else tells.
+    """
+    for path, m in module.named_modules():
+        seen = getattr(m, "num_batches_tracked", None)
+        if isinstance(seen, Tensor) and not seen.is_meta and int(seen):
+            return f"{path}, of {type(m).__name__}, has seen {int(seen)} batches"
+        weight = getattr(m, "weight", None)
+        if "norm" not in type(m).__name__.lower() or not isinstance(weight, Tensor) or weight.ndim != 1:
+            continue
+        if not weight.is_meta and not hasattr(weight, "to_local") and bool((weight != weight[:1]).any()):
+            return f"{path}, of {type(m).__name__}, has scales that differ, as after training"
     return ""
