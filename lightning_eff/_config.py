@@ -201,9 +201,12 @@ def _example(cls: Any, name: str) -> Any:
     tried = getattr(getattr(cls, "search_space", None), "settings", {}).get(name)
     if tried is not None:
         return tried.corners()[0]
-    parameter = inspect.signature(cls).parameters.get(name) if cls is not None else None
-    kind = inspect.formatannotation(parameter.annotation) if parameter is not None else "_empty"
-    return "..." if "_empty" in kind else f"<{kind}>"
+    try:
+        kind = inspect.signature(cls).parameters[name].annotation
+    except (KeyError, TypeError, ValueError):
+        return "..."
+    words = kind if isinstance(kind, str) else inspect.formatannotation(kind)
+    return "..." if kind is inspect.Parameter.empty else f"<{words}>"
 
 
 def _in_a_line(value: Any) -> str:

@@ -9,7 +9,7 @@ from tests.models import TinyClassifier, loader
 class Sized(TinyClassifier):
     """A module with arguments that must be given."""
 
-    def __init__(self, size: int, depth: int) -> None:
+    def __init__(self, size: "int", depth: int) -> None:
         super().__init__()
 
 
