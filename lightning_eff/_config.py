@@ -7,29 +7,38 @@ import os
 import pkgutil
 import re
 import sys
-import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
+import torch
+import yaml
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff import _public
 from lightning_eff._errors import ConfigError, UsageError, check_configs, did_you_mean
+from lightning_eff._faults import ENTRY, Fault, entry_key, faults, misshapen
 
 #: Where each kind of class belongs in a config.
 _PLACES = (
-    (Callback, "callback", "callbacks"),
-    (Precision, "precision plugin", "plugins"),
-    (Strategy, "strategy", "strategy"),
+    (Callback, "a callback", "trainer.callbacks"),
+    (Precision, "a precision plugin", "trainer.plugins"),
+    (Strategy, "a strategy", "trainer.strategy"),
+    (Logger, "a logger", "trainer.logger"),
+    (LightningModule, "a module", "model"),
+    (LightningDataModule, "a data module", "data"),
+    (Optimizer, "an optimizer", "ReplaceOptimizer in trainer.callbacks"),
 )
 _NOISE = re.compile(
     r"Expected a <class 'NoneType'>|Not a valid subclass of|Expected a path but|Expected a <class 'list'>|Expected a list"
+    r"|Expected an instantiatable class"
 )
 
 _MISPLACED = re.compile(r"Import path (?:(\S+) )?does not correspond to a subclass of (\w+)")
@@ -102,27 +111,13 @@ class ConfigCLI(LightningCLI):
         super().before_instantiate_classes()
 
 
-@dataclass(frozen=True)
-class Fault:
-    """One thing that is wrong with a config, as jsonargparse words it.
-
-    Attributes:
-        text: what is wrong.
-        key: where, as ``trainer.callbacks``; empty where that is not said.
-        class_path: of the class whose arguments these are, if any.
-        given: the value, where it is told apart.
-    """
-
-    text: str
-    key: str = ""
-    class_path: str = ""
-    given: str = ""
-
-
 def explained(message: str, parser: Any) -> str:
     """jsonargparse's ``message`` in one paragraph, with the nearest names that would have been right."""
     found = faults(message)
     telling = [fault for fault in found if not _NOISE.match(fault.text)] or found[:1]
+    for fault in telling:
+        if (entry := misshapen(fault)) is not None:
+            return f"{fault.key}: {_of_entry(entry)}"
     typed = [fault for fault in telling if fault.text.startswith("Expected a <class")]
     if len(typed) > 1 and len(typed) == len(telling):  # the kinds that a value may be of
         kinds = " or ".join(dict.fromkeys(re.findall(r"<class '(?:\w+\.)*(\w+)'>", " ".join(f.text for f in typed))))
@@ -137,41 +132,20 @@ def _is_of_another_kind(fault: Fault) -> bool:
     return bool(_MISPLACED.match(fault.text)) or (name is not None and name[1] in _public.HOMES)
 
 
-def faults(message: str) -> list[Fault]:
-    """What a message of jsonargparse names as wrong, the alternatives of a union one by one."""
-    text = textwrap.dedent(message).strip()
-    head, _, rest = text.partition("\n")
-    if text.startswith("- "):
-        parts = re.split(r"(?:^|\n)- ", text)[1:]
-        return [fault for part in parts for fault in faults(_continued(part))]
-    if match := re.match(r'Parser key "([^"]+)":\s*', text):
-        inner = faults(_continued(text[match.end() :], at_start=True))
-        return [replace(f, key=f"{match[1]}.{f.key}" if f.key else match[1]) for f in inner]
-    if head.startswith("Does not validate against any of the Union subtypes"):
-        errors, _, tail = rest.partition("\nErrors:\n")[2].rpartition("\nGiven value type:")
-        given = tail.partition("\nGiven value: ")[2]
-        return [fault if fault.given else replace(fault, given=given) for fault in faults(errors)]
-    if match := re.match(r"Problem with given class_path '([^']+)':\n", text):
-        return [f if f.class_path else replace(f, class_path=match[1]) for f in faults(text[match.end() :])]
-    return [Fault(text)]
-
-
-def _continued(text: str, *, at_start: bool = False) -> str:
-    """A bullet's text, whose later lines are indented below the first."""
-    head, newline, rest = text.partition("\n")
-    if at_start and text[:1].isspace():
-        return textwrap.dedent(text)
-    return head + newline + textwrap.dedent(rest)
-
-
 def _sentence(fault: Fault, parser: Any) -> str:
     text, where = fault.text, f"{fault.key}: " if fault.key else ""
     if match := re.match(r"Expected a dot import path string: (\S+)", text):
         return where + _unknown_class(match[1], fault.key)
     if match := _MISPLACED.match(text):
         return where + _misplaced(match[1] or fault.given, match[2])
-    if match := re.match(r"(?:Option '([^']+)' is not accepted|Key '([^']+)' is not expected)", text):
-        return where + _unknown_argument(match[1] or match[2], fault.class_path)
+    if match := re.match(r"Expected '([^']+)' to be a subclass of <class '(\w+)'>", text):
+        return where + _misplaced(match[1], match[2])
+    if match := re.match(r"Expected '([^']+)' to be a function that returns <class '(\w+)'>", text):
+        return where + _unannotated(match[1], match[2])
+    if match := re.match(r"Expected '([^']+)' to be a class that instantiates into callable", text):
+        return f"{where}{match[1]} is a class whose objects cannot be called; expected a function, or a class with __call__."
+    if fault.unknown:
+        return where + _unknown_argument(fault.unknown, fault.class_path)
     if match := re.match(r"module '([^']+)' has no attribute '([^']+)'", text):
         return where + _missing(match[1], match[2], fault.class_path)
     if match := re.match(r"No module named '([^']+)'", text):
@@ -179,6 +153,8 @@ def _sentence(fault: Fault, parser: Any) -> str:
     if match := re.match(r"Subcommand '\w+' does not accept option '([^']+)'|unrecognized arguments: (\S+)", text):
         return _unknown_option(match[1] or match[2].partition("=")[0], parser, option=match[1] is None)
     if match := re.match(r"the following arguments are required: (.+)", text, re.S):
+        if fault.class_path:
+            return _required(match[1].split(", "), fault)
         names = [name.partition(".")[2] or name for name in match[1].split(", ")]
         return f"{' and '.join(sorted(names))} must be given: in a file, --config recipe.yaml, or as an option of that name."
     if text.startswith("Problems parsing config: "):
@@ -193,12 +169,58 @@ def _sentence(fault: Fault, parser: Any) -> str:
     return f"{where}{about}{words}{'' if words.endswith('.') else '.'}{given}"
 
 
+def _of_entry(entry: dict[str, Any]) -> str:
+    """What is amiss with the keys of ``entry``, which was to stand for an object of a class."""
+    for key in entry:
+        if right := entry_key(key):
+            return f"an entry has no key {key!r}. Did you mean {right!r}? Expected class_path and init_args."
+    loose = {key: value for key, value in entry.items() if key not in ENTRY}
+    if "class_path" in entry:
+        right = {"class_path": entry["class_path"], "init_args": {**(entry.get("init_args") or {}), **loose}}
+        return f"got {_listed(loose)} beside class_path; expected {_in_a_line(right)}."
+    (name, arguments), *_ = loose.items()
+    right = {"class_path": name, **({"init_args": arguments} if arguments else {})}
+    return f"got {name!r} as a key; expected {_in_a_line(right)}."
+
+
+def _required(names: Sequence[str], fault: Fault) -> str:
+    """Arguments without which the class cannot be made, with an example of how they are given."""
+    try:
+        cls = _imported(fault.class_path)
+    except (ImportError, AttributeError):
+        cls = None
+    example = {"class_path": fault.class_path, "init_args": {name: _example(cls, name) for name in names}}
+    return (
+        f"{fault.class_path.rpartition('.')[2]} in {fault.key} needs {' and '.join(map(repr, names))}: expected"
+        f" {'it' if len(names) == 1 else 'them'} under its init_args, such as {_in_a_line(example)}."
+    )
+
+
+def _example(cls: Any, name: str) -> Any:
+    """A value of an argument: one that a search would try, else its type."""
+    tried = getattr(getattr(cls, "search_space", None), "settings", {}).get(name)
+    if tried is not None:
+        return tried.corners()[0]
+    try:
+        kind = inspect.signature(cls).parameters[name].annotation
+    except (KeyError, TypeError, ValueError):
+        return "..."
+    words = kind if isinstance(kind, str) else inspect.formatannotation(kind)
+    return "..." if kind is inspect.Parameter.empty else f"<{words}>"
+
+
+def _in_a_line(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000).strip()
+
+
 def _unknown_class(name: str, key: str) -> str:
     if name in _public.HOMES:
         return _misplaced(name, "")
     known = {name for name in _public.HOMES if inspect.isclass(_public.found(name))}
-    for base in (Callback, Precision, Strategy, LightningModule, LightningDataModule):
+    for base, _, _ in _PLACES:
         known |= {cls.__name__ for cls in _subclasses(base) if not cls.__name__.startswith("_")}
+    if hasattr(torch.optim, name):
+        return _misplaced(f"torch.optim.{name}", "")
     return (
         f"there is no class known as {name!r}.{did_you_mean(name, known)} Expected the name of a technique"
         " (`lightning-eff techniques` lists them) or of one of Lightning's classes, or a class path such as"
@@ -210,17 +232,35 @@ def _misplaced(path: str, expected: str) -> str:
     cls = _imported(path)
     for base, kind, place in _PLACES:
         if inspect.isclass(cls) and issubclass(cls, base):
-            return f"{path} is a {kind}; expected it under trainer.{place}."
+            way = ""
+            if base is Optimizer:
+                inner = {"class_path": path if "." in path else f"lightning_eff.{path}"}
+                way = f": {_in_a_line({'class_path': 'ReplaceOptimizer', 'init_args': {'optimizer': inner}})}"
+            return f"{path} is {kind}; expected it under {place}{way}."
     return f"{path} is no {expected or 'class that belongs here'}."
 
 
+def _unannotated(path: str, returns: str) -> str:
+    """A function that is called for what it returns must say in its annotation that it returns that."""
+    name = path.rpartition(".")[2]
+    return f"{path} does not say that it returns {_a(returns)}; expected so in its definition, def {name}(...) -> {returns}."
+
+
+def _a(word: str) -> str:
+    return f"{'an' if word[0] in 'AEIOU' else 'a'} {word}"
+
+
 def _missing(module: str, name: str, class_path: str) -> str:
-    """``module`` has no ``name``, which is the class that ``class_path`` ends in, or a module on the way to it."""
+    """``module`` has no ``name``, which is what ``class_path`` ends in, or a module on the way to it."""
     if class_path and not class_path.endswith(f".{name}"):
         return _no_module(f"{module}.{name}", class_path)
-    classes = {key: value for key, value in vars(sys.modules[module]).items() if inspect.isclass(value)}
-    own = [key for key, cls in classes.items() if cls.__module__ == module]
-    return f"{module!r} has no class {name!r}.{did_you_mean(name, classes)} It defines {_listed(own) or 'none'}."
+    kind, fits = ("class", inspect.isclass) if name[:1].isupper() else ("function", inspect.isfunction)
+    there = {key: value for key, value in vars(sys.modules[module]).items() if fits(value) and key[0] != "_"}
+    own = [key for key, value in there.items() if value.__module__ == module]
+    if module == "lightning_eff":  # its names are there as soon as they are asked for
+        hint = did_you_mean(name, _public.HOMES)
+        return f"{module!r} has no {kind} {name!r}.{hint} `lightning-eff techniques` lists what it has."
+    return f"{module!r} has no {kind} {name!r}.{did_you_mean(name, there)} It has {_listed(own or there) or 'none'}."
 
 
 def _no_module(name: str, class_path: str) -> str:
@@ -239,9 +279,16 @@ def _no_module(name: str, class_path: str) -> str:
 
 def _unknown_argument(name: str, class_path: str) -> str:
     try:
-        taken = _arguments(_imported(class_path))
+        cls = _imported(class_path)
+        taken = _arguments(cls)
     except (ImportError, AttributeError, ValueError):
-        taken = []
+        cls, taken = None, []
+    if any(cls is base for base, _, _ in _PLACES):
+        return f"got {name!r} without the class whose argument it is; expected class_path beside init_args."
+    if cls is not None and inspect.isclass(cls) and issubclass(cls, Optimizer):
+        taken = taken[1:]  # which begin with what it updates
+    head = name.partition(".")[0]
+    name = name if head in taken else head
     expected = f" Expected init_args among {_listed(taken)}." if taken else ""
     return f"{class_path} has no argument {name!r}.{did_you_mean(name, taken)}{expected}"
 
@@ -267,14 +314,19 @@ def _arguments(cls: Any) -> list[str]:
 
 
 def _unknown_option(name: str, parser: Any, *, option: bool) -> str:
+    name = re.sub(r"\.(class_path|init_args|dict_kwargs)\b.*", "", name)  # those of an object that has no such place
     word = name.lstrip("-")
-    known = [action.dest for action in parser._actions if action.dest not in ("help", "subcommand")]
-    near = did_you_mean(word, known)
+    actions = [action.dest for action in parser._actions]
+    known = [dest for dest in actions if dest != "subcommand" and dest.rpartition(".")[2] != "help"]
+    section, _, last = word.partition(".")
+    inside = [key.partition(".")[2] for key in known if key.startswith(f"{section}.")] if last else []
+    near = did_you_mean(last, inside).replace("'", f"'{section}.", 1) if inside else did_you_mean(word, known)
     if near and option:
         near = near.replace("'", "'--", 1)
     what = f"option {name!r}" if option else f"key {name!r}"
     tops = dict.fromkeys(key.partition(".")[0] for key in known)
-    return f"there is no {what}.{near or f' Expected one of the sections {_listed(tops)}.'}"
+    expected = f" {section} has {_listed(inside)}." if inside else f" Expected one of the sections {_listed(tops)}."
+    return f"there is no {what}.{near or expected}"
 
 
 def _subclasses(base: type) -> set[type]:

@@ -1,8 +1,29 @@
-"""Data that a LightningCLI config can name."""
+"""What a LightningCLI config can name: data, and functions."""
 
 import lightning.pytorch as pl
+import torch.nn.functional as F
 
-from tests.models import loader
+from tests.models import TinyClassifier, loader
+
+
+class Sized(TinyClassifier):
+    """A module with arguments that must be given."""
+
+    def __init__(self, size: "int", depth: int) -> None:
+        super().__init__()
+
+
+def unannotated(module, batch):
+    """Each sample's loss in ``TinyClassifier``."""
+    x, y = batch
+    return F.cross_entropy(module(x), y, reduction="none")
+
+
+class Unannotated:
+    """The same, of a class."""
+
+    def __call__(self, module, batch):
+        return unannotated(module, batch)
 
 
 class Classes(pl.LightningDataModule):

@@ -11,7 +11,9 @@ import yaml
 
 import lightning_eff
 from lightning_eff import cli
+from lightning_eff._config import ConfigParser
 from tests.cases import CASES
+from tests.cli_data import unannotated
 
 ROOT = Path(__file__).parent.parent
 
@@ -105,6 +107,28 @@ def test_resume_and_validate_from_the_command_line(
     resumed = capsys.readouterr().out
     assert whole.split("val_loss")[1].split()[0] == resumed.split("val_loss")[1].split()[0]
     cli.main(["validate", "--config", recipe, "--ckpt_path", str(tmp_path / "step=8.ckpt")])
+
+
+@pytest.mark.parametrize("named", ["tests.cli_data.unannotated", {"class_path": "tests.cli_data.Unannotated"}])
+def test_a_config_names_a_function_that_does_not_say_what_it_returns(
+    named: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    callbacks = [{"class_path": "SelectiveBackprop", "init_args": {"keep": 0.5, "sample_loss": named}}]
+    recipe = yaml.safe_load(Path(config(tmp_path, callbacks, max_steps=2, limit_val_batches=0)).read_text())
+    recipe |= {"model": {"class_path": "tests.models.TinyClassifier"}, "data": {"class_path": "tests.cli_data.Classes"}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    cli.main(["fit", "--config", str(tmp_path / "recipe.yaml")])
+    assert "in 2 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["SuperMix", "TokenMix"])
+def test_a_config_names_a_teacher_that_does_not_say_what_it_returns(name: str) -> None:
+    parser = ConfigParser(exit_on_error=False)
+    parser.add_subclass_arguments(getattr(lightning_eff, name), "technique")
+    given = {"class_path": name, "init_args": {"teacher": "tests.cli_data.unannotated"}}
+    made = parser.instantiate_classes(parser.parse_object({"technique": given}))
+    assert made["technique"].teacher is unannotated
 
 
 def test_techniques_lists_every_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,6 +33,16 @@ def callback(name: str, **arguments: Any) -> dict[str, Any]:
     return {"trainer": {"callbacks": [{"class_path": name, "init_args": arguments}]}}
 
 
+def replacing(**optimizer: Any) -> dict[str, Any]:
+    """A trainer section with ``ReplaceOptimizer``, whose optimizer has these keys."""
+    return callback("ReplaceOptimizer", optimizer=optimizer)
+
+
+def entry(**keys: Any) -> dict[str, Any]:
+    """A trainer section with a callback that has these keys, behind another."""
+    return {"trainer": {"callbacks": [{"class_path": "EfficiencyMonitor"}, keys]}}
+
+
 def model(path: str, **arguments: Any) -> dict[str, Any]:
     return {"model": {"class_path": path, "init_args": arguments}}
 
@@ -99,6 +109,129 @@ CONFIGS: dict[str, tuple[list[str], dict[str, Any] | str, str]] = {
         FIT,
         {"trainer": {"plugins": ["lightning_eff.SelectiveBackprop"]}},
         "is a callback; expected it under trainer.callbacks",
+    ),
+    "optimizer among callbacks": (
+        FIT,
+        callback("Muon", lr=0.02),
+        r"Muon is an optimizer; expected it under ReplaceOptimizer in trainer\.callbacks: \{class_path: ReplaceOptimizer,"
+        r" init_args: \{optimizer: \{class_path: lightning_eff\.Muon\}\}\}\.$",
+    ),
+    "optimizer of torch's among callbacks": (
+        [*FIT, "--trainer.callbacks+=AdamW"],
+        {},
+        r"optimizer: \{class_path: torch\.optim\.AdamW\}",
+    ),
+    "module among callbacks": (
+        FIT,
+        callback("tests.models.TinyGPT"),
+        r"tests\.models\.TinyGPT is a module; expected it under model\.$",
+    ),
+    "misspelt optimizer": (
+        FIT,
+        replacing(class_path="lightning_eff.Moun", init_args={"lr": 0.02}),
+        r"callbacks\.optimizer: 'lightning_eff' has no class 'Moun'\. Did you mean 'Muon'\?",
+    ),
+    "misspelt optimizer, its path alone": (
+        FIT,
+        callback("ReplaceOptimizer", optimizer="lightning_eff.Moun"),
+        r"callbacks\.optimizer: 'lightning_eff' has no class 'Moun'\. Did you mean 'Muon'\?",
+    ),
+    "misspelt argument of an optimizer": (
+        FIT,
+        replacing(class_path="lightning_eff.Muon", init_args={"lrr": 0.02}),
+        r"lightning_eff\.Muon has no argument 'lrr'\. Did you mean 'lr'\? Expected init_args among lr, weight_decay",
+    ),
+    "wrong type in an optimizer": (
+        FIT,
+        replacing(class_path="lightning_eff.Muon", init_args={"lr": "fast"}),
+        r"callbacks\.optimizer\.lr: lightning_eff\.Muon: Expected a float\. Got value: fast\.$",
+    ),
+    "callback in an optimizer's place": (
+        FIT,
+        replacing(class_path="lightning_eff.LoRA"),
+        r"lightning_eff\.LoRA is a callback; expected it under trainer\.callbacks\.$",
+    ),
+    "optimizer that says not what it returns": (
+        FIT,
+        callback("ReplaceOptimizer", optimizer="tests.cli_data.unannotated"),
+        r"tests\.cli_data\.unannotated does not say that it returns an Optimizer; .*def unannotated\(\.\.\.\) -> Optimizer\.$",
+    ),
+    "misspelt function": (
+        FIT,
+        callback("SelectiveBackprop", sample_loss="tests.cli_data.unanotated"),
+        r"sample_loss: 'tests\.cli_data' has no function 'unanotated'\. Did you mean 'unannotated'",
+    ),
+    "class that is no function": (
+        FIT,
+        callback("SelectiveBackprop", sample_loss="json.JSONDecoder"),
+        r"json\.JSONDecoder is a class whose objects cannot be called; expected a function",
+    ),
+    "misspelt class without another": (
+        FIT,
+        callback("lightning_eff.LoRa"),
+        r"Did you mean 'LoRA'\? `lightning-eff tech",
+    ),
+    "misspelt argument with parts": (
+        FIT,
+        callback("ReplaceOptimizer", optimiser={"class_path": "lightning_eff.Muon"}),
+        r"ReplaceOptimizer has no argument 'optimiser'\. Did you mean 'optimizer'\?",
+    ),
+    "misspelt key with parts": (
+        FIT,
+        {"optimiser": {"class_path": "lightning_eff.Muon"}},
+        r"no key 'optimiser'\. Did you mean 'optimizer'\?",
+    ),
+    "unknown key of a section": (FIT, {"trainer": {"qqqq": 3}}, r"no key 'trainer\.qqqq'\. trainer has accelerator, "),
+    "misspelt init_args": (
+        FIT,
+        entry(class_path="LabelSmoothing", init_arg={"epsilon": 0.2}),
+        r"callbacks: an entry has no key 'init_arg'\. Did you mean 'init_args'\?",
+    ),
+    "misspelt init_args of a plugin": (
+        FIT,
+        {"trainer": {"plugins": [{"class_path": "ACTPrecision", "init_arg": {"bits": 4}}]}},
+        r"plugins: an entry has no key 'init_arg'\. Did you mean 'init_args'\?",
+    ),
+    "misspelt init_args of an optimizer": (
+        FIT,
+        replacing(class_path="lightning_eff.Muon", init_arg={"lr": 0.1}),
+        r"callbacks\.optimizer: an entry has no key 'init_arg'\. Did you mean 'init_args'\?",
+    ),
+    "misspelt class_path": (
+        FIT,
+        entry(class_pth="LabelSmoothing", init_args={"epsilon": 0.2}),
+        r"callbacks: an entry has no key 'class_pth'\. Did you mean 'class_path'\?",
+    ),
+    "argument beside class_path": (
+        FIT,
+        entry(class_path="LabelSmoothing", epsilon=0.2),
+        r"got epsilon beside class_path; expected \{class_path: LabelSmoothing, init_args: \{epsilon: 0\.2\}\}\.$",
+    ),
+    "class as a key": (
+        FIT,
+        entry(LabelSmoothing={"epsilon": 0.2}),
+        r"got 'LabelSmoothing' as a key; expected \{class_path: LabelSmoothing, init_args: \{epsilon: 0\.2\}\}\.$",
+    ),
+    "arguments of no class": (
+        FIT,
+        entry(init_args={"epsilon": 0.2}),
+        "'epsilon' without the class .* expected class_path",
+    ),
+    "argument that must be given": (
+        FIT,
+        {"trainer": {"callbacks": [{"class_path": "LabelSmoothing"}, {"class_path": "DifficultyPacing"}]}},
+        r"fit: DifficultyPacing in trainer\.callbacks needs 'score': expected it under its init_args, such as"
+        r" \{class_path: lightning_eff\.DifficultyPacing, init_args: \{score: loss\}\}\.$",
+    ),
+    "number that must be given": (
+        FIT,
+        callback("TokenBudgetBatches"),
+        r"needs 'max_tokens': .* init_args: \{max_tokens: <int>\}\}\.$",
+    ),
+    "arguments of the model that must be given": (
+        FIT,
+        model("tests.cli_data.Sized"),
+        r"Sized in model needs 'size' and 'depth': expected them under its init_args, .*\{size: <int>, depth: <int>\}\}\.$",
     ),
     "refused at setup": (FIT, callback("ProgressiveStacking", stages=[[0.0, 2], [0.5, 99]]), "asks for 99 blocks"),
     "two that refuse each other": (

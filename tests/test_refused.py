@@ -90,6 +90,7 @@ REFUSED: dict[str, Callable[[Path], Any]] = {
     "SelectiveBackprop(keep=1.5): expected a number in (0, 1]": lambda _: le.SelectiveBackprop(keep=1.5),
     "which is not installed: pip install 'lightning-eff[...]'": lambda _: without_extra(),
     "Did you mean 'SelectiveBackprop'?": lambda _: command("--trainer.callbacks+=SelectivBackprop"),
+    "needs 'score': expected it under its init_args": lambda _: command("--trainer.callbacks+=DifficultyPacing"),
     "is a precision plugin; expected it under trainer.plugins": lambda _: command("--trainer.callbacks+=FP8Precision"),
     "no linear map of TinyGPT is named 'nothing'": lambda _: le.apply(TinyGPT(), le.LowRankLinear(names=["nothing"])),
     "found no stack of repeated blocks": lambda _: fit(cases.no_blocks(), stacking(4)),

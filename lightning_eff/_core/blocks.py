@@ -2,7 +2,8 @@
 
 Blocks are never added or removed: parameters are allocated in full and named as in the plain module. While a step runs,
 the container (``nn.ModuleList`` or ``nn.Sequential``) shows the module's own code a prefix of its blocks, and some of
-them hand their input on; outside a step all is as it was.
+them hand their input on; outside a step all is as it was. An ``nn.Sequential`` that has other modules beside the blocks
+shows them all: those that do not run hand their input on.
 """
 
 import functools
@@ -95,7 +96,9 @@ class BlockStack:
         """Args: root: the module around it, whose own caches of its blocks are looked after; None for nobody's."""
         self.path = found.path
         self.container = found.container
-        self.blocks: list[nn.Module] = [m for m in found.container._modules.values() if m is not None]
+        self.blocks: list[nn.Module] = [*found.named_blocks.values()]
+        self._names = [*found.named_blocks]
+        self._alone = found.start is None
         self.keep: list[float] = []
         self.dropped: frozenset[int] = frozenset()
         self.absent: frozenset[int] = frozenset()
@@ -157,7 +160,7 @@ class BlockStack:
         passing = [*away, *(self.blocks[index] for index in sorted(self.dropped - absent) if training)]
         self._away = frozenset(map(id, away))
         self._shown, self._training, hooks = True, training, hooks_so_far()
-        if partly and self._root is not None:
+        if partly and self._alone and self._root is not None:
             self._made = self._made or Made(self._root, self.blocks, self._active)
             self._made.begin()
         passed = self.dropped | absent
@@ -166,18 +169,18 @@ class BlockStack:
             put_on(block, Passing, self)
         for block in still:
             put_on(block, Still, self)
-        if partly:
+        if partly and self._alone:
             put_on(self.container, Sequence, self)
         try:
             yield
         finally:
-            for module in (*passing, *still, *((self.container,) if partly else ())):
+            for module in (*passing, *still, *((self.container,) if partly and self._alone else ())):
                 take_off(module)
             self._shown = self._training = False
             self._carried = None
             if self._made is not None:
                 self._made.end()
-            if partly and hooks_so_far() != hooks:
+            if partly and self._alone and hooks_so_far() != hooks:
                 self._trouble = self._hooks_of_some(hooks)
 
     @contextmanager
@@ -195,8 +198,8 @@ class BlockStack:
         if count >= self._active:
             yield
             return
-        active, away, worn = self._active, self._away, isinstance(self.container, Sequence)
-        if self._root is not None and (self._made_short is None or self._made_short[0] != count):
+        active, away, worn = self._active, self._away, not self._alone or isinstance(self.container, Sequence)
+        if self._alone and self._root is not None and (self._made_short is None or self._made_short[0] != count):
             self._made_short = count, Made(self._root, self.blocks, count)
         made = self._made_short
         self._active = count
@@ -314,7 +317,7 @@ class BlockStack:
             handle.remove()
         used = {id(m) for block in self.blocks[: self._active] for m in block.modules()}
         self._guards = [
-            part.register_forward_pre_hook(self._refuse_part(f"{index}.{name}", part))
+            part.register_forward_pre_hook(self._refuse_part(f"{self._names[index]}.{name}", part))
             for index, block in enumerate(self.blocks)
             if index >= self._active
             for name, part in block.named_modules()
@@ -325,7 +328,7 @@ class BlockStack:
         def hook(called: nn.Module, args: tuple[Any, ...]) -> None:
             if self._shown and called is part:  # not a copy of it
                 raise ValueError(
-                    f"{self.path}.{name} was called in a step, and its block, beyond the first {self._active} of {self},"
+                    f"{name} was called in a step, and its block, beyond the first {self._active} of {self},"
                     " does not run; expected blocks to be called as a whole. The module keeps parts of its blocks in a"
                     " list of its own: let it go through the blocks, or name another stack by layers=."
                 )

@@ -238,7 +238,7 @@ class Session:
 
     def stack(self, layers: str | None, *, who: str) -> BlockStack:
         """The stack of blocks at ``layers`` (or the longest): one object for all techniques that act on it."""
-        return self._stack(find_stack(self.module, layers, who=who), who)
+        return self._stack(find_stack(self.module, layers, who=who, in_runs=True), who)
 
     def stages(self, layers: str | Sequence[str] | None, *, who: str) -> list[BlockStack]:
         """The stacks of blocks at the paths ``layers`` (or all of the class that most blocks are of), in their order."""

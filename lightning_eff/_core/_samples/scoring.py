@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_eff._core import rng
+from lightning_eff._core._run.functions import SampleLoss
 from lightning_eff._core.batches import num_samples, select
 from lightning_eff._core.losses import (
     CutAtLosses,
@@ -27,8 +28,6 @@ from lightning_eff._core.losses import (
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Around, Proceed, Step, in_evaluation
 from lightning_eff._core.wrapping import unrounded
-
-SampleLoss = Callable[[LightningModule, Any], Tensor]
 
 _ADVICE = (
     " Give sample_loss=, a function of (module, batch) that returns the losses of the batch's B samples as a tensor of"

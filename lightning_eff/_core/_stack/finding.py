@@ -10,16 +10,37 @@ from lightning_eff._core._architecture.record import swap_of
 
 @dataclass(frozen=True)
 class Candidate:
-    """A container whose children are all of one class."""
+    """A container whose children are all of one class; or a run of such ones in an ``nn.Sequential`` with others.
+
+    Attributes:
+        path: of the container; of a run with its place in it, ``net[1:5]``.
+        container: which.
+        block: the blocks' class.
+        length: how many there are.
+        composite: they are made of several modules.
+        start: where in the container a run begins, None where it is the whole.
+    """
 
     path: str
     container: nn.Module
     block: str
     length: int
     composite: bool
+    start: int | None = None
 
     def __str__(self) -> str:
         return f"{self.path!r} ({self.length} x {self.block})"
+
+    @property
+    def home(self) -> str:
+        """The container's path."""
+        return self.path if self.start is None else self.path.rpartition("[")[0]
+
+    @property
+    def named_blocks(self) -> dict[str, nn.Module]:
+        """The blocks by their dotted paths."""
+        children = [(f"{self.home}.{key}", m) for key, m in self.container._modules.items() if m is not None]
+        return dict(children if self.start is None else children[self.start : self.start + self.length])
 
 
 def signature(block: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
@@ -62,14 +83,49 @@ def candidates(module: nn.Module) -> list[Candidate]:
         if len(blocks) < 2 or len(classes) > 1 or not any(True for _ in blocks[0].parameters()):
             continue
         (cls,) = classes
-        if not _of_one_width(blocks) or (
-            issubclass(cls, nn.Sequential | nn.ModuleList)
-            and any(signature(block) != signature(blocks[0]) for block in blocks)
-        ):
-            continue  # stages of different make, not repeated blocks
+        if not _is_repeated(blocks):
+            continue  # stages of different make
         composite = any(True for _ in blocks[0].children())
         found.append(Candidate(path, container, cls.__name__, len(blocks), composite))
     return sorted(found, key=lambda c: (not c.composite, -c.length))
+
+
+def runs(module: nn.Module) -> list[Candidate]:
+    """Runs of composite blocks of one class and one width, in ``nn.Sequential`` that have other modules beside them.
+
+    What such a container computes is its modules one after the other, so that a block there which hands its input on is as
+    if it were not there. Those of a single block are among them, and none that lie within a block of a longer one.
+    """
+    found: list[Candidate] = []
+    inside: tuple[str, ...] = ()
+    for path, container in module.named_modules():
+        if not isinstance(container, nn.Sequential) or not path or path.startswith(inside):
+            continue
+        children = [child for child in container._modules.values() if child is not None]
+        if len({_class_of(child) for child in children}) < 2:
+            continue
+        start = 0
+        while start < len(children):
+            stop = start + 1
+            while stop < len(children) and _is_repeated(children[start : stop + 1]):
+                stop += 1
+            if any(True for _ in children[start].children()) and any(True for _ in children[start].parameters()):
+                name, length = _class_of(children[start]).__name__, stop - start
+                run = Candidate(f"{path}[{start}:{stop}]", container, name, length, composite=True, start=start)
+                found.append(run)
+                inside += tuple(f"{block}." for block in run.named_blocks) if length > 1 else ()
+            start = stop
+    return found
+
+
+def _is_repeated(blocks: list[nn.Module]) -> bool:
+    """Whether blocks are of one class and one width."""
+    cls = _class_of(blocks[0])
+    if any(_class_of(block) is not cls for block in blocks):
+        return False
+    if issubclass(cls, nn.Sequential | nn.ModuleList):
+        return all(signature(block) == signature(blocks[0]) for block in blocks)
+    return _of_one_width(blocks)
 
 
 def _stages(module: nn.Module) -> dict[type[nn.Module], list[Candidate]]:
@@ -110,12 +166,14 @@ def find_stages(module: nn.Module, layers: str | Sequence[str] | None, *, who: s
         ValueError: as :func:`find_stack`.
     """
     if layers is not None:
-        return [find_stack(module, path, who=who) for path in ([layers] if isinstance(layers, str) else layers)]
+        paths = [layers] if isinstance(layers, str) else layers
+        return [c for path in paths for c in _most_of_a_class(runs(module), path) or [_named(module, path, who=who)]]
     counts = {cls: sum(c.length for c in found) for cls, found in _stages(module).items()}
     most = max(counts.values(), default=0)
     best = [cls for cls, count in counts.items() if count == most]
     if most < 2:
-        return [find_stack(module, None, who=who)]
+        found = _most_of_a_class(runs(module), None)
+        return found if sum(c.length for c in found) > 1 else [find_stack(module, None, who=who, in_runs=True)]
     if len(best) > 1:
         listed = ", ".join(str(c) for found in _stages(module).values() for c in found)
         raise ValueError(
@@ -125,51 +183,86 @@ def find_stages(module: nn.Module, layers: str | Sequence[str] | None, *, who: s
     return _stages(module)[best[0]]
 
 
-def find_stack(module: nn.Module, layers: str | None, *, who: str) -> Candidate:
+def _most_of_a_class(found: Sequence[Candidate], home: str | None) -> list[Candidate]:
+    """The runs of the class that most blocks are of, among those in the container at ``home``, or in any."""
+    among = [run for run in found if home is None or home == run.home]
+    counts = {run.block: sum(other.length for other in among if other.block == run.block) for run in among}
+    most = max(counts.values(), default=0)
+    return [run for run in among if counts[run.block] == most] if list(counts.values()).count(most) == 1 else []
+
+
+def find_stack(module: nn.Module, layers: str | None, *, who: str, in_runs: bool = False) -> Candidate:
     """The stack at the dotted path ``layers``, or the longest one in ``module``.
 
     Args:
         module: the LightningModule, or any module.
         layers: dotted path of an ``nn.ModuleList`` or ``nn.Sequential``; None looks for the longest.
         who: the technique's name, for the message.
+        in_runs: it may be a run of blocks in an ``nn.Sequential`` with others. Such a one is named by its container's path,
+            or by its own, and looked for where no container is of composite blocks alone.
 
     Raises:
         ValueError: if there is none, if the longest is not the only one of its length, or if the path names none; the
             message lists the candidates.
     """
-    found = candidates(module)
-    listed = ", ".join(str(c) for c in found) or "none"
     if layers is not None:
-        named = dict(module.named_modules())
-        container = named.get(layers)
-        if not isinstance(container, nn.ModuleList | nn.Sequential) or not layers:
-            what = "names no submodule" if container is None else f"is a {type(container).__name__}"
-            raise ValueError(
-                f"{who}(layers={layers!r}): that path {what} of {type(module).__name__}; expected the dotted path of an"
-                f" nn.ModuleList or nn.Sequential of blocks. Candidates: {listed}."
-            )
-        blocks = [child for child in container._modules.values() if child is not None]
-        classes = sorted({_class_of(block).__name__ for block in blocks})
-        if len(classes) != 1:
-            raise ValueError(
-                f"{who}(layers={layers!r}): that container holds {classes or 'nothing'}; expected blocks of one class."
-                f" Candidates: {listed}."
-            )
-        return Candidate(layers, container, classes[0], len(blocks), any(True for _ in blocks[0].children()))
+        return _named(module, layers, who=who, in_runs=in_runs)
+    found = candidates(module)
+    if in_runs and not any(c.composite for c in found):
+        found = [*_long(runs(module)), *found]
     if not found:
         raise ValueError(
             f"{who}: found no stack of repeated blocks in {type(module).__name__}; expected an nn.ModuleList or"
-            " nn.Sequential of at least two blocks of one class. Give its dotted path as layers=, or take the technique"
-            " out."
+            f" nn.Sequential of at least two blocks of one class. Give its dotted path as layers=, {_OWN_CONTAINER}, or take"
+            " the technique out."
         )
+    return _only_longest(found, f"stacks of blocks in {type(module).__name__}", who=who)
+
+
+_OWN_CONTAINER = "put the blocks into one of their own (self.blocks = nn.Sequential(*blocks))"
+
+
+def _long(found: Sequence[Candidate]) -> list[Candidate]:
+    """Those of several blocks, the longest first."""
+    return sorted((c for c in found if c.length > 1), key=lambda c: -c.length)
+
+
+def _only_longest(found: Sequence[Candidate], what: str, *, who: str) -> Candidate:
+    """The first, which none may equal in length."""
     best = [c for c in found if (c.composite, c.length) == (found[0].composite, found[0].length)]
     if len(best) > 1:
-        equal = ", ".join(map(str, best))
+        equal, listed = (", ".join(map(str, group)) for group in (best, found))
         raise ValueError(
-            f"{who}: {len(best)} stacks of blocks in {type(module).__name__} are equally long: {equal}. Say which one by"
-            f" layers=, e.g. layers={best[0].path!r}. All candidates: {listed}."
+            f"{who}: {len(best)} {what} are equally long: {equal}. Say which one by layers=, e.g."
+            f" layers={best[0].path!r}. All candidates: {listed}."
         )
     return found[0]
+
+
+def _named(module: nn.Module, layers: str, *, who: str, in_runs: bool = True) -> Candidate:
+    """What :func:`find_stack` finds at a path."""
+    there = runs(module) if in_runs else []
+    listed = ", ".join(map(str, [*candidates(module), *_long(there)])) or "none"
+    for run in there:
+        if layers == run.path:
+            return run
+    container = dict(module.named_modules()).get(layers)
+    if not isinstance(container, nn.ModuleList | nn.Sequential) or not layers:
+        what = "names no submodule" if container is None else f"is a {type(container).__name__}"
+        raise ValueError(
+            f"{who}(layers={layers!r}): that path {what} of {type(module).__name__}; expected the dotted path of an"
+            f" nn.ModuleList or nn.Sequential of blocks. Candidates: {listed}."
+        )
+    blocks = [child for child in container._modules.values() if child is not None]
+    classes = sorted({_class_of(block).__name__ for block in blocks})
+    if len(classes) != 1:
+        if within := _long([run for run in there if run.home == layers]):
+            return _only_longest(within, f"runs of blocks in {layers!r}", who=who)
+        raise ValueError(
+            f"{who}(layers={layers!r}): that container holds {classes or 'nothing'}; expected blocks of one class. Name"
+            f" another, or {_OWN_CONTAINER}. Candidates: {listed}."
+        )
+    return Candidate(layers, container, classes[0], len(blocks), any(True for _ in blocks[0].children()))
 
 
 def refuse_compiled_around(
@@ -187,8 +280,9 @@ def refuse_compiled_around(
         who: the technique that must see them, for the message.
         way_out: what to do instead, for the message.
     """
-    parts = path.split(".")
-    for depth in range(len(parts)):
+    home, run, _ = path.partition("[")
+    parts = home.split(".")
+    for depth in range(len(parts) + bool(run)):  # an nn.Sequential that has others beside them is called as a whole
         outer = ".".join(parts[:depth])
         found = module.get_submodule(outer)
         if (

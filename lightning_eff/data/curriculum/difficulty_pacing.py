@@ -1,7 +1,7 @@
 """Difficulty pacing: train on the easiest samples first, and on ever more of them (Platanios et al. 2019; Wu et al. 2021)."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._run.functions import SampleLoss
 from lightning_eff._core._samples.by_index import losses_of_each_sample, of_each_sample
 from lightning_eff._core._samples.scoring import Scorer
 from lightning_eff._core._samples.technique import Choice as Chosen
@@ -144,7 +145,7 @@ class DifficultyPacing(SampleChooser):
         p: float = 1.0,
         granularity: float = 0.01,
         reference: LightningModule | None = None,
-        sample_loss: Callable[[LightningModule, Any], Tensor] | None = None,
+        sample_loss: SampleLoss | None = None,
     ) -> None:
         if not 0 < c0 <= 1:
             raise ValueError(

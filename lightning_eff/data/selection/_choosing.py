@@ -1,13 +1,13 @@
 """What all techniques share that train on a part of each batch, chosen by its samples' losses."""
 
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import Any, ClassVar
 
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._run.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scorer, Scores, agree
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.session import Session
@@ -81,7 +81,7 @@ class Choosing(Technique):
     """
 
     constraints: ClassVar[str] = "a mean loss of torch.nn.functional, or sample_loss=; a batch of several samples"
-    sample_loss: Callable[[LightningModule, Any], Tensor] | None
+    sample_loss: SampleLoss | None
 
     def _reset(self) -> None:
         self._scorer = Scorer(type(self).__name__, self.sample_loss, bounds=False)

@@ -1,12 +1,11 @@
 """Drawing samples of a batch by their scores, and training on the weighted mean of the losses of those drawn."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_eff._core._run.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scores, sample_losses
 from lightning_eff._core.losses import WeighLosses
 from lightning_eff._core.steps import Around, Proceed, Step
@@ -41,7 +40,7 @@ def weighing(
     w: Tensor,
     size: int,
     scores: Scores,
-    sample_loss: Callable[[LightningModule, Any], Tensor] | None,
+    sample_loss: SampleLoss | None,
 ) -> Around:
     """What stands around the user's step so that its loss is ``(1/b) sum_j w_j l_j`` over the b samples drawn of ``size``."""
     w = w.to(step.module.device)

@@ -1,13 +1,14 @@
 """Importance sampling by a bound on each sample's gradient norm (Katharopoulos & Fleuret 2018, arXiv:1803.00942)."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._run.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scorer, Scores, agree
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform, needs_samples
@@ -97,7 +98,7 @@ class ImportanceSampling(Technique):
         score: Literal["gradient_bound", "loss"] = "gradient_bound",
         threshold: float | None = None,
         smoothing: float = 0.9,
-        sample_loss: Callable[[LightningModule, Any], Tensor] | None = None,
+        sample_loss: SampleLoss | None = None,
     ) -> None:
         if not 1 <= presample < math.inf:
             raise ValueError(

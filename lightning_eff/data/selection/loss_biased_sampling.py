@@ -1,13 +1,14 @@
 """Loss-biased importance sampling: samples drawn by loss, hard ones left heavier (Katharopoulos & Fleuret 2017)."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._run.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scores
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform, needs_samples
 from lightning_eff._core.session import Session
@@ -95,7 +96,7 @@ class LossBiasedSampling(Choosing):
         presample: float = 3.0,
         k: float = 0.5,
         start: float = 0.0,
-        sample_loss: Callable[[LightningModule, Any], Tensor] | None = None,
+        sample_loss: SampleLoss | None = None,
     ) -> None:
         if not 1 < presample < math.inf:
             raise ValueError(

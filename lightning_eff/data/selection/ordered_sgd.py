@@ -1,14 +1,15 @@
 """Ordered SGD: train on the samples of largest loss of each batch (Kawaguchi & Lu 2020, arXiv:1907.04371)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import comb
 from typing import Any, ClassVar, Literal, NoReturn
 
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._run.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scores, agree
 from lightning_eff._core.losses import LossNotVisible
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_samples
@@ -102,7 +103,7 @@ class OrderedSGD(Choosing):
         self,
         *,
         keep: float | Sequence[tuple[float, float]] | Literal["accuracy"] = "accuracy",
-        sample_loss: Callable[[LightningModule, Any], Tensor] | None = None,
+        sample_loss: SampleLoss | None = None,
     ) -> None:
         check_sample_loss("OrderedSGD", sample_loss)
         self.keep = keep

@@ -1,12 +1,12 @@
 """Choose among a batch's samples by the losses of the network's first blocks alone, which cost a part of a forward pass."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from lightning.pytorch import Callback, LightningModule
-from torch import Tensor
+from lightning.pytorch import Callback
 from typing_extensions import override
 
+from lightning_eff._core._run.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scores
 from lightning_eff._core.blocks import BlockStack
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, needs_blocks, needs_samples
@@ -85,7 +85,7 @@ class ProxySelection(Choosing):
         keep: float = 0.5,
         depth: float = 0.5,
         layers: str | None = None,
-        sample_loss: Callable[[LightningModule, Any], Tensor] | None = None,
+        sample_loss: SampleLoss | None = None,
     ) -> None:
         check_keep("ProxySelection", keep)
         if not 0 < depth <= 1:

@@ -1,7 +1,7 @@
 """RHO-LOSS: train on the samples whose loss could still fall most (Mindermann et al. 2022, arXiv:2206.07137)."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core._run.checks import is_checkpointed_reentrantly
+from lightning_eff._core._run.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scores, agree
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, needs_samples
 from lightning_eff._core.session import Session
@@ -105,7 +106,7 @@ class RHOLoss(Choosing):
         model: LightningModule | None = None,
         epochs: int = 1,
         lr: float = 1e-3,
-        sample_loss: Callable[[LightningModule, Any], Tensor] | None = None,
+        sample_loss: SampleLoss | None = None,
     ) -> None:
         check_keep("RHOLoss", keep)
         check_sample_loss("RHOLoss", sample_loss)

@@ -1,13 +1,14 @@
 """Selective-Backprop: train on the samples of each batch that are hard by recent standards (Jiang et al. 2019)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._run.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scorer, agree
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform, needs_samples
@@ -113,7 +114,7 @@ class SelectiveBackprop(Technique):
         end: float = 1.0,
         interval: int = 1,
         history: int = 1024,
-        sample_loss: Callable[[LightningModule, Any], Tensor] | None = None,
+        sample_loss: SampleLoss | None = None,
     ) -> None:
         if not 0 < keep <= 1:
             raise ValueError(

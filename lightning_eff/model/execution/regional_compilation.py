@@ -40,7 +40,7 @@ def stacks_of(module: nn.Module, layers: str | None) -> list[Candidate]:
         found = [candidate for candidate in candidates(module) if candidate.composite]
         if found:
             return found
-    return [find_stack(module, layers, who=WHO)]
+    return [find_stack(module, layers, who=WHO, in_runs=True)]
 
 
 def check_stack(module: nn.Module, stack: Candidate) -> None:
@@ -48,9 +48,9 @@ def check_stack(module: nn.Module, stack: Candidate) -> None:
     refuse_compiled_around(
         module, stack.path, who=WHO, way_out=f"Compile the whole or the blocks: take torch.compile or {WHO} out."
     )
-    for index, block in enumerate(stack.container._modules.values()):
-        for path, m in block.named_modules() if block is not None else ():
-            name = ".".join(filter(None, (stack.path, str(index), path)))
+    for home, block in stack.named_blocks.items():
+        for path, m in block.named_modules():
+            name = f"{home}.{path}" if path else home
             if (
                 hasattr(m, "_orig_mod")
                 or m._compiled_call_impl is not None
@@ -228,9 +228,8 @@ class RegionalCompilation(Technique):
         blocks: dict[int, tuple[str, nn.Module]] = {}
         for stack in stacks:
             check_stack(session.module, stack)
-            for name, block in stack.container._modules.items():
-                if block is not None:
-                    blocks.setdefault(id(block), (f"{stack.path}.{name}", block))
+            for path, block in stack.named_blocks.items():
+                blocks.setdefault(id(block), (path, block))
         changing = [type(t).__name__ for t in session.working if t.changes_shapes]
         dynamic = True if self.dynamic is None and changing else self.dynamic
         self._paths = [path for path, _ in blocks.values()]

@@ -1,13 +1,12 @@
 """Efficient SAM (ESAM): SAM for a part of the parameters, stepped along the samples that it makes worst (Du et al. 2021)."""
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core._run.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scorer, Scores, agree
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
@@ -89,7 +88,7 @@ class EfficientSAM(Uphill):
         beta: float = 0.6,
         gamma: float = 0.5,
         adaptive: bool = False,
-        sample_loss: Callable[[LightningModule, Any], Tensor] | None = None,
+        sample_loss: SampleLoss | None = None,
     ) -> None:
         check_rho("EfficientSAM", rho)
         check_share("EfficientSAM", "beta", beta, "parameter tensors that go up")

@@ -1,12 +1,11 @@
 """K-SAM: both of SAM's gradients on the samples of largest loss alone (Ni et al. 2022)."""
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
-from lightning.pytorch import LightningModule
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._run.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scorer, agree
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform, needs_samples
@@ -79,7 +78,7 @@ class KSAM(Uphill):
         rho: float = 0.05,
         keep: float = 0.25,
         adaptive: bool = False,
-        sample_loss: Callable[[LightningModule, Any], Tensor] | None = None,
+        sample_loss: SampleLoss | None = None,
     ) -> None:
         check_rho("KSAM", rho)
         check_share("KSAM", "keep", keep, "each batch that is trained on")

@@ -8,6 +8,7 @@ import torch
 from torch import Generator, Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core._run.functions import TensorFunction
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Step
@@ -20,7 +21,7 @@ from lightning_eff.data.augmentation.mixing._given import Given
 WHO = "StyleMix"
 _EPSILON = 1e-5  # of variances
 
-Codec = nn.Module | Callable[[Tensor], Tensor]
+Codec = nn.Module | TensorFunction
 
 
 def statistics(f: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """TokenMix: another image's tokens in several blocks, and labels by a teacher's activation in either's (Liu et al. 2022)."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Generator, Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core._run.functions import TensorFunction
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Step
@@ -26,7 +27,7 @@ WHO = "TokenMix"
 _STEEPEST = 0.3  # the least ratio of a block's sides
 _TRIES = 200  # for one mask: an end for grids that the last tokens hardly fit into
 
-Teacher = nn.Module | Callable[[Tensor], Tensor] | Literal["uniform"]
+Teacher = nn.Module | TensorFunction | Literal["uniform"]
 
 
 def token_blocks(share: float, grid: tuple[int, int], block: int, numbers: np.random.Generator) -> Tensor:

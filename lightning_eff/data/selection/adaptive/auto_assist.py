@@ -1,14 +1,15 @@
 """AutoAssist: a small assistant says which samples are hard, few others are trained on (Zhang et al. 2019)."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core._run.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scorer, Scores, agree
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_samples
@@ -123,7 +124,7 @@ class AutoAssist(Technique):
         lr: float = 0.1,
         smoothing: float = 0.95,
         start: float = 0.0,
-        sample_loss: Callable[[LightningModule, Any], Tensor] | None = None,
+        sample_loss: SampleLoss | None = None,
     ) -> None:
         if isinstance(gamma, bool) or not isinstance(gamma, int | float) or not 0 <= gamma <= 1:
             raise ValueError(

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Generator, Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core._run.functions import TensorFunction
 from lightning_eff._core._targets.calls import Change, TargetCall
 from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
@@ -26,7 +27,7 @@ from lightning_eff.data.augmentation.mixing.several._masks import Found, blended
 WHO = "SuperMix"
 _TARGETS = ("teacher", "mixed")
 
-Teacher = nn.Module | Callable[[Tensor], Tensor]
+Teacher = nn.Module | TensorFunction
 
 
 def _pointless(profile: RunProfile) -> str | None:
