@@ -18,8 +18,8 @@ from lightning_eff.bench.running.jobs import Job
 from lightning_eff.bench.running.places import Places
 from lightning_eff.tune.config import Choices, Recipes
 from lightning_eff.tune.honesty import leaks, peeks
-from lightning_eff.tune.probing import reason
-from lightning_eff.tune.profiling import Found
+from lightning_eff.tune.looking.probing import reason
+from lightning_eff.tune.looking.profiling import Found
 from lightning_eff.tune.search import Outcome
 
 EVALUATIONS = 4  # validations of a run

@@ -10,20 +10,19 @@ from typing import Any, Literal
 import torch
 
 from lightning_eff._errors import UsageError
-from lightning_eff.bench import calibration
 from lightning_eff.bench.arms import Arm
 from lightning_eff.bench.pace import Budget, mode_of
 from lightning_eff.bench.reports import drawing
-from lightning_eff.bench.results import now, write_json
+from lightning_eff.bench.results import write_json
 from lightning_eff.bench.running import ray_places
 from lightning_eff.bench.running.places import Places
 from lightning_eff.monitor._cost import Prices
 from lightning_eff.monitor.machine import fingerprint
-from lightning_eff.tune import probing, profiling
 from lightning_eff.tune.arguments import parse_memory, parse_seconds, read_space
 from lightning_eff.tune.concluding import Finding
 from lightning_eff.tune.config import Choices, Recipes, digests, parsed
 from lightning_eff.tune.confirm import Bench
+from lightning_eff.tune.looking import probing, profiling, taking_up
 from lightning_eff.tune.own import discover
 from lightning_eff.tune.reports.cost import Ledger
 from lightning_eff.tune.reports.writing import write
@@ -172,20 +171,15 @@ class Tuner:
 
     def _look(self, say: Tell, time: Timetable) -> Look:
         check(self.space, include=self.include, exclude=self.exclude)
-        self._take_up()
+        taking_up.take_up(self.out, self._plan(), fingerprint(self.threads))
         config = parsed(self.paths)
-        self._take_up_code(config)
+        code = digests(config, self.include)
+        taking_up.take_up_code(self.out, code)
         found = self._profile(say)
+        taking_up.keep_code(self.out, code)
         if not self._begun:
             time.check(self._durations(found))
         run = found.run
-        if time.search is not None and run.manual_optimization and not run.decayed_rate:
-            raise UsageError(
-                "Got a module that steps its optimizers by itself (automatic_optimization=False), and whose rate does not decay"
-                f" over the budget ({found.why['decayed_rate']}); expected one that does, because the decay that would stand in"
-                " its place in every arm (LearningRateSchedule) cannot come between there. Decay the rate in the module, over"
-                " trainer.estimated_stepping_batches."
-            )
         own, without = discover(config, found)
         space = gather(
             found.run,
@@ -196,8 +190,8 @@ class Tuner:
             exclude=self.exclude,
             has=found.callbacks,
         )
-        if time.search is not None and run.decayed_rate and all(one.name != "warm_up" for one in space.own):
-            calibration.check_rate("baseline", found.rate, found.steps)
+        if time.search is not None:
+            profiling.check_rate(found, shortened=any(one.name == "warm_up" for one in space.own))
         recipes = Recipes(self.paths, space, scheduled=run.decayed_rate or run.manual_optimization)
         space = probing.after(space, self._probes(recipes, found, say, time))
         return Look(found, space, Recipes(self.paths, space, scheduled=run.decayed_rate or run.manual_optimization))
@@ -280,7 +274,7 @@ class Tuner:
     @property
     def _begun(self) -> bool:
         """Whether there are trials."""
-        return (self.out / "trials.json").is_file()
+        return taking_up.begun(self.out)
 
     def _search(self, look: Look, places: Places, seconds: float, tell: Tell) -> Search:
         assert self.search is not None
@@ -419,42 +413,3 @@ class Tuner:
             "seed": self.seed,
             "seeds": self.seeds,
         }
-
-    def _take_up_code(self, config: Mapping[str, Any]) -> None:
-        """Go on with the same code; what was looked at, and no more, is looked at again where it has changed.
-
-        Raises:
-            UsageError: where there are trials of other code.
-        """
-        file, code = self.out / "code.json", digests(config, self.include)
-        before = json.loads(file.read_text()) if file.is_file() else code
-        if changed := sorted(path for path in {*before, *code} if before.get(path) != code.get(path)):
-            if self._begun:
-                raise UsageError(
-                    f"{self.out} holds trials of other code: {', '.join(changed)} changed since they were made; expected the"
-                    " same, to go on with them. Name another folder (--out), or delete that one."
-                )
-            for name in ("profile.json", "probes.json", "start.json"):
-                (self.out / name).unlink(missing_ok=True)
-        write_json(file, code)
-
-    def _take_up(self) -> None:
-        """Begin in ``out``, or go on with the same."""
-        file = self.out / "plan.json"
-        machine = fingerprint(self.threads)
-        if file.is_file() and [one.name for one in self.out.iterdir()] == [file.name]:
-            file.unlink()  # nothing was found there: it was begun with what could not be used
-        if not file.is_file():
-            self.out.mkdir(parents=True, exist_ok=True)
-            if any(self.out.iterdir()):
-                raise UsageError(f"{self.out} holds other files; expected an empty folder. Name another one: --out.")
-            write_json(file, {"created": now(), "machine": machine, "plan": self._plan()})
-        begun = json.loads(file.read_text())
-        plan = json.loads(json.dumps(self._plan()))
-        differs = [key for key, value in plan.items() if begun["plan"].get(key) != value]
-        differs += [key for key in ("cpu", "gpu", "torch", "lightning") if begun["machine"][key] != machine[key]]
-        if differs:
-            raise UsageError(
-                f"{self.out} holds what was found for another plan, which differs in {', '.join(differs)}; expected the same"
-                " on the same machine, to go on with it. Name another folder (--out), or delete that one."
-            )

@@ -169,3 +169,11 @@ def test_a_rate_that_peaks_late_is_refused_before_anything_is_searched(tmp_path:
     look = other._look(lambda line: None, time)
     assert any(one.name == "warm_up" for one in look.space.own), "a warm-up that is searched is shortened there"
     assert replace(look.found) == look.found
+
+
+def test_what_could_not_be_used_leaves_no_folder_that_refuses_the_next(tmp_path: Path) -> None:
+    names = ["tests.tune.tasks.Neutral"]
+    wrong = Tuner(config(tmp_path), target="val_los", budget=2, include=names, out=tmp_path / "out", threads=1)
+    with pytest.raises(ValueError, match="val_los"):
+        wrong.look()
+    Tuner(config(tmp_path), target="val_loss", budget=2, include=names, out=tmp_path / "out", threads=1).look()

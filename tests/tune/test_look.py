@@ -12,10 +12,12 @@ from torch import nn
 from lightning_eff import cli
 from lightning_eff.bench.pace import Incomparable
 from lightning_eff.bench.running.places import Places
+from lightning_eff.monitor.machine import fingerprint
 from lightning_eff.tune import timing
 from lightning_eff.tune.arguments import parse_memory
+from lightning_eff.tune.looking.profiling import Found, Look, told
+from lightning_eff.tune.looking.taking_up import take_up
 from lightning_eff.tune.own import SETTINGS, discover
-from lightning_eff.tune.profiling import Found, Look, told
 from lightning_eff.tune.settings import OptimizerSettings, scale_rates, set_decays
 from lightning_eff.tune.tuner import Tuner
 from tests.tune.tasks import Here, config
@@ -45,7 +47,7 @@ def tuner(tmp_path_factory: pytest.TempPathFactory) -> Tuner:
 
 @pytest.fixture(scope="module")
 def found(tuner: Tuner) -> Found:
-    tuner._take_up()
+    take_up(tuner.out, tuner._plan(), fingerprint(tuner.threads))
     return tuner._profile(lambda line: None)
 
 

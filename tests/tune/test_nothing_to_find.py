@@ -6,10 +6,10 @@ import pytest
 
 from lightning_eff._core.search_space import SearchSpace
 from lightning_eff.bench.running.workers import InProcess
-from lightning_eff.tune import profiling
 from lightning_eff.tune.concluding import Finding
 from lightning_eff.tune.config import Recipes
 from lightning_eff.tune.confirm import Bench
+from lightning_eff.tune.looking import profiling
 from lightning_eff.tune.own import discover
 from lightning_eff.tune.search import Search, chosen
 from lightning_eff.tune.space import Candidate, Space
@@ -29,7 +29,7 @@ def searched(folder: Path, seed: int) -> str | None:
     """What a search claims for a recipe; None where the baseline stands."""
     path = config(folder)
     tuner = Tuner(path, target="val_loss", budget=BUDGET, out=folder / "out", threads=1, seed=seed)
-    tuner._take_up()
+    tuner.out.mkdir(parents=True)
     found: profiling.Found = tuner._profile(lambda line: None)
     own, without = discover({"model": {"init_args": {"lr": 3e-3, "weight_decay": 0.01}}}, found)
     names = {f"tests.tune.tasks.{cls.__name__}": cls for cls in NEUTRAL}
@@ -45,7 +45,7 @@ def searched(folder: Path, seed: int) -> str | None:
     bench = Bench(
         recipes,
         chosen(best),
-        found.steps,
+        trials.steps,
         tuner.out,
         target="val_loss",
         mode="min",

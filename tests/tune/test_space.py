@@ -14,8 +14,8 @@ from lightning_eff._catalogue.facts import speed
 from lightning_eff._core.search_space import Choice, Integer, RunProfile, SearchSpace, Uniform
 from lightning_eff._errors import UsageError
 from lightning_eff.tune.config import Choices, Recipes, merged
+from lightning_eff.tune.looking.probing import probe, refused, usual
 from lightning_eff.tune.own import Own
-from lightning_eff.tune.probing import probe, refused, usual
 from lightning_eff.tune.proposals.proposing import Proposer
 from lightning_eff.tune.space import Candidate, Space, gather, parse_range
 from tests.test_search_spaces import RICH

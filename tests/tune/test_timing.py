@@ -9,9 +9,11 @@ import pytest
 
 from lightning_eff._errors import UsageError
 from lightning_eff.bench.pace import Incomparable
+from lightning_eff.monitor.machine import fingerprint
 from lightning_eff.tune.concluding import Finding
 from lightning_eff.tune.config import Choices
-from lightning_eff.tune.probing import reason
+from lightning_eff.tune.looking.probing import reason
+from lightning_eff.tune.looking.taking_up import take_up
 from lightning_eff.tune.search import Search
 from lightning_eff.tune.timing import Durations, Timetable, in_words
 from lightning_eff.tune.tuner import Tuner
@@ -74,7 +76,7 @@ def test_steps_that_are_too_slow_are_told_of_after_three(tmp_path: Path, monkeyp
 def test_unknown_names_are_told_before_anything_runs_and_leave_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_eff.tune.profiling.look", lambda *args, **more: pytest.fail("it ran"))
+    monkeypatch.setattr("lightning_eff.tune.looking.profiling.look", lambda *args, **more: pytest.fail("it ran"))
     for more in (
         {"include": ["Muonn"]},
         {"exclude": ["Lokahead"]},
@@ -87,14 +89,18 @@ def test_unknown_names_are_told_before_anything_runs_and_leave_nothing(
         assert not (tmp_path / "out").exists()
 
 
+def took(tuner: Tuner) -> None:
+    take_up(tuner.out, tuner._plan(), fingerprint(tuner.threads))
+
+
 def test_a_folder_in_which_nothing_was_found_is_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = Tuner(config(tmp_path), target="val_los", budget=2, out=tmp_path / "out", threads=1)
-    first._take_up()
+    took(first)
     second = Tuner(first.paths, target="val_loss", budget=2, out=tmp_path / "out", threads=1)
-    second._take_up()
+    took(second)
     (tmp_path / "out" / "profile.json").write_text("{}")
     with pytest.raises(UsageError, match="differs in target"):
-        first._take_up()
+        took(first)
 
 
 def test_time_for_trials_stays_when_a_search_goes_on(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from lightning_eff._core.blocks import candidates
 from lightning_eff._core.losses import LossNotVisible, ObserveLosses, check_visible, loss_of
 from lightning_eff._core.patches import Patches
 from lightning_eff._core.search_space import RunProfile
+from lightning_eff._errors import UsageError
 from lightning_eff.bench import calibration
 from lightning_eff.bench.arms import Arm
 from lightning_eff.bench.pace import Incomparable, Pace, Rehearsed
@@ -294,6 +295,28 @@ def look(arm: Arm, *, target: str, budget: float, seed: int, threads: int = 0, m
         probe=probe,
         schedule=schedule,
     )
+
+
+def check_rate(found: Found, *, shortened: bool) -> None:
+    """Raise where a search could not hold recipes against this baseline, for its rate.
+
+    Args:
+        found: the profile.
+        shortened: the warm-up is among what is searched.
+
+    Raises:
+        UsageError: for a module that steps its optimizers by itself, and does not decay their rate.
+        Incomparable: for a rate that still rises in the second half of the budget, and will in every arm.
+    """
+    if found.run.manual_optimization and not found.run.decayed_rate:
+        raise UsageError(
+            "Got a module that steps its optimizers by itself (automatic_optimization=False), and whose rate does not decay"
+            f" over the budget ({found.why['decayed_rate']}); expected one that does, because the decay that would stand in"
+            " its place in every arm (LearningRateSchedule) cannot come between there. Decay the rate in the module, over"
+            " trainer.estimated_stepping_batches."
+        )
+    if found.run.decayed_rate and not shortened:
+        calibration.check_rate("baseline", found.rate, found.steps)
 
 
 def _check_length(budget: float, step: float) -> None:
