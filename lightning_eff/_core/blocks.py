@@ -23,6 +23,7 @@ from lightning_eff._core._stack.finding import find_stack as find_stack
 from lightning_eff._core._stack.finding import find_stages as find_stages
 from lightning_eff._core._stack.finding import refuse_compiled_around as refuse_compiled_around
 from lightning_eff._core._stack.finding import signature as signature
+from lightning_eff._core._stack.finding import stacks as stacks
 from lightning_eff._core._stack.made import Made, hooked_since, hooks_so_far
 from lightning_eff._core._stack.showing import InPlaceOf as InPlaceOf
 from lightning_eff._core._stack.showing import Passing, Sequence, Still, put_on, take_off

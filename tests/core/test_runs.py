@@ -265,3 +265,12 @@ def test_techniques_stand_together_on_one_run() -> None:
     assert torch.equal(first, second)
     assert not torch.equal(first, trained(TECHNIQUES["stacking"](), mixed=True))
     assert paths == ["net[1:5]"]
+
+
+def test_a_search_counts_the_blocks_that_techniques_will_find() -> None:
+    from lightning_eff.tune.looking.profiling import Look
+
+    m, eye = Images(mixed=True), Look()
+    trainer(eye, max_steps=1).fit(m, loader("vit", samples=12))
+    (run,) = (run for run in runs(m) if run.length > 1)
+    assert eye.fields["num_blocks"] == run.length > 1 and str(run) in eye.why["num_blocks"]

@@ -118,6 +118,12 @@ def runs(module: nn.Module) -> list[Candidate]:
     return found
 
 
+def stacks(module: nn.Module) -> list[Candidate]:
+    """The stacks of repeated blocks in ``module``, the best first; runs where no container is of composite blocks alone."""
+    found = candidates(module)
+    return found if any(c.composite for c in found) else [*_long(runs(module)), *found]
+
+
 def _is_repeated(blocks: list[nn.Module]) -> bool:
     """Whether blocks are of one class and one width."""
     cls = _class_of(blocks[0])
@@ -207,9 +213,7 @@ def find_stack(module: nn.Module, layers: str | None, *, who: str, in_runs: bool
     """
     if layers is not None:
         return _named(module, layers, who=who, in_runs=in_runs)
-    found = candidates(module)
-    if in_runs and not any(c.composite for c in found):
-        found = [*_long(runs(module)), *found]
+    found = stacks(module) if in_runs else candidates(module)
     if not found:
         raise ValueError(
             f"{who}: found no stack of repeated blocks in {type(module).__name__}; expected an nn.ModuleList or"
