@@ -56,7 +56,7 @@ def test_a_loss_that_cannot_be_seen_is_told_in_the_first_step(name: str, skips: 
 
 def test_the_papers_schedule_finds_out_too() -> None:
     t = trainer(OrderedSGD(), max_steps=8)
-    with pytest.raises(LossNotVisible, match="OrderedSGD: .* sum to"):
+    with pytest.raises(LossNotVisible, match=r"OrderedSGD: .* sum to"):
         t.fit(TwoLosses(), loader("classifier"))
     assert t.global_step == 0
 
