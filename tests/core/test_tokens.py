@@ -556,6 +556,30 @@ def test_rotary_tables_of_a_blocks_own_go_along(cls: type[nn.Module], checkpoint
         gradient(Net(cls), ids(), SomeTokens(per_sample=True))
 
 
+@pytest.mark.parametrize(
+    ("make", "way"),
+    [
+        (lambda: eff.TokenDropping(), "take RandomLTD instead"),
+        (lambda: eff.TokenMerging(r=2), "take RandomLTD instead"),
+        (lambda: eff.PatchDropout(), "set per_image=False"),
+        (lambda: eff.PartialTokenTraining(reconstruction_weight=0.0), "set per_sample=False"),
+        (lambda: eff.RandomLTD(multiple_of=4, per_sample=True), "set per_sample=False"),
+    ],
+)
+def test_the_same_tokens_of_all_samples_are_offered_where_blocks_can_be_given_those(make: Any, way: str) -> None:
+    """Tables (T, d) have no dimension for the samples; what is offered does train, and is not where nothing would."""
+    cls, given, _ = GIVEN["tables"]
+    told = r"\(12, 4\) has no dimension for the 3 samples, whose tokens differ\)"
+    with pytest.raises(
+        ValueError, match=rf"{told}.* It can be given the same tokens of all samples: {way}\. Or take other"
+    ):
+        gradient(Net(cls, given, 4), ids(), make())
+    assert gradient(Net(cls, given, 4), ids(), eff.RandomLTD(multiple_of=4)).isfinite().all()
+    with pytest.raises(ValueError, match=r"cannot be given fewer of its tokens.*\. Take other blocks") as refused:
+        gradient(Net(ByLength, count=4), ids(), make())
+    assert "same tokens" not in str(refused.value)
+
+
 @pytest.mark.parametrize("cls", [RelativeBias, Conv, Shifted, Windows, ByLength])
 def test_blocks_that_go_by_places_are_refused(cls: type[nn.Module]) -> None:
     with pytest.raises(

@@ -1,7 +1,7 @@
 """What patterns of dotted paths mean among a module's parts, and what was nearly meant."""
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 
@@ -59,3 +59,14 @@ def check_met(names: Sequence[str], paths: Iterable[str], *, who: str, what: str
             f"{who}(names=[{name!r}, ...]): it means none of the {len(known)} {what} of {root}; expected a dotted path, its"
             f" last part, or a pattern of one. Nearest: {', '.join(near) or 'none'}."
         )
+
+
+def by_reason(left: Mapping[str, str]) -> str:
+    """Sentences on what is left alone, one for each reason: with a space before each, and three names at most."""
+    names: dict[str, list[str]] = {}
+    for name, reason in left.items():
+        names.setdefault(reason, []).append(name)
+    return "".join(
+        f" {', '.join(some[:3])}{f' and {len(some) - 3} more' if len(some) > 3 else ''}: {reason}."
+        for reason, some in names.items()
+    )

@@ -130,6 +130,21 @@ class Scorer:
         agree(session, problem)
         self.checked = True
 
+    def check_ahead(self, session: Session, step: Step, batch: Any, size: int) -> None:
+        """Find out in the first step, before anything moves, what would be refused once losses are scored later in the run.
+
+        One more forward pass on the first batch whose step returns a loss, and nothing after it.
+
+        Raises:
+            ValueError: on all ranks, as :meth:`check_first`, and if a rank's loss cannot be seen by sample or is not finite.
+        """
+        if self.checked:
+            return
+        self.check_first(session, step, batch, size)
+        self.checked = False
+        scores = self.score(step, batch, size)
+        self.checked = all(agree(session, scores.problem, len(scores.means) > 0))
+
     def _lies_by_sample(self, seed: int, step: Step, batch: Any, size: int) -> bool:
         """Whether the loss values of samples stay as others are replaced, with dropout, batch statistics and low precision off.
 

@@ -157,8 +157,7 @@ def take_along(value: Tensor, dims: tuple[int, ...], index: Tensor, size: int) -
     else:
         if 0 in dims or value.shape[0] not in (1, size):
             raise ValueError(
-                f"an input of shape {tuple(value.shape)} has no dimension for the {size} samples, whose tokens differ;"
-                " choose the same tokens for all samples"
+                f"an input of shape {tuple(value.shape)} has no dimension for the {size} samples, whose tokens differ"
             )
 
         def take(t: Tensor, dim: int) -> Tensor:

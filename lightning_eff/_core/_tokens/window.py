@@ -7,6 +7,7 @@ the same choice at each of them.
 
 import types
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +89,7 @@ class Tokens:
         first: the first of the blocks, as in a slice: negative ones count from the end.
         stop: the block after the last; None for the end.
         per_sample: the samples' tokens will differ: ``Kept.index`` is (B, k).
+        alike: how a user takes the same tokens of all samples instead, for the message where blocks could be given those.
         also: what else is looked at with the first batch, once its blocks have been tried; a ``ValueError`` that it raises
             on one rank is raised on all.
     """
@@ -104,6 +106,7 @@ class Tokens:
         first: int = 0,
         stop: int | None = None,
         per_sample: bool = False,
+        alike: str = "take RandomLTD instead",
         also: Callable[[Step, Any], None] | None = None,
     ) -> None:
         self.session = session
@@ -111,6 +114,7 @@ class Tokens:
         self.choose = choose
         self.first, self.stop = first, stop
         self.per_sample = per_sample
+        self.alike = alike
         self.also = also
         self._stack: BlockStack | None = None
         self._plans: dict[
@@ -301,18 +305,27 @@ class Tokens:
         longest, plan = self._plans.get(key, (0, None))
         if plan is not None and hidden.shape[plan.dim] <= longest:
             return plan
-        generator = self.session.generator(self.who, "trial", fewer.index)
+        size = num_samples(fewer.step.given)  # other links may make several samples of one
+
+        def find(*, per_sample: bool) -> Plan:
+            generator = self.session.generator(self.who, "trial", fewer.index)
+            tables = self._own_tables
+            return find_plan(fewer.block, call, size, per_sample=per_sample, generator=generator, tables=tables)
+
         try:
-            size = num_samples(fewer.step.given)  # other links may make several samples of one
-            found = find_plan(
-                fewer.block, call, size, per_sample=self.per_sample, generator=generator, tables=self._own_tables
-            )
+            found = find(per_sample=self.per_sample)
         except CannotTake as error:
             if isinstance(error, TooFewTokens) and not self._looking:
                 raise
+            alike = ""
+            if self.per_sample:
+                with suppress(CannotTake):
+                    find(per_sample=False)
+                    alike = f" It can be given the same tokens of all samples: {self.alike}. Or"
             raise ValueError(
-                f"{self.who}: block {fewer.index} of {self.stack} cannot be given fewer of its tokens: {error}. Take"
-                " other blocks (the range, or another stack by layers=), or take the technique out."
+                f"{self.who}: block {fewer.index} of {self.stack} cannot be given fewer of its tokens: {error}.{alike}"
+                f" {'take' if alike else 'Take'} other blocks (the range, or another stack by layers=), or take the technique"
+                " out."
             ) from None
         self._plans[key] = (max(longest, hidden.shape[found.dim], min(tokens, longest)), found)
         return found

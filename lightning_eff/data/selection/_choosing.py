@@ -74,7 +74,8 @@ class Choosing(Technique):
     """A technique whose step trains on ``round(share * B)`` samples of a batch of ``B``, at least 1, chosen by their losses.
 
     A subclass says the share by :meth:`share`, and trains on what it chooses in :meth:`train`. Steps whose share is 1 are
-    plain and cost no pass. Under accumulation each micro-batch is chosen from by itself, under DDP each rank's.
+    plain and cost no pass; the run's first one looks at the loss in any case. Under accumulation each micro-batch is chosen
+    from by itself, under DDP each rank's.
 
     Attributes:
         sample_loss: the user's function for a loss that cannot be seen by sample, or None.
@@ -127,6 +128,8 @@ class Choosing(Technique):
             self._scorer.check_first(self.session, step, batch, size)
             scores = self.score(step, batch, size)
             agree(self.session, self.problem(step, scores, size))
+        else:
+            self._scorer.check_ahead(self.session, step, batch, size)
         if scores is None or not len(scores.means):  # of the latter kind, the user's step skips this batch
             output = self.plain(step, batch, proceed, size)
         else:

@@ -71,9 +71,9 @@ class LossBiasedSampling(Choosing):
             the batch's samples, shape (B,).
 
     Raises:
-        ValueError: for other values; where ``start`` counts and the run has no budget; at the first step that draws, on all
-            ranks, if the loss cannot be seen by sample or a batch holds one sample only; at any step, on all ranks, if a loss
-            is nan, infinite or negative.
+        ValueError: for other values; where ``start`` counts and the run has no budget; at the first step, on all ranks, if
+            the loss cannot be seen by sample or a batch holds one sample only; at any step, on all ranks, if a loss is nan,
+            infinite or negative.
 
     Sources:
         Katharopoulos & Fleuret 2017, arXiv:1706.00043. Losses are the model's own: the paper's LSTM that predicts them from

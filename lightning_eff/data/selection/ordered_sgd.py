@@ -64,7 +64,7 @@ class OrderedSGD(Choosing):
     With ``keep="accuracy"``, as in the paper, all samples are trained on until the last epoch's training accuracy is 80 %,
     and then a half, a quarter from 90 % on, an eighth from 95 %, and a sixteenth from 99.5 %. The accuracy is counted in the
     loss calls on classes, as the epoch is trained on, dropout included, of the whole batches and of all ranks. While all are
-    trained on, it is read off the training pass itself, which costs no pass.
+    trained on, it is read off the training pass itself, which costs no pass; the run's first batch alone is looked at before.
 
     The loss is seen through the loss functions of ``torch.nn.functional`` (and so ``torch.nn``'s modules):
     ``training_step`` must return the sum of their mean-reduced values, whose rows lie sample by sample; the first batch
@@ -81,9 +81,9 @@ class OrderedSGD(Choosing):
             the batch's samples, shape (B,). It is used to choose alone; ``training_step`` is what trains.
 
     Raises:
-        ValueError: for other values; with several stages, where the run has no budget; at the first step that chooses, on
-            all ranks, if the loss cannot be seen by sample or a batch holds one sample only; at the first step, with
-            "accuracy", if no loss call on classes is seen; at any step, if a loss is nan or infinite.
+        ValueError: for other values; with several stages, where the run has no budget; at the first step, on all ranks,
+            if the loss cannot be seen by sample, a batch holds one sample only or, with "accuracy", no loss call on classes is
+            seen; at any step, if a loss is nan or infinite.
 
     Sources:
         Kawaguchi & Lu 2020, arXiv:1907.04371.

@@ -65,9 +65,10 @@ class SelectiveBackprop(Technique):
     gradient is biased towards hard samples, as in the paper, and a wrong label is a hard sample too.
 
     It acts while the used share ``u`` of the budget is in ``[start, end)``, in optimizer steps whose number, counted
-    from the run's first as 0, ``interval`` divides; other steps are plain, cost no pass and leave the history as it is.
-    So ``interval=2`` alternates, as ``interrupt=2`` does in Composer, which acts from 0.5 to 0.9 of the run. Under
-    accumulation each micro-batch is chosen from by itself, under DDP each rank's.
+    from the run's first as 0, ``interval`` divides; other steps are plain, cost no pass and leave the history as it is. So
+    ``interval=2`` alternates, as ``interrupt=2`` does in Composer, which acts from 0.5 to 0.9 of the run. The run's first
+    step looks at the loss even where it is a plain one. Under accumulation each micro-batch is chosen from by itself, under
+    DDP each rank's.
 
     The loss is seen through the loss functions of ``torch.nn.functional`` (and so ``torch.nn``'s modules):
     ``training_step`` must return the sum of their mean-reduced values, whose rows lie sample by sample; the first batch
@@ -192,6 +193,8 @@ class SelectiveBackprop(Technique):
                 p = keep_probabilities(scores.means, self._losses, beta=self.beta)
                 key = ("SelectiveBackprop", step.global_step, step.batch_idx, session.rank)
                 batch = step.pick(batch, choose(p, trained, session.generator(*key)), size)
+        elif session.progress.u < self.end:
+            self._scorer.check_ahead(session, step, batch, size)
         self._fraction = trained / size
         self._steps["on" if self._active else "off"] += 1
         self._samples["seen"] += size

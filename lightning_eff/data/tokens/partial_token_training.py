@@ -180,7 +180,9 @@ class PartialTokenTraining(Technique):
     @override
     def attach(self, session: Session) -> None:
         self._reset()
-        self._tokens = EnteringTokens(session, WHO, self._choose, per_sample=self.per_sample, also=self._look)
+        self._tokens = EnteringTokens(
+            session, WHO, self._choose, per_sample=self.per_sample, alike="set per_sample=False", also=self._look
+        )
         session.chain.add(Stage.TRANSFORM, self._tokens.link)
         if self.reconstruction_weight > 0.0:
             self._tokens.on_left = self._note_left

@@ -111,7 +111,9 @@ class PatchDropout(Technique):
     @override
     def attach(self, session: Session) -> None:
         self._reset()
-        self._tokens = EnteringTokens(session, WHO, self._choose, per_sample=self.per_image, also=self._look)
+        self._tokens = EnteringTokens(
+            session, WHO, self._choose, per_sample=self.per_image, alike="set per_image=False", also=self._look
+        )
         session.chain.add(Stage.TRANSFORM, self._link)
 
     @override

@@ -162,6 +162,7 @@ class RandomLTD(Technique):
             first=self.full_first,
             stop=-self.full_last or None,
             per_sample=self.per_sample,
+            alike="set per_sample=False",
             also=self._check_possible,
         )
         session.chain.add(Stage.TRANSFORM, self._link)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core._architecture.linear_maps import LinearMap, choose
-from lightning_eff._core._architecture.naming import check_names, meets
+from lightning_eff._core._architecture.naming import by_reason, check_names, meets
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._stack.finding import candidates
@@ -124,6 +124,7 @@ class ButterflyLinear(Architecture):
         maps, left = choose(root, self.names, who=WHO)
         stacks = [f"{stack.path}." for stack in candidates(root) if stack.composite and stack.path]
         chosen: dict[int, LinearMap] = {}
+        small: list[int] = []  # sides of maps that are left alone for their size alone
         for m in maps:
             named = self.names is not None and any(meets(m.path, name) for name in self.names)
             reason = self._undivided(m)
@@ -134,6 +135,7 @@ class ButterflyLinear(Architecture):
             if not named and stacks and not m.path.startswith(tuple(stacks)):
                 reason = "lies outside of the blocks"
             elif not named and min(m.in_features, m.out_features) < self.min_features:
+                small += [] if reason else [min(m.in_features, m.out_features)]
                 reason = f"has fewer than min_features={self.min_features} on a side"
             elif not named and reason is None and self._size(m) >= m.in_features * m.out_features:
                 reason = f"has {m.in_features * m.out_features:,} weights, and two factors have {self._size(m):,}"
@@ -142,11 +144,11 @@ class ButterflyLinear(Architecture):
             else:
                 left[str(m)] = f"it {reason}"
         if not chosen:
-            reasons = "".join(f" {path}: {reason}." for path, reason in left.items())
+            mend = f"Lower min_features= to {max(small)} or less" if small else "Give other blocks"
             raise ValueError(
-                f"{WHO}: {type(root).__name__} has no linear map to make factors of (among {len(maps)} that could be).{reasons}"
-                f" Expected some of features that {self.blocks} divides. Give other blocks, or {WHO}(names=[...]); or take the"
-                " technique out."
+                f"{WHO}: {type(root).__name__} has no linear map to make factors of (among {len(maps)} that could be)."
+                f"{by_reason(left)} Expected some of features that {self.blocks} divides. {mend}, or name some,"
+                f" {WHO}(names=[...]); or take the technique out."
             )
         surgeon.leave(left)
         kept, before = 0.0, 0.0

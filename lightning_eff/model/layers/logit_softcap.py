@@ -17,6 +17,7 @@ from lightning_eff._core._architecture.naming import check_met, check_names, mee
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._branches.probing import probed
+from lightning_eff._core._stack.finding import candidates
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.technique import Control
 from lightning_eff.model.layers._marks import Marked
@@ -147,7 +148,7 @@ class LogitSoftcap(Architecture):
         if self.names is not None:
             check_met(self.names, [m.path for m in maps], who=WHO, what="linear maps", root=type(root).__name__)
             return [m for m in maps if any(meets(m.path, name) for name in self.names)]
-        ways = f"Name it, {WHO}(names=['{maps[-1].path}'])"
+        ways = _ways(root, maps)
         try:
             found = probed(root, who=WHO, batch=batch).heads
         except ValueError as e:
@@ -160,6 +161,8 @@ class LogitSoftcap(Architecture):
         heads = [m for m in maps if id(m.module.weight) in weights]
         if len(heads) != 1:
             told = ", ".join(map(str, heads)) or "none"
+            if heads:
+                ways = f"Name those whose logits shall be capped, such as {WHO}(names={[m.path for m in heads]})"
             raise ValueError(
                 f"{WHO}: of the linear maps of {type(root).__name__}, these compute what it returns: {told}; expected one."
                 f" {ways}."
@@ -175,3 +178,20 @@ class LogitSoftcap(Architecture):
     @override
     def summary(self) -> str:
         return f"logits are capped at {self.cap:g}"
+
+
+def _ways(root: nn.Module, maps: Sequence[LinearMap]) -> str:
+    """How to name the head, where it is not found: what has an embedding's weight, or its vocabulary, is likely to be one."""
+    tables = [m for m in root.modules() if isinstance(m, nn.Embedding)]
+    tied = [m for m in maps if any(m.module.weight is table.weight for table in tables)]
+    sized = [m for m in maps if m.out_features in {table.num_embeddings for table in tables}]
+    for likely, why in (
+        (tied, "shares the weight of an embedding"),
+        (sized, "has as many outputs as an embedding has rows"),
+    ):
+        if likely:
+            return f"Name it, such as {WHO}(names=['{likely[-1].path}']), which {why}"
+    stacks = [f"{stack.path}." for stack in candidates(root) if stack.composite and stack.path]
+    outside = [m for m in maps if not m.path.startswith(tuple(stacks))] if stacks else maps
+    listed = ", ".join(map(str, (outside or maps)[-6:]))
+    return f"Name the one whose outputs are logits, {WHO}(names=[...]), of {listed}"

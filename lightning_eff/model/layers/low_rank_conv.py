@@ -92,6 +92,7 @@ class LowRankConv(LowRank):
             check_met(self.names, every, who=WHO, what="convolutions", root=type(root).__name__)
         found: list[Place] = []
         left: dict[str, str] = {}
+        small: list[int] = []
         for path, m in every.items():
             named = self.names is not None and any(meets(path, name) for name in self.names)
             if self.names is not None and not named:
@@ -103,11 +104,13 @@ class LowRankConv(LowRank):
                 )
             if reason is None and not named and min(m.in_channels, m.out_channels) < self.min_channels:
                 reason = f"it has fewer than min_channels={self.min_channels} on a side"
+                small.append(min(m.in_channels, m.out_channels))
             if reason is not None:
                 left[path] = reason
             else:
                 assert isinstance(m, nn.Conv2d)
                 found.append(_place(path, m, named))
+        self._floor = ("min_channels", max(small)) if small else None
         return found, left
 
 

@@ -92,6 +92,7 @@ class LowRankLinear(LowRank):
         maps, left = choose(root, self.names, who=WHO)
         stacks = [f"{stack.path}." for stack in candidates(root) if stack.composite and stack.path]
         found: list[Place] = []
+        small: list[int] = []
         for m in maps:
             named = self.names is not None and any(meets(m.path, name) for name in self.names)
             smaller = min(m.in_features, m.out_features)
@@ -99,8 +100,10 @@ class LowRankLinear(LowRank):
                 left[str(m)] = "it lies outside of the blocks"
             elif not named and smaller < self.min_features:
                 left[str(m)] = f"it has fewer than min_features={self.min_features} on a side"
+                small.append(smaller)
             else:
                 found.append(_place(m, named))
+        self._floor = ("min_features", max(small)) if small else None
         return found, left
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core._stack.thawing import thawing
+from lightning_eff._core.late import ActsLate, Length
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
@@ -63,7 +64,7 @@ def smallest(scores: Sequence[Tensor], units: Sequence[Units], sparsity: float) 
     return kept
 
 
-class EarlyBird(Masked):
+class EarlyBird(ActsLate, Masked):
     """Train the whole network until it is clear which of its units are the smallest, and from then on without these.
 
     At the end of each epoch a mask is drawn of the ``sparsity`` of the units that is smallest. Once the newest of ``window``
@@ -288,6 +289,23 @@ class EarlyBird(Masked):
             self.tell_of_empty()
 
     # -- what it tells
+
+    @property
+    @override
+    def acted(self) -> bool:
+        return self._drawn > 0 or self._count >= self.window  # those that do not agree are told of by the report
+
+    @override
+    def will_act(self, length: Length) -> bool:
+        return length.times(length.epoch if self.interval is None else self.interval) >= self.window
+
+    @override
+    def idle(self, length: Length) -> str:
+        every = "epoch" if self.interval is None else f"{self.interval:,} steps"
+        return (
+            f"a mask is made after every {every}, of which window={self.window} must"
+            " agree, so no ticket is drawn and nothing is pruned. Give a smaller interval= in optimizer steps."
+        )
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:

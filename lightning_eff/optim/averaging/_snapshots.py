@@ -3,19 +3,18 @@
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core.late import ActsLate, Length
 from lightning_eff._core.session import Session
 from lightning_eff.optim.averaging._engine import AveragedWeights, check_bn_batches, is_count
 
 
-class SnapshotWindow(AveragedWeights):
+class SnapshotWindow(ActsLate, AveragedWeights):
     """Other weights that are made of the last ``window`` snapshots of those that take gradients.
 
     Attributes:
@@ -23,8 +22,10 @@ class SnapshotWindow(AveragedWeights):
         interval: "epoch", or optimizer steps between two.
         start: the share of the budget from which on they are taken.
         offload: hold them in CPU memory.
+        fewest: of how many at least other weights are made.
     """
 
+    fewest: ClassVar[int] = 1
     window: int
     interval: Literal["epoch"] | int
     start: float
@@ -123,19 +124,26 @@ class SnapshotWindow(AveragedWeights):
     def saved_weights(self, state: dict[str, Any]) -> Mapping[str, Tensor]:
         return state["snapshots"][-1] if state["snapshots"] else {}
 
-    # -- Lightning's hooks
+    # -- what a run is too short for
+
+    @property
+    @override
+    def acted(self) -> bool:
+        return self._taken >= self.fewest
 
     @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
-        if self.neutral:
-            return
-        batches = trainer.num_training_batches
-        steps = math.ceil(batches / trainer.accumulate_grad_batches) if math.isfinite(batches) else 1
-        first = steps if self.interval == "epoch" else self.interval
-        if -1 < trainer.max_steps < first and not self._taken:
-            rank_zero_warn(
-                f"{type(self).__name__}(interval={self.interval!r}): the run ends after max_steps={trainer.max_steps}"
-                f" steps and the first snapshot would be taken after {first}, so nothing will be averaged. Give a"
-                " smaller number of steps as interval=."
-            )
+    def will_act(self, length: Length) -> bool:
+        every = length.epoch if self.interval == "epoch" else self.interval
+        return length.times(every, start=self.start) >= self.fewest
+
+    @override
+    def idle(self, length: Length) -> str:
+        every = length.epoch if self.interval == "epoch" else self.interval
+        which = f"snapshot {self.fewest}" if self.fewest > 1 else "the first snapshot"
+        known = math.isfinite(every)
+        after = f" after {length.first(every, self.start) + (self.fewest - 1) * every:,}" if known else " later"
+        start = f", start={self.start}" if self.start else ""
+        return (
+            f"{which} would be taken{after} (interval={self.interval!r}{start}), so nothing is averaged. Give a"
+            f" smaller number of steps as interval={', or an earlier start=' if start else ''}."
+        )

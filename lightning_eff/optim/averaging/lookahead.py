@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core.late import ActsLate, Length
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
@@ -26,7 +27,7 @@ def slow_step(slow: Tensor, fast: Tensor, *, alpha: float) -> Tensor:
     return torch.lerp(slow, fast.to(slow.dtype), alpha)
 
 
-class Lookahead(AveragedWeights):
+class Lookahead(ActsLate, AveragedWeights):
     """Let the optimizer run ahead for ``interval`` steps, go a part of the way, and let it start again from there.
 
     The slow weights are those that the run, or a network that has changed, starts with. After every ``interval`` optimizer
@@ -128,6 +129,24 @@ class Lookahead(AveragedWeights):
     def restore(self, state: dict[str, Any]) -> None:
         super().restore(state)
         self._ahead = state["ahead"]
+
+    # -- what it tells
+
+    @property
+    @override
+    def acted(self) -> bool:
+        return self._taken > 0
+
+    @override
+    def will_act(self, length: Length) -> bool:
+        return length.times(self.interval) > 0
+
+    @override
+    def idle(self, length: Length) -> str:
+        return (
+            f"the slow weights go after every {self.interval:,}, so training never starts again from them, and what it leaves"
+            f" is {self.alpha:.0%} of the way from the first weights to the last. Give a smaller interval=."
+        )
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:

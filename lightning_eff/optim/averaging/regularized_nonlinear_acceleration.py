@@ -95,6 +95,7 @@ class RegularizedNonlinearAcceleration(SnapshotWindow):
     constraints: ClassVar[str] = (
         "single device or DDP; window + 1 copies of the weights; BatchNorm needs automatic optimization"
     )
+    fewest: ClassVar[int] = 3
     survey: ClassVar[Survey | None] = Survey("regularized nonlinear acceleration", zhuang="2.1", shen="5.4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {
@@ -139,7 +140,7 @@ class RegularizedNonlinearAcceleration(SnapshotWindow):
     @property
     @override
     def names(self) -> Iterable[str]:
-        if len(self._snapshots) < 3:
+        if len(self._snapshots) < self.fewest:
             return ()
         return [name for name in self._snapshots[-1] if all(name in snapshot for snapshot in self._snapshots)]
 

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from lightning_eff._core._optim.combined import set_rate
 from lightning_eff._core._optim.scheduled import reference_rates
+from lightning_eff._core.late import ActsLate, Length
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
@@ -32,7 +33,7 @@ def cycle_rate(i: int, length: int, *, high: float, low: float) -> float:
     return (1 - t) * high + t * low
 
 
-class StochasticWeightAveraging(AveragedWeights):
+class StochasticWeightAveraging(ActsLate, AveragedWeights):
     """From a share of the run on, keep the rate up, and validate and keep the mean of the weights at the ends of cycles.
 
     Up to ``start`` the module trains as it would. From there on every group's rate is ``rate`` times its highest one,
@@ -207,6 +208,28 @@ class StochasticWeightAveraging(AveragedWeights):
         self._counts, self._steps, self._active = dict(state["counts"]), state["steps"], state["active"]
 
     # -- what it tells
+
+    @property
+    @override
+    def acted(self) -> bool:
+        return self._taken > 0
+
+    @override
+    def will_act(self, length: Length) -> bool:
+        if self.cycle == "epoch":
+            return length.times(length.epoch, start=self.start) > 0
+        return math.isinf(length.steps) or length.steps - math.ceil(self.start * length.steps - 1e-9) >= self.cycle
+
+    @override
+    def idle(self, length: Length) -> str:
+        left = int(length.steps - math.ceil(self.start * length.steps - 1e-9))
+        cycle = max(1, left // 5)
+        each = f" of {length.epoch:,} steps" if self.cycle == "epoch" and math.isfinite(length.epoch) else ""
+        return (
+            f"no cycle (cycle={self.cycle!r}{each}) ends in its last {left:,}, from start={self.start} on: nothing is averaged"
+            " while the rate is changed all the same. Give a shorter cycle in optimizer steps, such as"
+            f" cycle={cycle}, or an earlier start=."
+        )
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -223,9 +222,10 @@ class TrainableWeightAveraging(SnapshotWindow):
             hook.remove()
         self._hooks = []
 
+    @property
     @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super(SnapshotWindow, self).on_train_start(trainer, pl_module)  # there is no interval that could be too long
+    def acted(self) -> bool:
+        return True  # there is no interval that could be too long
 
     @override
     def on_batch_end(self, session: Session, batch_idx: int) -> None:

@@ -128,9 +128,7 @@ class EfficientSAM(Uphill):
         if self.gamma == 1.0:
             return proceed(batch)
         size = num_samples(batch)
-        if not self._scorer.checked:
-            self._scorer.check_first(self.session, step, batch, size)
-            agree(self.session, self._scorer.score(step, batch, size).problem)  # before anything has moved
+        self._scorer.check_ahead(self.session, step, batch, size)
         if self.sample_loss is not None:
             self._before = self._scorer.score(step, batch, size)
             return proceed(batch)

@@ -193,8 +193,14 @@ def test_what_cannot_be_says_why() -> None:
         eff.apply(TinyGPT(2), ButterflyLinear(3, names=["qkv"]))
     with pytest.raises(ValueError, match=r"rank=5\): blocks.0.qkv .* has parts of rank 4 at most, which is below 5"):
         eff.apply(TinyGPT(2), ButterflyLinear(4, rank=5, names=["qkv"]))
-    with pytest.raises(ValueError, match=r"blocks.0.qkv \(16 to 48\): it has fewer than min_features=512 on a side"):
+    reason = r"blocks.0.qkv \(16 to 48\), blocks.0.proj \(16 to 16\), .* and 5 more: it has fewer than min_features=512"
+    with pytest.raises(
+        ValueError, match=rf"{reason} on a side\. .* Lower min_features= to 16 or less, or name some"
+    ) as e:
         eff.apply(TinyGPT(2), ButterflyLinear())
+    assert str(e.value).count("it has fewer") == 1
+    with pytest.raises(ValueError, match=r"features that 3 divides\. Give other blocks, or name some"):
+        eff.apply(TinyGPT(2), ButterflyLinear(3))
     with pytest.raises(ValueError, match=r"it has 256 weights, and two factors have 256"):
         eff.apply(nn.Sequential(nn.Linear(16, 16)), ButterflyLinear(4, rank=2, min_features=1))
     tied = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))

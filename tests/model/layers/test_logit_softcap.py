@@ -97,7 +97,8 @@ def test_a_models_own_cap_is_this_one() -> None:
 def test_what_cannot_be_told_must_be_named() -> None:
     mlp = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     with pytest.raises(
-        ValueError, match=r"the head of Sequential cannot be told.*Name it, LogitSoftcap\(names=\['2'\]\)"
+        ValueError,
+        match=r"the head of Sequential cannot be told.*the one whose outputs are logits, .*, of 0 \(.*\), 2 \(",
     ):
         eff.apply(copy.deepcopy(mlp), LogitSoftcap())
     assert isinstance(eff.apply(copy.deepcopy(mlp), LogitSoftcap(names=["2"]))[2], CappedLinear)
@@ -110,6 +111,40 @@ def test_what_cannot_be_told_must_be_named() -> None:
 
     with pytest.raises(ValueError, match=r"the head 0 \(4 to 3\) cannot be replaced: a subclass of nn.Linear with a"):
         eff.apply(nn.Sequential(Own(4, 3)), LogitSoftcap(names=["0"]))
+
+
+class Aside(nn.Module):
+    """Blocks and their stream alone; a head that another method calls, and behind it a map of hidden states."""
+
+    def __init__(self, tied: bool, rows: int = 29) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(29, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(3))
+        self.head = nn.Linear(8, rows, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.next = nn.Linear(8, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("tied", "rows", "way"),
+    [
+        (True, 29, r"Name it, such as LogitSoftcap\(names=\['head'\]\), which shares the weight of an embedding"),
+        (False, 29, r"Name it, such as LogitSoftcap\(names=\['head'\]\), which has as many outputs as an embedding"),
+        (False, 5, r"Name the one whose outputs are logits, .*\[...\]\), of head \(8 to 5\), next \(8 to 8\)\."),
+    ],
+)
+def test_the_likely_head_is_offered_and_no_map_of_hidden_states(tied: bool, rows: int, way: str) -> None:
+    with pytest.raises(ValueError, match=rf"these compute what it returns: none; expected one\. {way}"):
+        eff.apply(Aside(tied, rows), LogitSoftcap())
+    net = eff.apply(Aside(tied, rows), LogitSoftcap(names=["head"]))
+    assert isinstance(net.head, CappedLinear) and (net.head.weight is net.embed.weight) == tied
 
 
 @pytest.mark.parametrize("cap", [0, -1.0, math.nan, True, "30"])

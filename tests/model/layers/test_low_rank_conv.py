@@ -129,6 +129,10 @@ def test_what_is_left_and_what_cannot_be() -> None:
         ValueError, match=r"no convolution to factor \(among 1.*two of rank 96 have 18,432 weights.* has 9,216"
     ):
         eff.apply(copy.deepcopy(grouped), LowRankConv(1.0))
+    with pytest.raises(
+        ValueError, match=r"fewer than min_channels=512 on a side.* Lower min_channels= to 32 or less, or"
+    ):
+        eff.apply(copy.deepcopy(grouped), LowRankConv(min_channels=512))
     with pytest.raises(ValueError, match=r"it means none of the 14 convolutions of HuggingFace.*Nearest: .*layer1"):
         eff.apply(families.module("resnet"), LowRankConv(names=["layr1*"]))
 

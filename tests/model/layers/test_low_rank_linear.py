@@ -280,10 +280,17 @@ def test_what_is_named_and_cannot_be_is_refused_in_words() -> None:
         eff.apply(TinyGPT(2), LowRankLinear(rank=17, names=["qkv"]))
     with pytest.raises(ValueError, match=r"no linear map of TinyGPT is named 'qvk'; .*Nearest: .*qkv"):
         eff.apply(TinyGPT(2), LowRankLinear(rank=4, names=["qvk"]))
+    reason = r"blocks.0.qkv \(16 to 48\), blocks.0.proj \(16 to 16\), .* and 5 more: it has fewer than min_features=512"
     with pytest.raises(
-        ValueError, match=r"no linear map to factor.*blocks.0.qkv \(16 to 48\): it has fewer than min_features=512"
-    ):
+        ValueError, match=rf"no linear map to factor.*{reason}.* Lower min_features= to 16 or less, or"
+    ) as e:
         eff.apply(TinyGPT(2), LowRankLinear())
+    assert str(e.value).count("it has fewer") == 1 and "smaller rank" not in str(e.value)
+    with pytest.raises(
+        ValueError, match=r"rank is 16 at most, which is below 20\. .* Give a smaller rank or energy, or"
+    ):
+        eff.apply(TinyGPT(2), LowRankLinear(rank=20, min_features=16))
+    assert len(eff.apply(TinyGPT(2), LowRankLinear(min_features=16)).state_dict()) > len(TinyGPT(2).state_dict())
 
     class Own(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

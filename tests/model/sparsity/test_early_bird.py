@@ -84,6 +84,7 @@ def test_a_fit_draws_at_the_end_of_the_epoch_at_which_masks_agree() -> None:
     assert (net.norm.weight != 0).tolist() == [False] * 4 + [True] * 4
 
 
+@pytest.mark.filterwarnings("ignore:EarlyBird. the run ends after 1 step")
 def test_scales_are_drawn_to_zero_by_the_sign_of_their_own() -> None:
     ends: list[Tensor] = []
     for penalty in (0.0, 0.01):
@@ -126,6 +127,7 @@ def test_a_coefficient_of_zero_is_a_head_removed(name: str) -> None:
     assert seen[0] == seen[1]
 
 
+@pytest.mark.filterwarnings("ignore:EarlyBird. the run ends after 1 step")
 def test_coefficients_are_those_of_a_network_that_has_them_beside_its_maps() -> None:
     """One step at which the optimizer stands still: ``c`` moves by the gradient of a loss with ``c`` in it."""
     torch.manual_seed(0)
@@ -180,11 +182,25 @@ def test_bad_arguments(settings: dict[str, Any], message: str) -> None:
         EarlyBird(**settings)
 
 
+@pytest.mark.filterwarnings("ignore:EarlyBird. the run ends after 1 step")
 def test_what_has_no_such_units_is_refused() -> None:
     with pytest.raises(ValueError, match=r"EarlyBird\(of='channels'\): TinyGPT has no BatchNorm"):
         trainer(EarlyBird(of="channels"), max_steps=1).fit(TinyGPT(1), loader("tiny_gpt"))
     with pytest.raises(ValueError, match="found no BatchNorm that trains, no attention's heads"):
         trainer(EarlyBird(of="heads"), max_steps=1).fit(TinyClassifier(), loader("classifier"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps", "every"), [({}, 20, "epoch"), ({"interval": 2, "window": 3}, 5, "2 steps")]
+)
+def test_a_run_that_is_too_short_is_told(settings: Any, steps: int, every: str) -> None:
+    technique = EarlyBird(**settings)
+    told = f"EarlyBird: the run ends after {steps} steps, and a mask is made after every {every}, of which"
+    with pytest.warns(UserWarning, match=rf"{told} window={technique.window} must agree.* Give a smaller interval="):
+        trainer(technique, max_steps=steps).fit(TinyClassifier(), loader("classifier"))
+    assert technique.report()["drawn"] == 0
+    technique = EarlyBird(distance=1e-9, window=2, interval=1)
+    trainer(technique, max_steps=2).fit(TinyClassifier(), loader("classifier"))  # long enough: no warning
 
 
 def test_from_yaml(tmp_path: Path) -> None:

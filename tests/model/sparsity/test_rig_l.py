@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_eff import SOAP, LayerFreezing, Muon, RigL
+from lightning_eff import SET, SOAP, LayerFreezing, Muon, RigL
 from lightning_eff.model.sparsity._masks.allotting import erk
 from lightning_eff.model.sparsity._masks.finding import Weight, prunable
 from lightning_eff.model.sparsity._masks.rewired import drop_and_grow
@@ -139,6 +139,7 @@ def test_grows_by_the_dense_gradient_and_the_function_stays(optimizer: str) -> N
     assert grown > 50 and counts.leaks == []
 
 
+@pytest.mark.filterwarnings("ignore:RigL. the run ends after 1 step")
 def test_masked_gradients_do_not_count_in_the_norm_that_is_clipped() -> None:
     norms: list[float] = []
 
@@ -211,6 +212,7 @@ def test_svites_setting_on_a_vision_transformer_with_its_patches_and_head_dense(
     assert all(torch.equal(counts.masks[4][name], mask) for name, mask in counts.masks[5].items()), "until 0.8"
 
 
+@pytest.mark.filterwarnings("ignore:RigL. the run ends after 1 step")
 def test_a_tied_head_is_masked_if_asked_for() -> None:
     technique = RigL(sparsity=0.5, names=["lm_head", "c_fc"])
     counts = fit_on(hugging_face("gpt2", 2), make_batch("gpt2"), technique, steps=1)
@@ -286,6 +288,26 @@ def test_bad_arguments(settings: dict[str, Any], message: str) -> None:
 def test_what_means_nothing_is_refused_at_setup(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         trainer(RigL(**settings), max_steps=1).fit(TinyClassifier(), loader("classifier"))
+
+
+@pytest.mark.parametrize(
+    ("technique", "told"),
+    [
+        (RigL(), "after every 100, up to until=0.75 of the run, so they stay the random ones"),
+        (RigL(interval=10), "after every 10, up to until=0.75"),
+        (SET(), "after every 100, so they stay"),
+    ],
+)
+def test_a_run_in_which_no_mask_moves_is_told(technique: RigL | SET, told: str) -> None:
+    who = type(technique).__name__
+    with pytest.warns(
+        UserWarning, match=rf"{who}: the run ends after 12 steps, and masks move {told}.* smaller interval="
+    ):
+        trainer(technique, max_steps=12).fit(gpt(), loader("tiny_gpt"))
+    assert technique.report()["changes"] == 0
+    moves = type(technique)(interval=9)
+    trainer(moves, max_steps=12).fit(gpt(), loader("tiny_gpt"))
+    assert moves.report()["changes"] == 1
 
 
 def test_from_yaml(tmp_path: Path) -> None:

@@ -138,8 +138,14 @@ def test_no_snapshot_is_told() -> None:
         net, _ = fit("tiny_gpt", lambda: [lawa])
     assert torch.equal(flat(net), flat(fit("tiny_gpt", list)[0]))
     assert "no snapshot" in lawa.summary()
-    with pytest.warns(UserWarning, match=r"interval='epoch'.*max_steps=4 .* after 5"):
+    with pytest.warns(UserWarning, match=r"ends after 4 steps.* after 5 \(interval='epoch'\)"):
         fit("tiny_gpt", lambda: [LatestWeightAveraging()], max_steps=4)
+    late = LatestWeightAveraging(interval=5, start=0.9)
+    with pytest.warns(
+        UserWarning, match=r"after 15 \(interval=5, start=0.9\), so nothing is averaged.* earlier start="
+    ):
+        fit("tiny_gpt", lambda: [late])
+    assert late.report()["taken"] == 0
 
 
 def test_another_network_empties_the_window() -> None:

@@ -140,6 +140,18 @@ def test_resumes_within_windows_between_its_steps(tmp_path: Path) -> None:
     assert resume_from_batches("classifier", lambda: [Lookahead(interval=2)], tmp_path, None) == {}
 
 
+def test_a_run_that_is_too_short_is_told() -> None:
+    technique = Lookahead(interval=13, alpha=0.25)
+    with pytest.warns(
+        UserWarning, match=r"Lookahead: the run ends after 12 steps, and .* after every 13, .* 25% of the way"
+    ):
+        fit("tiny_gpt", lambda: [technique])
+    assert technique.report() == {"slow_steps": 0}
+    technique = Lookahead(interval=12)
+    fit("tiny_gpt", lambda: [technique])
+    assert technique.report() == {"slow_steps": 1}
+
+
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [

@@ -164,7 +164,8 @@ def test_resumes_within_windows(tmp_path: Path) -> None:
 
 def test_too_few_snapshots_are_told() -> None:
     technique = RegularizedNonlinearAcceleration(window=4, interval=5)
-    fit("tiny_gpt", lambda: [technique])
+    with pytest.warns(UserWarning, match=r"ends after 12 steps, and snapshot 3 would be taken after 15 \(interval=5\)"):
+        fit("tiny_gpt", lambda: [technique])
     assert "too few snapshots to extrapolate from (2)" in technique.summary()
 
 

@@ -1,5 +1,6 @@
 """SWA: the rate that is asked for, the exact mean of the ends of cycles, and BatchNorm's statistics at it."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import lightning_eff
 from lightning_eff.optim.averaging.stochastic_weight_averaging import StochasticWeightAveraging, cycle_rate
 from tests.cases import Case
-from tests.models import TinyClassifier, loader, make_batch, trainer
+from tests.models import TinyClassifier, TinyGPT, loader, make_batch, trainer
 from tests.optim.watch import Watch, differing, reference, state_of
 from tests.runs import MODES, fit, resume_from_batches, resume_from_every_step
 
@@ -137,8 +138,29 @@ def test_resumes_from_every_step_and_within_windows(tmp_path: Path) -> None:
 
 def test_no_cycle_ended_is_told() -> None:
     technique = StochasticWeightAveraging(cycle=100)
-    fit("tiny_gpt", lambda: [technique])
+    with pytest.warns(UserWarning, match=r"ends after 12 steps, and no cycle \(cycle=100\) ends in its last 3"):
+        fit("tiny_gpt", lambda: [technique])
     assert "no cycle ended after 75% of the run" in technique.summary()
+
+
+@pytest.mark.parametrize(
+    ("steps", "start", "averaged"), [(12, 0.8, 0), (12, 0.75, 1), (15, 0.8, 1), (9, 0.4, 1), (9, 0.5, 0)]
+)
+def test_epochs_that_end_before_it_starts_are_told(steps: int, start: float, averaged: int) -> None:
+    """Epochs of five steps: an end counts if its step began at ``start`` or later."""
+    technique = StochasticWeightAveraging(start=start)
+    told = pytest.warns(UserWarning, match=r"no cycle \(cycle='epoch' of 5 steps\) .* cycle=1, or an earlier start=")
+    with nullcontext() if averaged else told:
+        trainer(technique, max_steps=steps).fit(TinyGPT(1), loader("tiny_gpt"))
+    assert technique.report()["averaged"] == averaged
+
+
+def test_where_seconds_end_the_run_it_is_told_as_it_ends() -> None:
+    technique, within = StochasticWeightAveraging(cycle=100), StochasticWeightAveraging(start=0.0, cycle=2)
+    with pytest.warns(UserWarning, match="the run ended after 4 steps, and no cycle"):
+        trainer(technique, max_steps=4, max_time={"hours": 1}).fit(TinyGPT(1), loader("tiny_gpt"))
+    trainer(within, max_steps=4, max_time={"hours": 1}).fit(TinyGPT(1), loader("tiny_gpt"))
+    assert within.report()["averaged"] == 2
 
 
 @pytest.mark.parametrize(

@@ -662,6 +662,51 @@ def test_what_cannot_be_done_is_refused_at_setup(net: Any, technique: Any, messa
     assert torch.equal(flat(one), before) and "configure_optimizers" not in vars(one)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (
+            functools.partial(Muon, learning_rate=0.02),
+            r"Muon has no argument 'learning_rate'; expected one of lr, weight_decay, .* Did you mean 'lr'\?",
+        ),
+        (
+            {"class_path": "torch.optim.SGD", "init_args": {"momentun": 0.9}},
+            r"SGD has no argument 'momentun'; expected one of lr, momentum, .* Did you mean 'momentum'\?",
+        ),
+        (
+            functools.partial(torch.optim.SGD, warmup=3),
+            r"SGD has no argument 'warmup'; expected one of lr, .* Take it out",
+        ),
+    ],
+)
+def test_an_argument_that_the_optimizer_has_not_is_refused_at_once(optimizer: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"ReplaceOptimizer: {message}"):
+        ReplaceOptimizer(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (functools.partial(Muon, lr="0.02"), r"Muon does not take lr='0.02': .*such as the default 0.02\.$"),
+        (
+            functools.partial(Muon, momentum=0.9, lr=-1.0),
+            r"does not take lr=-1.0: .* finite rate >= 0.* default 0.02\.$",
+        ),
+        (
+            functools.partial(torch.optim.AdamW, betas=0.9),
+            r"AdamW does not take betas=0.9: .* default \(0.9, 0.999\)\.$",
+        ),
+        (
+            lambda params: Muon(params, rate=0.1),
+            r"cannot be made, whatever the parameters: .*'rate'\. Mend the arguments",
+        ),
+    ],
+)
+def test_a_value_that_the_optimizer_does_not_take_is_named_and_not_the_parameters(optimizer: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"ReplaceOptimizer: .*{message}"):
+        run(FourGroups(), ReplaceOptimizer(optimizer))
+
+
 def test_a_tied_head_is_named() -> None:
     with pytest.raises(ValueError, match="a head that is tied to the embedding is the embedding"):
         run(module("gpt2"), ReplaceOptimizer(group_lr={"head": 0.1}), name="gpt2")

@@ -202,9 +202,7 @@ class AutoAssist(Technique):
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
         session, size, own = self.session, num_samples(batch), self._own
         assert own is not None
-        if not self._scorer.checked:
-            self._scorer.check_first(session, step, batch, size)
-            agree(session, self._scorer.score(step, batch, size).problem)  # before anything has moved
+        self._scorer.check_ahead(session, step, batch, size)
         own.seed = session.seed
         self._active = session.progress.u >= self.start
         trained = size

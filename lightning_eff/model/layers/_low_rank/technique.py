@@ -9,7 +9,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_eff._core._architecture.naming import check_names
+from lightning_eff._core._architecture.naming import by_reason, check_names
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff.model.layers._low_rank.factored import Factored
@@ -58,6 +58,7 @@ class LowRank(Architecture):
     rank: int | float | None
     energy: float | None
     names: list[str] | None
+    _floor: tuple[str, int] | None = None  # an argument, and from which value down it takes some that it left
     _count = 0
     _before = 0
     _after = 0
@@ -107,11 +108,15 @@ class LowRank(Architecture):
             else:
                 chosen[id(p.module)] = p
         if not chosen:
-            reasons = "".join(f" {path}: {reason}." for path, reason in left.items())
+            mends = ["give a smaller rank or energy"] if places else []
+            if self._floor is not None:
+                mends.insert(0, f"lower {self._floor[0]}= to {self._floor[1]} or less")
+            mends.append(f"name some, {who}(names=[...])")
+            mends[0] = mends[0][0].upper() + mends[0][1:]
             raise ValueError(
                 f"{who}: {type(surgeon.root).__name__} has no {self.what} to factor (among {len(places)} that could be)."
-                f"{reasons} Expected some that a lower rank makes smaller. Give a smaller rank or energy, or"
-                f" {who}(names=[...]); or take the technique out."
+                f"{by_reason(left)} Expected some that a lower rank makes smaller. {', or '.join(mends)}; or take"
+                " the technique out."
             )
         surgeon.leave(left)
         kept: list[float] = []

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff._core.late import ActsLate, Length
 from lightning_eff._core.session import Session
 from lightning_eff.model.sparsity._masks.allotting import allotted
 from lightning_eff.model.sparsity._masks.finding import largest
@@ -48,7 +49,7 @@ def random_masks(technique: Masked, session: Session) -> dict[str, Tensor]:
     return masks
 
 
-class Rewired(Masked):
+class Rewired(ActsLate, Masked):
     """A technique whose masks begin at random, and of which a part moves every ``interval`` optimizer steps.
 
     Attributes:
@@ -135,6 +136,25 @@ class Rewired(Masked):
     def _tell(self, changed: Mapping[str, Tensor]) -> None:
         self._moved = sum(int(one.sum()) for one in changed.values()) // 2
         self._changes += 1
+
+    # -- what it tells and keeps
+
+    @property
+    @override
+    def acted(self) -> bool:
+        return self._changes > 0
+
+    @override
+    def will_act(self, length: Length) -> bool:
+        return length.times(self.interval, until=self.until) > 0
+
+    @override
+    def idle(self, length: Length) -> str:
+        until = f", up to until={self.until} of the run" if self.until < 1 else ""
+        return (
+            f"masks move after every {self.interval:,}{until}, so they stay the random ones that it begins with. Give a"
+            " smaller interval=."
+        )
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:

@@ -1,5 +1,6 @@
 """An optimizer as LightningCLI has it: a function of parameters, or a class path with its ``init_args``."""
 
+import difflib
 import functools
 import importlib
 import inspect
@@ -23,7 +24,7 @@ def making(optimizer: Any) -> Making:
         optimizer: such a function (a class is one), a class path, or a mapping with ``class_path`` and ``init_args``.
 
     Raises:
-        ValueError: for a path that leads to no optimizer.
+        ValueError: for a path that leads to no optimizer, or an argument that it has not.
         TypeError: for something else, such as an optimizer that is made already.
     """
     if isinstance(optimizer, Mapping):
@@ -33,7 +34,7 @@ def making(optimizer: Any) -> Making:
                 f"ReplaceOptimizer(optimizer={dict(optimizer)}): expected the keys class_path and init_args, such as"
                 " {'class_path': 'lightning_eff.Muon', 'init_args': {'lr': 0.02}}."
             )
-        return functools.partial(_imported(optimizer["class_path"]), **(optimizer.get("init_args") or {}))
+        return _checked(functools.partial(_imported(optimizer["class_path"]), **(optimizer.get("init_args") or {})))
     if isinstance(optimizer, str):
         return _imported(optimizer)
     if isinstance(optimizer, Optimizer) or not callable(optimizer):
@@ -42,8 +43,38 @@ def making(optimizer: Any) -> Making:
             " parameters, such as its class or functools.partial(Muon, lr=0.02), or its class path. The parameters are"
             " chosen when the module is complete."
         )
-    made_by: Any = optimizer
+    made_by: Any = _checked(optimizer) if isinstance(optimizer, functools.partial) else optimizer
     return made_by
+
+
+def _checked(make: functools.partial[Any]) -> Making:
+    """The function, whose keywords are known.
+
+    Raises:
+        ValueError: if one of them is not.
+    """
+    try:
+        has = inspect.signature(make.func).parameters
+    except (TypeError, ValueError):  # of a function in C
+        return make
+    known = [*has][1:]  # without the parameters
+    unknown = [name for name in make.keywords if name not in has]
+    if unknown and not any(one.kind is one.VAR_KEYWORD for one in has.values()):
+        near = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0.5)
+        near += [one for one in known if one == _initials(unknown[0]) or _initials(one) == unknown[0]]
+        raise ValueError(
+            f"ReplaceOptimizer: {_name(make)} has no argument {unknown[0]!r}; expected one of {', '.join(known)}."
+            f"{f' Did you mean {near[0]!r}?' if near else ' Take it out.'}"
+        )
+    return make
+
+
+def _initials(name: str) -> str:
+    return "".join(word[:1] for word in name.split("_"))
+
+
+def _name(make: Making) -> str:
+    return getattr(getattr(make, "func", make), "__name__", "the optimizer")
 
 
 def _imported(path: str) -> Making:
@@ -70,14 +101,17 @@ def made(make: Making, groups: list[dict[str, Any]], module: nn.Module) -> Optim
         module: whose parameters these are.
 
     Raises:
-        ValueError: if it does not take such groups, holds other parameters afterwards, or needs to compute losses anew.
+        ValueError: if it does not take such groups, or what it is made with, holds other parameters afterwards, or needs to
+            compute losses anew.
     """
     bare = len(groups) == 1 and set(groups[0]) == {"params"}
-    who = getattr(getattr(make, "func", make), "__name__", "the optimizer")
+    who = _name(make)
     try:
         with parameters_of(module):
             optimizer = make(list(groups[0]["params"]) if bare else [dict(group) for group in groups])
     except (ValueError, TypeError, KeyError, AssertionError, RuntimeError, NotImplementedError) as error:
+        if (fault := _fault(make, error)) is not None:
+            raise ValueError(f"ReplaceOptimizer: {fault}") from error
         shapes = sorted(
             {tuple(p.shape) for group in groups for p in group["params"]}, key=lambda shape: (len(shape), shape)
         )
@@ -108,3 +142,28 @@ def made(make: Making, groups: list[dict[str, Any]], module: nn.Module) -> Optim
             f"{f', without {lost[:3]}' if lost else ''}; expected it to hold what it is given."
         )
     return optimizer
+
+
+def _fault(make: Making, error: Exception) -> str | None:
+    """What is wrong with the optimizer's own arguments, if it is they that it fails for, whatever the parameters."""
+    own = _refusal(make)
+    if type(own) is not type(error) or str(own) != str(error):
+        return None
+    why = str(error).rstrip(".")
+    if isinstance(make, functools.partial):
+        for name, value in make.keywords.items():
+            others = {key: one for key, one in make.keywords.items() if key != name}
+            if _refusal(functools.partial(make.func, *make.args, **others)) is None:
+                default = inspect.signature(make.func).parameters[name].default
+                like = "" if default is inspect.Parameter.empty else f", such as the default {default!r}"
+                return f"{_name(make)} does not take {name}={value!r}: {why}. Give another value{like}."
+    return f"{_name(make)} cannot be made, whatever the parameters: {why}. Mend the arguments that it is made with."
+
+
+def _refusal(make: Making) -> Exception | None:
+    """What making it of a small matrix ends with."""
+    try:
+        make([nn.Parameter(torch.zeros(2, 2))])
+    except Exception as error:
+        return error
+    return None
