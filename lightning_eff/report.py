@@ -10,19 +10,28 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_eff._core.batches import num_samples, num_tokens
+from lightning_eff._core.progress import in_flight
 from lightning_eff._core.technique import techniques_of
 
 
 class TrainingReport(Callback):
     """Prints a closing report on rank 0; the command line adds it to every fit.
 
-    Tokens (or samples, where a batch holds no token ids) are those that the loader handed out on all ranks. Seconds are
-    those of training: validation is taken out.
+    Tokens (or samples, where a batch holds no token ids) are those that the loader handed out on all ranks, in a resumed run
+    since its first step: checkpoints hold their number. Seconds are those of training since the run was started or resumed:
+    validation is taken out.
     """
 
     def __init__(self) -> None:
-        self._tokens = 0
-        self._samples = 0
+        self._counted = {"tokens": 0, "samples": 0, "uncounted_steps": 0}
+        self._loaded = False
+        self._begin(None)
+
+    def _begin(self, trainer: Trainer | None) -> None:
+        self._trainer = trainer
+        self._before = dict(self._counted)
+        self._latest: dict[str, int] = {}  # of the batch at hand
+        self._first = 0 if trainer is None else trainer.global_step
         self._batches = 0
         self._began = self._paused = self._outside = 0.0
         self._seconds = 0.0
@@ -30,15 +39,20 @@ class TrainingReport(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.__init__()
+        if not self._loaded:
+            self._counted = {"tokens": 0, "samples": 0, "uncounted_steps": trainer.global_step}
+        self._loaded = False
+        self._begin(trainer)
         self._began = time.perf_counter()
         if pl_module.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(pl_module.device)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._tokens += num_tokens(batch)
-        self._samples += num_samples(batch)
+        ranks = trainer.world_size
+        self._latest = {"tokens": num_tokens(batch) * ranks, "samples": num_samples(batch) * ranks}
+        for unit, amount in self._latest.items():
+            self._counted[unit] += amount
         self._batches += 1
 
     @override
@@ -63,14 +77,28 @@ class TrainingReport(Callback):
         if self._text:  # now that the progress bar, which comes before, writes no more
             print(self._text, flush=True)
             self._text = ""
+        self._trainer = None
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        again = self._latest if self._trainer is not None and in_flight(self._trainer) else {}
+        return {name: count - again.get(name, 0) for name, count in self._counted.items()}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._counted, self._loaded = dict(state_dict), True
 
     def text(self, trainer: Trainer, pl_module: LightningModule) -> str:
         """The report, a line for each thing."""
-        amount, unit = (self._tokens, "tokens") if self._tokens else (self._samples, "samples")
-        amount *= trainer.world_size
+        unit = "tokens" if self._counted["tokens"] else "samples"
+        amount, steps = self._counted[unit], f"{trainer.global_step:,} steps"
+        if uncounted := self._counted["uncounted_steps"]:
+            steps = f"the last {trainer.global_step - uncounted:,} of {steps}"
+        since = f" since step {self._first:,}" if self._first else ""
+        rate = (amount - self._before[unit]) / self._seconds
         rows = [
-            (f"{unit} seen", f"{amount:,} in {trainer.global_step:,} steps"),
-            (f"{unit}/s", f"{amount / self._seconds:,.0f} over {self._seconds:.1f} s of training"),
+            (f"{unit} seen", f"{amount:,} in {steps}"),
+            (f"{unit}/s", f"{rate:,.0f} over {self._seconds:.1f} s of training{since}"),
         ]
         rows += [
             (name, f"{float(value):.4f}")

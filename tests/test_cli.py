@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import yaml
+from lightning.pytorch import Callback
 
 import lightning_eff
 from lightning_eff import cli
 from lightning_eff._config import ConfigParser
+from lightning_eff.report import TrainingReport
 from tests.cases import CASES
 from tests.cli_data import unannotated
+from tests.models import TinyClassifier, loader, trainer
 
 ROOT = Path(__file__).parent.parent
 
@@ -106,6 +109,8 @@ def test_resume_and_validate_from_the_command_line(
     cli.main(["fit", "--config", recipe, "--ckpt_path", str(tmp_path / "step=4.ckpt")])
     resumed = capsys.readouterr().out
     assert whole.split("val_loss")[1].split()[0] == resumed.split("val_loss")[1].split()[0]
+    assert "tokens seen" in whole and "1,024 in 8 steps" in whole
+    assert "1,024 in 8 steps" in resumed and "of training since step 4" in resumed
     cli.main(["validate", "--config", recipe, "--ckpt_path", str(tmp_path / "step=8.ckpt")])
 
 
@@ -129,6 +134,40 @@ def test_a_config_names_a_teacher_that_does_not_say_what_it_returns(name: str) -
     given = {"class_path": name, "init_args": {"teacher": "tests.cli_data.unannotated"}}
     made = parser.instantiate_classes(parser.parse_object({"technique": given}))
     assert made["technique"].teacher is unannotated
+
+
+def test_a_report_counts_a_batch_once_and_says_what_it_does_not_know() -> None:
+    """A checkpoint of within a step counts without the batch, which is trained on again; one of before is counted from."""
+    states = []
+
+    class Looks(Callback):
+        def on_before_backward(self, *args: Any) -> None:
+            states.append(report.state_dict())
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            states.append(report.state_dict())
+
+    def told(*states: dict[str, int], first: int = 2) -> list[str]:
+        """What is told of a run of four steps of 4 samples, ``first`` of them before, and its rate times its seconds."""
+        t = trainer(report, Looks(), max_steps=first)
+        net, data = TinyClassifier(), loader("classifier", 40)
+        t.fit(net, data)
+        t.fit_loop.epoch_loop.max_steps = 4
+        for state in states:
+            report.load_state_dict(state)
+        t.fit(net, data)
+        return [line.split("  ")[-1] for line in report.text(t, net).splitlines() if "samples" in line]
+
+    report = TrainingReport()
+    seen, rate = told()
+    assert seen == "8 in the last 2 of 4 steps" and "since step 2" in rate
+    assert [state["samples"] for state in states] == [0, 4, 4, 8, 0, 4, 4, 8]
+    seen, rate = told({"tokens": 0, "samples": 8, "uncounted_steps": 0})
+    assert seen == "16 in 4 steps"
+    per_second, seconds = float(rate.split()[0].replace(",", "")), report._seconds
+    assert per_second == pytest.approx(8 / seconds, abs=0.51)
+    seen, _ = told({"tokens": 0, "samples": 4, "uncounted_steps": 1})
+    assert seen == "12 in the last 3 of 4 steps"
 
 
 def test_techniques_lists_every_one(capsys: pytest.CaptureFixture[str]) -> None:

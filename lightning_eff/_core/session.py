@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 
 from lightning_eff._core import rng
 from lightning_eff._core._architecture.record import check_checkpoint, described
-from lightning_eff._core._run.checks import check_optimizers, check_run
+from lightning_eff._core._run.checks import check_optimizers, check_run, tell_of_trials
 from lightning_eff._core._run.loading import TrainLoaders
 from lightning_eff._core._run.member import Member
-from lightning_eff._core._run.metrics import CurrentMetrics
+from lightning_eff._core._run.metrics import CurrentMetrics, reported
 from lightning_eff._core._run.processes import gathered, tell_other_processes, wrap_again
 from lightning_eff._core._run.silence import silence
 from lightning_eff._core._stack.running import running
@@ -77,7 +77,7 @@ class Session:
         self._rng: dict[str, Any] | None = None
         self._gradients: dict[str, Any] = {}
         self._steps_before = -1
-        self._validate_first = self._backward_done = self._logged = False
+        self._validate_first = self._backward_done = self._logged = self._slept = False
         self._metrics: CurrentMetrics | None = None
 
     # -- opening and closing
@@ -155,14 +155,13 @@ class Session:
 
         def load_checkpoint(*args: Any, **kwargs: Any) -> dict[str, Any]:
             checkpoint = load(*args, **kwargs)
-            if self.fitting and _KEY in checkpoint:
-                window = checkpoint[_KEY].get("window", self.trainer.accumulate_grad_batches)
+            ours, states = checkpoint.get(_KEY, {}), checkpoint.get("callbacks", {})
+            if self.fitting and ours:
+                window = ours.get("window", self.trainer.accumulate_grad_batches)
                 mend_loops(checkpoint, by_steps=self.trainer.max_steps != -1, accumulate=window)
-            check_checkpoint(
-                self.module, checkpoint.get("state_dict"), checkpoint.get(_KEY, {}).get("architecture", [])
-            )
+            check_checkpoint(self.module, checkpoint.get("state_dict"), ours.get("architecture", []))
             for technique in self.working:
-                technique.check_checkpoint(self, checkpoint.get("callbacks", {}).get(technique.state_key))
+                technique.check_checkpoint(self, states.get(technique.state_key))
             return checkpoint
 
         self.patches.set(strategy, "setup", setup_strategy)
@@ -171,6 +170,8 @@ class Session:
             self.patches.set(module, name, self._evaluation(getattr(module, name)))
         if self.fitting:
             self._metrics = CurrentMetrics(self.trainer, self._reported)
+            loop = self.trainer.fit_loop
+            self.patches.set(loop, "setup_data", self.loaders.asking(loop.setup_data))
             self.patches.set(strategy, "process_dataloader", self.loaders.wrap(strategy.process_dataloader))
             self.patches.set(module, "training_step", self._training(module.training_step))
             self.patches.set(module, "configure_optimizers", thawing(module.configure_optimizers, self._stacks))
@@ -190,7 +191,10 @@ class Session:
     def _training(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def training_step(*args: Any, **kwargs: Any) -> Any:
-            if not self.working or self._asleep() or self._evaluating() or not args:
+            if not self.working or self.asleep or self._evaluating() or not args:
+                if self.working and self.asleep and not self._slept:
+                    self._slept = True
+                    tell_of_trials(self.working)
                 return original(*args, **kwargs)
             self.end_step()
             self._show(self._scope, training=True)
@@ -226,7 +230,8 @@ class Session:
         for view in self.views:
             scope.enter_context(view(training))
 
-    def _asleep(self) -> bool:
+    @property
+    def asleep(self) -> bool:
         """Lightning's tuners swap the callbacks for their trial runs, which are then plain ones."""
         return not any(c is self.techniques[0] for c in self.trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -373,13 +378,7 @@ class Session:
 
     def _reported(self) -> dict[str, float]:
         """What the techniques report, once there has been a batch."""
-        if not self._logged:
-            return {}
-        return {
-            f"eff/{technique.name()}/{quantity}": float(value)
-            for technique in self.working
-            for quantity, value in technique.report().items()
-        }
+        return reported(self.working) if self._logged else {}
 
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Put what a bit-exact resume needs, beside the techniques' own states, into a checkpoint."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_eff._core import rng
+from lightning_eff._core._run.unlogged import unlogged
 from lightning_eff._core.batches import select
 
 if TYPE_CHECKING:
@@ -101,7 +102,9 @@ def in_evaluation(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def silent(module: "LightningModule", start: Callable[[], None] | None = None) -> Iterator[None]:
-    """Run a pass that leaves no trace: ``self.log`` is muted, and what :func:`snapshot` tells of is put back.
+    """Run a pass that leaves no trace: nothing is logged, and what :func:`snapshot` tells of is put back.
+
+    ``self.log`` is muted, and so are the trainer's loggers, which a module may write to by hand.
 
     The autocast cache is emptied on both ends: it would serve weights cast before they changed, or without a graph.
 
@@ -115,7 +118,8 @@ def silent(module: "LightningModule", start: Callable[[], None] | None = None) -
     module.__dict__["log"] = _ignore
     torch.clear_autocast_cache()
     try:
-        yield
+        with unlogged(module):
+            yield
     finally:
         torch.clear_autocast_cache()
         put_back()

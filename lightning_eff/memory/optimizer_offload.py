@@ -1,12 +1,14 @@
 """Optimizer offloading: states and update live on the host (ZeRO-Offload, Ren et al. 2021, arXiv:2101.06840)."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import Any, ClassVar
 
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey, needs_memory_bound
@@ -21,6 +23,16 @@ def _pointless(profile: RunProfile) -> str | None:
     if not profile.optimizer_states:
         return "the optimizer keeps no states"
     return needs_memory_bound(profile)
+
+
+def _step_of(update: HostUpdate, plain: Any) -> Callable[..., Any]:
+    """The step on the host as a function of the optimizer, since a scheduler that is made later looks into a method."""
+
+    @functools.wraps(getattr(plain, "__func__", plain))
+    def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return update.step(*args, **kwargs)
+
+    return step
 
 
 class OptimizerOffload(Technique):
@@ -88,8 +100,7 @@ class OptimizerOffload(Technique):
             check_optimizer(optimizer, scaled=scaled)
         for optimizer in session.optimizers:
             update = HostUpdate(optimizer, pin_memory=self.pin_memory)
-            step = functools.wraps(optimizer.step)(functools.partial(HostUpdate.step, update))
-            session.patches.set(optimizer, "step", step)
+            session.patches.set(optimizer, "step", MethodType(_step_of(update, optimizer.step), optimizer))
             session.patches.set(optimizer, "load_state_dict", update.load_state_dict)
             self._updates.append(update)
         if not any(update.on_accelerator for update in self._updates):

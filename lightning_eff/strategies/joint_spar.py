@@ -295,6 +295,8 @@ class JointSpar(Technique):
     @torch.no_grad()
     def _weigh(self, session: Session, optimizer: Optimizer) -> None:
         """Gradients are whole: those of drawn layers count 1 / p times, the others' are zero."""
+        if session.asleep:
+            return
         assert self._p is not None, "on_optimizers has found the layers"
         steps = {id(p) for group in optimizer.param_groups for p in group["params"]}
         squares: dict[int, Tensor] = {}

@@ -2,18 +2,25 @@
 
 import random
 from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.aggregation import CatMetric
 
+from lightning_eff import ExponentialMovingAverage
 from lightning_eff._core import rng
 from lightning_eff._core.steps import Stage, Step, StepChain, silent
+from tests.cases import CASES
 from tests.models import TinyClassifier, loader, make_batch, trainer
 
 
@@ -239,6 +246,90 @@ def test_gradients_after_a_scoring_pass_under_autocast() -> None:
 
     for a, b in zip(gradients(False), gradients(True), strict=True):
         assert torch.equal(a, b)
+
+
+class Rows(CSVLogger):
+    """Keeps what it is told in a list."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.rows: list[Any] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if "own" in metrics:
+            self.rows.append(("metrics", metrics["own"]))
+
+    @property
+    def experiment(self) -> Any:
+        return SimpleNamespace(add_text=lambda text: self.rows.append(("text", text)))
+
+    def save(self) -> None:
+        """Nothing is kept in a file."""
+
+    def finalize(self, status: str) -> None:
+        """Likewise."""
+
+    def log_text(self, text: str) -> None:
+        self.rows.append(("own method", text))
+
+
+def test_loggers_are_silent_too(tmp_path: Path) -> None:
+    """What a module writes to its loggers by hand is written in its own pass alone; they are put back after an error too."""
+
+    class ByHand(TinyClassifier):
+        pass_number = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.pass_number += 1
+            for logger in self.loggers:
+                assert isinstance(logger, Rows), "it passes for what it stands in for"
+                assert (logger.log_dir, logger.version, logger.name) == (own.log_dir, own.version, own.name)
+                logger.log_metrics({"own": float(batch_idx)}, step=batch_idx)
+                logger.experiment.add_text(f"experiment {batch_idx}")
+                logger.log_text(f"text {batch_idx}")
+            assert self.trainer.log_dir == own.log_dir
+            if self.fails and self.pass_number == 2:
+                raise RuntimeError("planted")
+            return super().training_step(batch, batch_idx)
+
+        fails = False
+
+    class Looks(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            before = trainer.loggers
+            with silent(module):
+                module.training_step(batch, batch_idx)
+            module.fails = batch_idx == 1
+            with suppress(RuntimeError), silent(module):
+                module.training_step(batch, batch_idx), module.training_step(batch, batch_idx)
+            assert trainer.loggers is before and trainer.loggers == [own]
+            module.fails = False
+
+    own, net = Rows(tmp_path), ByHand()
+    trainer(Looks(), logger=own, max_steps=2, log_every_n_steps=100).fit(net, loader("classifier", 16))
+    each = [[("metrics", float(i)), ("text", f"experiment {i}"), ("own method", f"text {i}")] for i in range(2)]
+    assert own.rows == [*each[0], *each[1]]
+
+
+@pytest.mark.parametrize("name", ["SharpnessAwareMinimization", "MESA", "ExponentialMovingAverage"])
+def test_a_step_writes_one_row_whatever_passes_are_beside_it(name: str, tmp_path: Path) -> None:
+    class ByHand(TinyClassifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            assert self.logger is not None
+            self.logger.log_metrics({"own": float(batch_idx)})
+            return super().training_step(batch, batch_idx)
+
+    build = {"ExponentialMovingAverage": lambda: ExponentialMovingAverage(2, batch_norm="recompute")}
+    own, technique = Rows(tmp_path), build.get(name, CASES[name].active)()
+    t = trainer(technique, logger=own, max_steps=4, log_every_n_steps=100, limit_val_batches=1)
+    t.fit(ByHand(), loader("classifier", 16), loader("classifier", 8))
+    assert techniques_cost(technique) > 0
+    assert [value for _, value in own.rows] == [0.0, 1.0, 2.0, 3.0]
+
+
+def techniques_cost(technique: Any) -> int:
+    """The extra passes of the run that it was in."""
+    return technique._past.chain.cost.forward_passes
 
 
 def test_silent_under_a_trainer() -> None:

@@ -6,6 +6,7 @@ from typing import ClassVar, Protocol
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
@@ -96,6 +97,15 @@ def _check_pair(first: Needing, second: Needing) -> None:
         reason = "the same technique twice would act twice on the same thing"
     if reason:
         raise ValueError(f"{a} and {b} cannot train together: {reason}. Take one of them out.")
+
+
+def tell_of_trials(techniques: Sequence[Needing]) -> None:
+    """Say that a tuner of Lightning's tries steps without these."""
+    names = ", ".join(type(technique).__name__ for technique in techniques)
+    rank_zero_info(
+        f"Lightning's tuner tries plain training steps, in which techniques rest ({names}): what they do to a step's memory"
+        " or loss is not in the batch size or rate that it finds."
+    )
 
 
 def is_checkpointed_reentrantly(modules: Iterable[nn.Module]) -> bool:

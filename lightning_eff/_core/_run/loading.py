@@ -37,16 +37,32 @@ class TrainLoaders:
         self.take_up_rng = take_up_rng
         self._trainer, self._gather = trainer, gather
         self._loaders: list[ResumableLoader] = []
-        self._before_these: Any = None  # Lightning's loaders as these were asked for: those that they take the place of
+        self._asking = self._another = False
+
+    def asking(self, setup_data: Callable[[], None]) -> Callable[[], None]:
+        """The fit loop's ``setup_data``, known to be under way: what it asks the strategy for are training loaders.
+
+        Lightning's tuners ask for those of validation while the trainer is in training, and anew for those of training.
+        """
+
+        def asking_setup_data() -> None:
+            self._asking = self._another = True
+            try:
+                setup_data()
+            finally:
+                self._asking = False
+
+        return asking_setup_data
 
     def wrap(self, process: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """The strategy's ``process_dataloader``, with a :class:`ResumableLoader` around what trains."""
 
         def process_dataloader(dataloader: Any) -> Any:
             dataloader = process(dataloader)
-            if not self._trainer.training:
+            if not self._asking:
                 return dataloader
-            self._begin_round()
+            if self._another:
+                self._begin_round()
             if self.take is not None:
                 self.take(dataloader, not self._loaders)
             loader = ResumableLoader(dataloader, self, choosable=self.take is not None)
@@ -60,11 +76,11 @@ class TrainLoaders:
         return process_dataloader
 
     def _begin_round(self) -> None:
-        """Let go of the loaders of before, where Lightning reloads them."""
-        running = self._trainer.fit_loop._combined_loader
-        if running is not None and running is not self._before_these:
+        """Let go of the loaders of before, where Lightning or one of its tuners loads them anew."""
+        self._another = False
+        if self._loaders:
             self.unwrap()
-            self.states, self._before_these = [], running
+            self.states = []
 
     def take_up(self, states: list[dict[str, Any]]) -> None:
         """Go on from what a checkpoint says: loaders to come, and those that a strategy has asked for before it is restored."""

@@ -1,6 +1,6 @@
 """What callbacks read in ``trainer.callback_metrics``: our quantities as they are, and not as they were logged last."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -9,8 +9,19 @@ from lightning.pytorch.trainer.connectors.logger_connector.logger_connector impo
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._run.member import Member
+
 Source = Callable[[], dict[str, float]]
 _OURS = ("_current", "_original")
+
+
+def reported(techniques: Iterable[Member]) -> dict[str, float]:
+    """What each of ``techniques`` reports, by the names that loggers get."""
+    return {
+        f"eff/{technique.name()}/{quantity}": float(value)
+        for technique in techniques
+        for quantity, value in technique.report().items()
+    }
 
 
 class CurrentMetrics:

@@ -50,7 +50,8 @@ class EpochsOfRun:
 
         def on_advance_start() -> None:
             loop.setup_data()  # which comes first in Lightning's own; a loader that is taken up anew is there then
-            self._before_epoch()
+            if not session.asleep:
+                self._before_epoch()
             advance()
 
         def on_run_start(data_fetcher: Any) -> None:

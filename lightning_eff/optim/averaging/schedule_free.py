@@ -4,6 +4,7 @@ import importlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +22,11 @@ from lightning_eff._core.technique import Control
 from lightning_eff.optim.averaging._engine import AveragedWeights, check_bn_batches, rivals
 
 _PROGRESS = ("k", "lr_max", "weight_sum")  # what the library keeps for a group
+
+
+def rates_of(optimizer: Optimizer) -> list[float | None]:
+    """The rate of each group; None where it has none."""
+    return [None if group.get("lr") is None else float(group["lr"]) for group in optimizer.param_groups]
 
 
 class Base:
@@ -121,7 +127,7 @@ class ScheduleFree(AveragedWeights):
 
     Args:
         momentum: beta in (0, 1); longer runs take more, as 0.95 or 0.98. None is plain training.
-        lr_factor: each group's rate is multiplied by this, > 0.
+        lr_factor: each group's rate is multiplied by this, > 0; one that a ``LearningRateFinder`` sets counts as it is.
         warmup_steps: optimizer steps over which the rates rise from zero, >= 0.
         power: >= 0; above zero late steps weigh more.
         bn_batches: how many training batches, on each rank, BatchNorm statistics are recomputed from; None takes an epoch.
@@ -196,7 +202,7 @@ class ScheduleFree(AveragedWeights):
         super()._reset()
         self._base: Base | None = None
         self._wrapper: Any = None
-        self._rates: list[float | None] = []
+        self._rates: list[float | None] = []  # as training began
         self._names: dict[Tensor, str] = {}
         self._loaded: dict[str, Any] | None = None  # a checkpoint's, until the optimizer is there
 
@@ -252,18 +258,22 @@ class ScheduleFree(AveragedWeights):
                 f" {type(session.module).__name__} (shapes {[tuple(p.shape) for p in strange[:3]]}); expected the module's own."
             )
         super().on_optimizers(session)
-        self._base = Base(optimizer, optimizer.step)
+        plain = optimizer.step
+        self._base = Base(optimizer, plain)
         self._wrapper = wrapper_around(self._base, self.momentum, self.power)
-        self._rates = [None if group.get("lr") is None else float(group["lr"]) for group in optimizer.param_groups]
+        made = rates_of(optimizer)
         if self._loaded is not None:
             by_name = {name: p for p, name in self._names.items()}
             for name, z in self._loaded["z"].items():
                 self._base.state[by_name[name]]["z"] = z
             for group, saved in zip(self._base.param_groups, self._loaded["groups"], strict=True):
                 group.update(saved)
+            self._rates = self._loaded.get("rates", made)  # checkpoints of earlier versions have none
             self._loaded = None
 
-        def step(closure: Callable[[], Any] | None = None) -> Any:
+        def step(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            if session.asleep:
+                return plain(closure)
             loss = None
             if closure is not None:
                 with torch.enable_grad():
@@ -274,11 +284,14 @@ class ScheduleFree(AveragedWeights):
             self.outdate(session)
             return loss
 
-        session.patches.set(optimizer, "step", step)
+        # a method, since a scheduler that is made later, as lr_find's is, looks for its function
+        session.patches.set(optimizer, "step", MethodType(step, optimizer))
 
     @override
     def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
         super().on_batch_start(session, batch, batch_idx)
+        if not self._rates:  # lr_find may have set others than they were made with
+            self._rates = [rate for optimizer in session.optimizers for rate in rates_of(optimizer)]
         if self.warmup_steps:
             share = min(1.0, (session.trainer.global_step + 1) / self.warmup_steps)
             for optimizer in session.optimizers:
@@ -322,11 +335,18 @@ class ScheduleFree(AveragedWeights):
     @override
     def saved(self) -> dict[str, Any]:
         groups = [] if self._base is None else self._base.param_groups
-        return {"z": self._z(), "groups": [{name: g[name] for name in _PROGRESS if name in g} for g in groups]}
+        return {
+            "z": self._z(),
+            "rates": self._rates,
+            "groups": [{name: g[name] for name in _PROGRESS if name in g} for g in groups],
+        }
 
     @override
     def restore(self, state: dict[str, Any]) -> None:
-        self._loaded = {"z": dict(state["z"]), "groups": list(state["groups"])}
+        self._loaded = {
+            "z": dict(state["z"]),
+            **{name: list(state[name]) for name in ("groups", "rates") if name in state},
+        }
 
     @override
     def saved_weights(self, state: dict[str, Any]) -> Mapping[str, Tensor]:

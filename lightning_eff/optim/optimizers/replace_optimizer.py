@@ -274,9 +274,13 @@ class ReplaceOptimizer(Technique):
         assert self._combined is not None
         check_not_taken(session.module, self._combined, self._parts, self.parameters, self.group_lr)
         rank_zero_info(_told(*self._replacing, self._combined, session.module))
+        self._tell(session)
 
     @override
     def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
+        self._tell(session)
+
+    def _tell(self, session: Session) -> None:
         for part in self._combined.parts if self._combined is not None else ():
             if hasattr(part, "u"):
                 part.u = session.progress.u  # pyright: ignore[reportAttributeAccessIssue]

@@ -142,7 +142,7 @@ class Preconditioner(Technique):
     @torch.no_grad()
     def _rewrite(self, session: Session, optimizer: Optimizer) -> None:
         scaler = getattr(session.trainer.precision_plugin, "scaler", None)
-        if session._asleep() or (scaler is not None and not session._backward_done):
+        if session.asleep or (scaler is not None and not session._backward_done):
             return  # a trial run of a tuner's, or a step whose loss was None, of which nothing was unscaled
         by_itself = scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)  # as fused ones do
         factor = scaler.get_scale() if scaler is not None and by_itself else 1.0

@@ -214,7 +214,11 @@ class MFAC(Preconditioner):
             order = list(range(seen - min(held, m), seen))
             at = [i % held for i in order]
             rows, gram, seen = {name: r[at] for name, r in rows.items()}, gram[at][:, at], len(order)
-        self._rows, self._seen, filled = rows, seen, min(seen, m)
+        self._seen, filled = seen, min(seen, m)
+        for name, room in self._rows.items():  # a tuner's checkpoint comes when there is room already
+            room.zero_()
+            room[:filled] = rows.get(name, 0.0)
+        self._rows = {**rows, **self._rows}
         self._gram[:filled, :filled] = gram
 
 
