@@ -212,7 +212,7 @@ def test_efficient_recipe_differs_only_in_callbacks_plugins_strategy_and_loader(
 
 @pytest.mark.parametrize("example", ["gpt", "vit", "huggingface"])
 @pytest.mark.parametrize("kind", ["baseline", "efficient"])
-@pytest.mark.filterwarnings("ignore:LatestWeightAveraging.* nothing is averaged")
+@pytest.mark.filterwarnings("ignore:LatestWeightAveraging.* nothing will be averaged")
 def test_example_recipes_run(
     example: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -106,7 +106,7 @@ def execute(page: str, code: str, names: dict[str, Any]) -> dict[str, Any]:
     return names
 
 
-@pytest.mark.filterwarnings("ignore:LatestWeightAveraging.* nothing is averaged")  # within so few steps
+@pytest.mark.filterwarnings("ignore:LatestWeightAveraging.* nothing will be averaged")  # within so few steps
 @pytest.mark.parametrize("page", [p for p in with_blocks("python") if p not in (WAYS_IN, BENCH, OPTIMIZERS, OWN)])
 def test_python_in_a_page_trains(page: str, trainers: Shortened) -> None:
     for code in blocks(page, "python"):
@@ -244,7 +244,7 @@ def test_the_notebook_prints_what_it_shows() -> None:
 # -- YAML
 
 
-@pytest.mark.filterwarnings("ignore:LatestWeightAveraging.* nothing is averaged")
+@pytest.mark.filterwarnings("ignore:LatestWeightAveraging.* nothing will be averaged")
 @pytest.mark.parametrize("page", with_blocks("yaml"))
 def test_yaml_in_a_page_trains(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the command line reads it, on a small GPT; where it names an example, on a small one."""

@@ -144,6 +144,6 @@ class SnapshotWindow(ActsLate, AveragedWeights):
         after = f" after {length.first(every, self.start) + (self.fewest - 1) * every:,}" if known else " later"
         start = f", start={self.start}" if self.start else ""
         return (
-            f"{which} would be taken{after} (interval={self.interval!r}{start}), so nothing is averaged. Give a"
+            f"{which} would be taken{after} (interval={self.interval!r}{start}), so nothing will be averaged. Give a"
             f" smaller number of steps as interval={', or an earlier start=' if start else ''}."
         )

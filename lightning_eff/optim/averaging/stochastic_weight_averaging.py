@@ -226,8 +226,8 @@ class StochasticWeightAveraging(ActsLate, AveragedWeights):
         cycle = max(1, left // 5)
         each = f" of {length.epoch:,} steps" if self.cycle == "epoch" and math.isfinite(length.epoch) else ""
         return (
-            f"no cycle (cycle={self.cycle!r}{each}) ends in its last {left:,}, from start={self.start} on: nothing is averaged"
-            " while the rate is changed all the same. Give a shorter cycle in optimizer steps, such as"
+            f"no cycle (cycle={self.cycle!r}{each}) ends in its last {left:,}, from start={self.start} on: nothing will be"
+            " averaged while the rate is changed all the same. Give a shorter cycle in optimizer steps, such as"
             f" cycle={cycle}, or an earlier start=."
         )
 

@@ -142,7 +142,7 @@ def test_no_snapshot_is_told() -> None:
         fit("tiny_gpt", lambda: [LatestWeightAveraging()], max_steps=4)
     late = LatestWeightAveraging(interval=5, start=0.9)
     with pytest.warns(
-        UserWarning, match=r"after 15 \(interval=5, start=0.9\), so nothing is averaged.* earlier start="
+        UserWarning, match=r"after 15 \(interval=5, start=0.9\), so nothing will be averaged.* earlier start="
     ):
         fit("tiny_gpt", lambda: [late])
     assert late.report()["taken"] == 0
