@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 
 from lightning_eff._core import rng
 from lightning_eff._core._architecture.record import check_checkpoint, described
+from lightning_eff._core._run._silent.silence import silence
 from lightning_eff._core._run.checks import check_optimizers, check_run, tell_of_trials
 from lightning_eff._core._run.loading import TrainLoaders
 from lightning_eff._core._run.member import Member
 from lightning_eff._core._run.metrics import CurrentMetrics, reported
 from lightning_eff._core._run.processes import gathered, tell_other_processes, wrap_again
-from lightning_eff._core._run.silence import silence
 from lightning_eff._core._stack.running import running
 from lightning_eff._core._stack.thawing import thawing
 from lightning_eff._core.blocks import BlockStack, Candidate, find_stack, find_stages

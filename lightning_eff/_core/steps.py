@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_eff._core import rng
-from lightning_eff._core._run.unlogged import unlogged
+from lightning_eff._core._run._silent.unlogged import unlogged
 from lightning_eff._core.batches import select
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_eff._core._run.silence import BATCH_HOOKS, driving
+from lightning_eff._core._run._silent.silence import BATCH_HOOKS, driving
 from lightning_eff._core.search_space import SearchSpace, Survey
 from lightning_eff._core.session import Session
 

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_eff._core import rng
-from lightning_eff._core._run.functions import SampleLoss
+from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core.batches import num_samples, select
 from lightning_eff._core.losses import (
     CutAtLosses,

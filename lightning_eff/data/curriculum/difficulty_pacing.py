@@ -9,8 +9,8 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_eff._core._run.functions import SampleLoss
 from lightning_eff._core._samples.by_index import losses_of_each_sample, of_each_sample
+from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scorer
 from lightning_eff._core._samples.technique import Choice as Chosen
 from lightning_eff._core._samples.technique import Epoch, SampleChooser

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_eff._core._run.functions import SampleLoss
+from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scores, sample_losses
 from lightning_eff._core.losses import WeighLosses
 from lightning_eff._core.steps import Around, Proceed, Step

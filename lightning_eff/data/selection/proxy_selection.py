@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from lightning.pytorch import Callback
 from typing_extensions import override
 
-from lightning_eff._core._run.functions import SampleLoss
+from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scores
 from lightning_eff._core.blocks import BlockStack
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, needs_blocks, needs_samples

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core._run.checks import is_checkpointed_reentrantly
-from lightning_eff._core._run.functions import SampleLoss
+from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scores, agree
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, needs_samples
 from lightning_eff._core.session import Session

@@ -8,8 +8,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core._run.late import ActsLate, Length
 from lightning_eff._core._stack.thawing import thawing
-from lightning_eff._core.late import ActsLate, Length
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_eff._core._optim.combined import set_rate
 from lightning_eff._core._optim.scheduled import reference_rates
-from lightning_eff._core.late import ActsLate, Length
+from lightning_eff._core._run.late import ActsLate, Length
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control

@@ -8,7 +8,7 @@ import torch
 from torch import Generator, Tensor, nn
 from typing_extensions import override
 
-from lightning_eff._core._run.functions import TensorFunction
+from lightning_eff._core._samples.functions import TensorFunction
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Step

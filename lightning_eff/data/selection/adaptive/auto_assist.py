@@ -9,7 +9,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_eff._core._run.functions import SampleLoss
+from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scorer, Scores, agree
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_samples
