@@ -125,8 +125,10 @@ class Timetable:
         whole += durations.bench(2 + STACKED, known=2) + durations.bench(LEAST, known=1)  # leaving out; what is left
         return max(min(whole, self.left / 2), 0.0)
 
-    def told(self, durations: Durations, seconds: float) -> str:
-        """What the time is for, in words, once ``seconds`` are for trials."""
+    def told(self, durations: Durations, seconds: float, *, again: bool = False) -> str:
+        """What the time is for, in words, once ``seconds`` are for trials; ``again`` for a search that is gone on with."""
+        if again:  # of confirming nobody knows how much is done
+            return f"{in_words(seconds)} of --search are left for trials"
         confirming = durations.bench(LEAST)
         late = confirming - (self.left - seconds)
         return (

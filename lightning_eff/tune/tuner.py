@@ -236,7 +236,8 @@ class Tuner:
             durations = self._durations(look.found)
             seconds = self._seconds(durations, time)
             rest = max(seconds - self._searched(), 0.0)
-            say(f"searching for {'less' if self.mode == 'min' else 'more'} {self.target}: {time.told(durations, rest)}")
+            aim = "less" if self.mode == "min" else "more"
+            say(f"searching for {aim} {self.target}: {time.told(durations, rest, again=self._begun)}")
             places = self._places(self.jobs)
             try:
                 search = self._search(look, places, seconds, say)

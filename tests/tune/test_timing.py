@@ -59,6 +59,7 @@ def test_what_will_end_late_is_said_at_the_start() -> None:
         and f"about {in_words(SLOW.bench(3))}, so that it may" in told
     )
     assert "late" not in long.told(SLOW, long.left - long.kept(SLOW))
+    assert short.told(SLOW, 100.0, again=True) == "100 s of --search are left for trials", "confirming may be over"
 
 
 def test_steps_that_are_too_slow_are_told_of_after_three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
