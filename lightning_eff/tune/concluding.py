@@ -160,7 +160,7 @@ class Finding:
 
     @property
     def _of_baseline(self) -> int:
-        return self._steps or self._bench.steps(self._bench.baseline)
+        return self._steps or self._bench.held
 
     def _expected(self, arms: int, known: int = 0) -> float:
         """About how long a bench of so many arms takes, so many of which are known, by how long those before took."""

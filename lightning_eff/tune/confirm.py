@@ -47,6 +47,7 @@ class Bench:
         recipes: writes choices as configs.
         baseline: the tuned baseline's choices.
         steps: of choices, the optimizer steps that the budget holds, for settings that a config has in steps.
+        held: of the tuned baseline, as its trial told.
         folder: for the benches, each in its own.
         target, mode, budget, threads, jobs: see Tuner.
         seeds: that nothing was searched on.
@@ -61,6 +62,7 @@ class Bench:
         steps: Callable[[Choices], int],
         folder: Path,
         *,
+        held: int,
         target: str,
         mode: Any,
         budget: float,
@@ -71,6 +73,7 @@ class Bench:
         drawn: bool,
     ) -> None:
         self.recipes, self.baseline, self.steps, self.folder = recipes, baseline, steps, folder
+        self.held = held
         self.settings = {"target": target, "mode": mode, "seeds": list(seeds), "threads": threads, "jobs": jobs}
         self.settings["budget"] = Budget(budget, "reference")
         self.sign = 1.0 if mode == "min" else -1.0

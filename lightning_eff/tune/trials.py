@@ -97,8 +97,9 @@ class Trials:
         (record,) = self.places.do([job], lambda job, u: heard.append(time.perf_counter()))
         outer = record.get("heard_seconds", heard[-1] - heard[0] if heard else 0.0)  # another machine heard it
         if record["status"] != "finished":
-            refused = record["status"] == "refused"
-            return Outcome(None, f"{record['status']}: {reason(record)}", refused=refused)
+            status = record["status"]
+            why = f"{status}: {reason(record)}"
+            return Outcome(None, why, refused=status == "refused", crashed=status == "crashed")
         if choices.techniques:
             why = dishonest(record, prices, budget, outer, self._usual) or peeks(record["overlap"], self._overlap)
             if why is not None:

@@ -309,13 +309,11 @@ class Tuner:
         return search
 
     def _bench(self, look: Look, search: Search, progress: bool) -> Bench:
-        best = search.best("baseline")
-        assert best is not None
+        best, trials = search.best("baseline"), search.run
+        assert best is not None and isinstance(trials, Trials)
 
         def steps(choices: Choices) -> int:
             """What the budget holds of them; those that no trial had rehearse for it, where a config hangs on it."""
-            trials = search.run
-            assert isinstance(trials, Trials)
             if not look.recipes.counts_steps(choices):
                 return look.found.steps
             if trials.rehearsed(choices):
@@ -331,6 +329,7 @@ class Tuner:
             chosen(best),
             steps,
             self.out,
+            held=trials.steps(chosen(best)),
             target=self.target,
             mode=self.mode,
             budget=self.budget,

@@ -212,6 +212,14 @@ class CrashingOnLarge(Callback):
             raise MemoryError("out of memory")
 
 
+class CrashingLate(Callback):
+    """It rehearses, and crashes in a run, as what needs more memory later on."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.callbacks[0].pace.sweep is None and trainer.global_step == 10:
+            raise MemoryError("out of memory")
+
+
 class Wrapping(Callback):
     """A planted fake: the step that Lightning calls is of validation batches."""
 

@@ -63,8 +63,7 @@ class FakeBench:
 
     apart = staticmethod(Bench.apart)
 
-    def steps(self, choices: Choices) -> int:
-        return 100
+    held = 100
 
     def begun(self, name: str, arms: dict[str, Choices]) -> bool:
         return name in self.known
@@ -187,6 +186,7 @@ def looked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tuner, Any]:
         "HandFedBelow",
         "Spread",
         "CrashingOnLarge",
+        "CrashingLate",
         "Wrapping",
         "Keeping",
         "OffTheClock",
@@ -251,11 +251,15 @@ def test_what_crashes_with_a_large_batch_is_not_refused_with_all(looked: tuple[T
     outcome = trials(Choices({"batch": 64}, stack), 0.8)
     assert outcome.crashed and not outcome.refused and "out of memory" in str(outcome.why)
     assert trials(Choices({"batch": 16}, stack), 0.8).value is not None
+    late = trials(Choices(techniques={"tests.tune.tasks.CrashingLate": {}}), 0.8)
+    assert late.crashed and not late.refused and str(late.why).startswith("crashed: "), (
+        "in its run, as in its rehearsal"
+    )
 
 
 def test_the_steps_of_choices_are_those_of_their_own_rehearsal(looked: tuple[Tuner, Any], tmp_path: Path) -> None:
     """A batch of twice the price leaves half of the steps; it rehearses where no trial had it."""
-    _, look = looked
+    tuner, look = looked
     trials = Trials(look.recipes, look.found, Here(), tmp_path, target="val_loss", budget=0.8, seed=0, threads=1)  # pyright: ignore[reportArgumentType]
     own = Choices({"batch": 32})
     assert not trials.rehearsed(own)
@@ -266,6 +270,15 @@ def test_the_steps_of_choices_are_those_of_their_own_rehearsal(looked: tuple[Tun
     prices = [{**price, "seconds": 2 * price["seconds"]} for price in told["prices"]]
     file.write_text(json.dumps({**told, "prices": prices}))
     assert trials.steps(own) == pytest.approx(steps / 2, abs=2)
+
+    class Searched:
+        run = trials
+
+        def best(self, kind: str) -> dict[str, Any]:
+            return {"choices": own.record()}
+
+    bench = tuner._bench(look, Searched(), progress=False)  # pyright: ignore[reportArgumentType]
+    assert bench.held == trials.steps(own), "which the tuned baseline is written for, where no bench told better"
     file.write_text(json.dumps({**told, "status": "crashed"}))
     assert trials.steps(own) == look.found.steps
 
@@ -289,7 +302,14 @@ def test_each_arm_of_a_bench_has_a_warm_up_of_its_own_steps(tmp_path: Path, monk
     steps = {Choices(own).key: 1000, arms["recipe"].key: 250, arms["other"].key: 250}
     settings = {"target": "val_loss", "mode": "min", "budget": 1.0, "seeds": [1, 2], "threads": 1, "jobs": 1}
     bench = Bench(
-        recipes, Choices(own), lambda choices: steps[choices.key], tmp_path, progress=False, drawn=False, **settings
+        recipes,
+        Choices(own),
+        lambda choices: steps[choices.key],
+        tmp_path,
+        held=100,
+        progress=False,
+        drawn=False,
+        **settings,
     )
     bench.run("confirm", arms, controls=True)
     told = {name: yaml.safe_load(Path(paths[-1]).read_text())["model"]["init_args"] for name, paths in made.items()}
@@ -396,7 +416,9 @@ def test_another_best_has_a_bench_of_its_own_and_knows_the_others(
 
     def bench(baseline: Choices) -> Bench:
         settings = {"target": "val_loss", "mode": "min", "budget": 1.0, "seeds": [1, 2], "threads": 1, "jobs": 1}
-        return Bench(recipes, baseline, lambda choices: 100, tmp_path, progress=False, drawn=False, **settings)
+        return Bench(
+            recipes, baseline, lambda choices: 100, tmp_path, held=100, progress=False, drawn=False, **settings
+        )
 
     first = bench(Choices())
     stacks = [Choices(techniques={name: {}}) for name in (GOOD, BAD, GOOD)]
