@@ -1,8 +1,12 @@
 """Benches of one task that were run at different times, as one: with further arms, or with further seeds of the same."""
 
+import math
+import statistics
 from typing import Any
 
 import yaml
+
+ROUNDING = 0.25  #: of the spread over seeds: how far apart the same run may end on processors that round differently
 
 
 def joined(results: dict[str, Any], later: dict[str, Any] | None) -> dict[str, Any]:
@@ -84,6 +88,19 @@ def _ends(results: dict[str, Any], arm: str) -> dict[int, float | None]:
     return {run["seed"]: run["points"][-1]["metric"] if run["points"] else None for run in runs}
 
 
+def _spread(ends: dict[int, float | None]) -> float:
+    """The standard deviation over seeds, of those that ended at a number; 0 where fewer than two did."""
+    values = [end for end in ends.values() if end is not None and math.isfinite(end)]
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def _near(one: float | None, other: float | None, apart: float) -> bool:
+    """Whether two ends are at most so far apart; one that is not there, or no number, is near to none but its like."""
+    if one is None or other is None:
+        return one is other
+    return (math.isnan(one) and math.isnan(other)) or one == other or abs(one - other) <= apart
+
+
 def together(results: dict[str, Any], later: dict[str, Any] | None) -> dict[str, Any]:
     """Two benches as one: by :func:`joined` where their seeds are the same, by :func:`with_seeds` elsewhere."""
     if later is None:
@@ -99,9 +116,13 @@ def with_seeds(results: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     earlier stays. Calibration and plan stay as they are but for the seeds, so that intervals are as wide as before by the
     prices' uncertainty, and narrower by the seeds'.
 
+    Time is counted in the prices of the results, wherever the further runs were made. On another processor sums round
+    differently, which training enlarges: there a run of both need not end the same to the last bit, but within
+    :data:`ROUNDING` of the arm's standard deviation over seeds, and each run that comes along says its ``cpu``.
+
     Args:
         results: of one bench.
-        more: of another on the same machine, at the same budget and prices, with other seeds.
+        more: of another, at the same budget and prices, with other seeds.
 
     Raises:
         ValueError: if the two differ in target, budget, schedule or threads, or an arm of both in its configs or in the price
@@ -111,6 +132,8 @@ def with_seeds(results: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     for key in ("target", "budget", "schedule", "threads"):
         if plan[key] != other[key]:
             raise ValueError(f"benches with {key} {plan[key]} and {other[key]} cannot be joined; expected the same.")
+    cpu = more["machine"]["cpu"]
+    elsewhere = cpu if cpu != results["machine"]["cpu"] else None
     before = {arm["name"]: arm for arm in plan["arms"]}
     for arm in other["arms"]:
         name = arm["name"]
@@ -122,13 +145,15 @@ def with_seeds(results: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
         if own is not None and again is not None and not _agree(_prices(own), _prices(again)):
             raise ValueError(f"{name} has other prices in the other bench; run it with --reference and these results.")
         ends, anew = _ends(results, name), _ends(more, name)
-        if unlike := {s: (ends[s], anew[s]) for s in ends if s in anew and ends[s] != anew[s]}:
+        apart = 0.0 if elsewhere is None else ROUNDING * _spread(ends)
+        if unlike := {s: (ends[s], anew[s]) for s in ends if s in anew and not _near(ends[s], anew[s], apart)}:
             raise ValueError(f"{name} ends differently in the two benches: {unlike} (by seed); expected the same runs.")
     arms = plan["arms"] + [arm for arm in other["arms"] if arm["name"] not in before]
     order = {arm["name"]: i for i, arm in enumerate(arms)}
     seeds = sorted({*plan["seeds"], *other["seeds"]})
     had = {(run["arm"], run["seed"]) for run in results["runs"]}
-    runs = results["runs"] + [run for run in more["runs"] if (run["arm"], run["seed"]) not in had]
+    new = [run for run in more["runs"] if (run["arm"], run["seed"]) not in had]
+    runs = results["runs"] + (new if elsewhere is None else [{**run, "cpu": elsewhere} for run in new])
     return {
         **results,
         "plan": {**plan, "arms": arms, "seeds": seeds},

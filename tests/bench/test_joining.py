@@ -157,3 +157,28 @@ def test_a_kind_of_step_that_hangs_on_the_seed_is_no_other_price() -> None:
     found = with_seeds(seeded(whole, first), later)
     assert len([run for run in found["runs"] if run["arm"] == "sharpness"]) == len(whole["plan"]["seeds"])
     assert found["calibration"]["sharpness"] == whole["calibration"]["sharpness"]
+
+
+def test_on_another_processor_runs_of_both_may_differ_by_rounding_and_those_that_come_along_say_so() -> None:
+    whole = synthetic.everything()
+    first, second, *others = whole["plan"]["seeds"]
+    earlier, later = seeded(whole, first, second), seeded(whole, second, *others)
+    later["machine"] = {**later["machine"], "cpu": "another"}
+    ends = [
+        run["points"][-1]["metric"]
+        for seed in (first, second)
+        for run in earlier["runs"]
+        if run["arm"] == "sharpness" and run["seed"] == seed
+    ]
+    (run,) = (run for run in later["runs"] if run["arm"] == "sharpness" and run["seed"] == second)
+    spread = abs(ends[1] - ends[0]) / 2**0.5  # the standard deviation of two
+    run["points"][-1]["metric"] = ends[1] + 0.24 * spread
+    found = with_seeds(earlier, later)
+    assert {run["seed"]: run.get("cpu") for run in found["runs"]} == {
+        first: None,
+        second: None,
+        **dict.fromkeys(others, "another"),
+    }
+    run["points"][-1]["metric"] = ends[1] + 0.26 * spread
+    with pytest.raises(ValueError, match="sharpness ends differently in the two benches"):
+        with_seeds(earlier, later)
