@@ -6,7 +6,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from benchmarks import evidence_further, evidence_settings, evidence_setup, goal
+from benchmarks import evidence_further, evidence_places, evidence_settings, evidence_setup, goal
 from benchmarks.evidence_arms import CLAIMS, COMPUTE, EXACT, GOAL, LEAST, SHORT, TASKS, WEIGHTS
 from benchmarks.joining import together
 from lightning_eff.bench.reports import findings, words
@@ -98,6 +98,8 @@ def page(
         lines += section(task, results, f"evidence_compute_{task}.png")
         if counted := evidence_setup.lines(results, compiling(task)):
             lines += ["", *counted]
+    if moved := evidence_places.lines(RESULTS):
+        lines += ["", "## Runs on another processor", "", *moved]
     return "\n".join(lines) + "\n"
 
 
