@@ -25,7 +25,7 @@ from lightning_eff.bench.learning_rate import Rates, rates_of
 from lightning_eff.bench.pace import Diverged, Horizon, Incomparable, Pace, Rehearsed
 from lightning_eff.bench.running.quiet import Quiet
 from lightning_eff.bench.running.turns import TURN
-from lightning_eff.bench.watching import Samples, blind, watch, weights
+from lightning_eff.bench.watching import Samples, blind, exchange, watch, weights
 from lightning_eff.monitor.machine import memory_in_use
 
 
@@ -79,6 +79,7 @@ class Pacer(Clock):
         self.validation_data: dict[str, Any] = {}
         self.facts: dict[str, Any] = {}
         self.watched = Samples()
+        self.ahead: int | None = None  # samples that were trained on before the first step
 
     # -- the clock
 
@@ -256,6 +257,8 @@ class Pacer(Clock):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._calls.clear()
+        if self.ahead is None:
+            self.ahead = self.watched.count
         self.samples += num_samples(batch)
         self.tokens += num_tokens(batch)
 
@@ -324,6 +327,8 @@ class Pacer(Clock):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
+        if batch_idx == dataloader_idx == 0 and (self.pace.keep or self.pace.take):
+            exchange(pl_module, keep=self.pace.keep, take=self.pace.take)
         if self.pace.watch and not self.points:  # the next ones are the same
             self.watched.validated(batch)
         if self.pace.inspect:

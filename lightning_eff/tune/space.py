@@ -42,6 +42,11 @@ class Candidate:
         """Its place under ``trainer`` in a config."""
         return next(place for base, place in _PLACES if issubclass(self.cls, base))
 
+    @property
+    def foreign(self) -> bool:
+        """Whether it is of the user's own, and does not say that it makes another model."""
+        return not self.cls.__module__.startswith("lightning_eff.") and not issubclass(self.cls, Architecture)
+
     def config(self, values: Mapping[str, Any], profile: RunProfile) -> dict[str, Any]:
         """The technique with these settings as a config has it."""
         if values:
