@@ -199,34 +199,43 @@ class Trials:
         for name, values in choices.techniques.items():
             one = self.recipes.space.techniques[name]
             if name not in self._faithful and one.foreign:
-                faithful, why = self._alone(Choices(choices.own, {name: values}), one.cls)
+                faithful, why = self._alone(
+                    Choices(choices.own, {name: values}), one.cls, f"{choices.key}-{one.cls.__name__}"
+                )
                 if why is not None:
                     return f"{name}: {why}" if len(choices.techniques) > 1 else why
                 self._faithful.update([name] if faithful else [])
         return None
 
-    def _alone(self, choices: Choices, cls: Any) -> tuple[bool, str | None]:
+    def _alone(self, choices: Choices, cls: Any, name: str) -> tuple[bool, str | None]:
         """Whether a callback is known to be faithful, and why it is not.
 
-        What is logged at the end of its rehearsal is held against what the baseline logs of the same weights. Of one that
-        crashes where it stands alone nothing is known.
+        What is logged at the end of its rehearsal is held against what the baseline logs of the same weights. Where one of
+        the two crashes nothing is known.
+
+        Args:
+            choices: the callback by itself.
+            cls: its class.
+            name: for files, and of no other trial that is under way.
         """
-        file = self.folder / "rehearsals" / f"{choices.key}.pt"
+        file = self.folder / "rehearsals" / f"{name}.pt"
         sweep = calibration.sweep_steps(self.budget, self.found.step_seconds)
         keeping = Pace(self.target, steps=self.found.steps, sweep=sweep, inspect=True, watch=True, keep=str(file))
         taking = replace(keeping, sweep=FEW, watch=False, keep=None, take=str(file))
         limit = self._durations.limit(self._durations.rehearsal + self._durations.validation)
         try:
-            own = self._done(choices, keeping, f"{choices.key}-kept", limit)
+            own = self._done(choices, keeping, f"{name}-kept", limit)
             if own["status"] != "finished":
                 return False, reason(own) if own["status"] == "refused" else None
             if not issubclass(cls, Technique) and (why := early(own["ahead"], self.found.probe.get("ahead", 0))):
                 return False, why
-            baseline = self._done(Choices(choices.own), taking, f"{choices.key}-taken", limit)
+            baseline = self._done(Choices(choices.own), taking, f"{name}-taken", limit)
         finally:
             file.unlink(missing_ok=True)
-        if baseline["status"] != "finished":
+        if baseline["status"] == "refused":
             return False, f"its weights are none of the baseline's model ({reason(baseline)}); expected the same model"
+        if baseline["status"] != "finished":
+            return False, None
         return True, mismeasures(own["metrics"][self.target], baseline["metrics"][self.target])
 
     def _done(self, choices: Choices, pace: Pace, name: str, limit: float) -> dict[str, Any]:

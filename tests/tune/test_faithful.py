@@ -50,15 +50,29 @@ def test_what_a_callback_logs_is_what_the_baseline_logs_of_its_weights(trials: T
 
 
 def test_of_what_crashes_alone_nothing_is_known(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "_done", lambda *args: {"status": "crashed", "error": "MemoryError: out of memory"})
+    """Nor where the baseline crashes with its weights; trials side by side keep these in files of their own."""
+    own = {"status": "finished", "ahead": 0, "metrics": {"val_loss": 1.0}}
+    crashed = {"status": "crashed", "error": "MemoryError: out of memory"}
     monkeypatch.setattr(trials, "_faithful", set())
-    assert trials._unfaithful(Choices(techniques={"tests.tune.tasks.Neutral": {}})) is None and not trials._faithful
+    neutral = "tests.tune.tasks.Neutral"
+    files: set[str] = set()
+    for stack in ({neutral: {}}, {neutral: {}, "tests.tune.tasks.Averaged": {}}):
+        for records in ([crashed], [own, crashed]):
+            left = list(records) * len(stack)
+
+            def done(choices: Choices, pace: Any, *rest: Any, left: list[Any] = left) -> Any:
+                files.update([pace.keep] if pace.keep else [])
+                return left.pop(0)
+
+            monkeypatch.setattr(trials, "_done", done)
+            assert trials._unfaithful(Choices(techniques=stack)) is None and not trials._faithful
+    assert len(files) == 3, "one of each callback of each stack"
 
 
 def test_a_callback_is_asked_once_and_named_where_it_stands_among_others(trials: Trials, monkeypatch: Any) -> None:
     asked: list[Choices] = []
 
-    def alone(choices: Choices, cls: Any) -> tuple[bool, str]:
+    def alone(choices: Choices, cls: Any, name: str) -> tuple[bool, str]:
         asked.append(choices)
         return False, "it lies"
 
