@@ -213,8 +213,17 @@ def check_rate(name: str, rate: Mapping[str, float], steps: int) -> None:
         )
 
 
-def check_same(name: str, baseline: Mapping[str, Any], arm: Mapping[str, Any], *, other_training_data: bool) -> None:
-    """Raise :class:`Incomparable` if an arm was validated on other data than the baseline, or trains on other data."""
+def check_same(
+    name: str, baseline: Mapping[str, Any], arm: Mapping[str, Any], *, other_training_data: bool | None
+) -> None:
+    """Raise :class:`Incomparable` if an arm was validated on other data than the baseline, or trains on other data.
+
+    Args:
+        name: of the arm.
+        baseline: its rehearsal's record.
+        arm: the arm's.
+        other_training_data: whether it may train on other data; None where nobody can allow that.
+    """
     ours, theirs = arm["data"]["validation"], baseline["data"]["validation"]
     if ours != theirs:
         raise Incomparable(
@@ -226,8 +235,12 @@ def check_same(name: str, baseline: Mapping[str, Any], arm: Mapping[str, Any], *
     if ours != theirs and not other_training_data:
         raise Incomparable(
             f"{name}: got a training set of {_size(ours)}, other than the baseline's of {_size(theirs)}; expected the"
-            " same. Give every arm the same data, or, if the choice of data is what you compare, say"
-            " --allow-other-training-data."
+            " same. Give every arm the same data"
+            + (
+                "."
+                if other_training_data is None
+                else ", or, if the choice of data is what you compare, say --allow-other-training-data."
+            )
         )
 
 

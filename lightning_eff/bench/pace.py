@@ -66,6 +66,8 @@ class Pace:
         watch: hold the samples that it trains on against those of validation, and its weights before a validation against
             those after it.
         blind: let validation have one sample alone, so that what a run takes from validation data shows.
+        keep: a file into which the weights are written that validation is given.
+        take: a file of weights that are validated in place of its own.
     """
 
     target: str
@@ -82,6 +84,8 @@ class Pace:
     inspect: bool = False
     watch: bool = False
     blind: bool = False
+    keep: str | None = None
+    take: str | None = None
 
 
 def decay(schedule: str, u: float, warm_up: float = WARM_UP) -> float:

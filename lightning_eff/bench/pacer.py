@@ -25,7 +25,7 @@ from lightning_eff.bench.learning_rate import Rates, rates_of
 from lightning_eff.bench.pace import Diverged, Horizon, Incomparable, Pace, Rehearsed
 from lightning_eff.bench.running.quiet import Quiet
 from lightning_eff.bench.running.turns import TURN
-from lightning_eff.bench.watching import Samples, blind, watch, weights
+from lightning_eff.bench.watching import Samples, blind, exchange, watch, weights
 from lightning_eff.monitor.machine import memory_in_use
 
 
@@ -79,6 +79,7 @@ class Pacer(Clock):
         self.validation_data: dict[str, Any] = {}
         self.facts: dict[str, Any] = {}
         self.watched = Samples()
+        self.ahead: int | None = None  # samples that were trained on before the first step
 
     # -- the clock
 
@@ -127,6 +128,12 @@ class Pacer(Clock):
                 f"Got a Trainer over {trainer.world_size} devices; expected one, since the bench paces one process."
                 " Set devices=1."
             )
+        for name in ("fast_dev_run", "barebones"):
+            if getattr(trainer, name, False):
+                raise Incomparable(
+                    f"Got a Trainer with {name}={getattr(trainer, name)}; expected one that trains and validates on all of its"
+                    f" data, and logs what validation finds. Take {name} out."
+                )
         loop = trainer.fit_loop
         epoch_loop = loop.epoch_loop
         self._patches.set(loop, "min_epochs", 0)
@@ -206,14 +213,15 @@ class Pacer(Clock):
 
     def _take(self, trainer: Trainer, logged: set[str]) -> None:
         self._due = False
-        self.metrics = {name: float(trainer.callback_metrics[name]) for name in logged & set(trainer.callback_metrics)}
+        known = trainer.callback_metrics
+        self.metrics = {name: float(known[name]) for name in known if name in logged or _over_epoch(name) in logged}
         target = self.pace.target
         if target not in self.metrics:
-            elsewhere = target in trainer.callback_metrics
+            elsewhere = " (training does, or each step by itself)" if target in known else ""
             raise Incomparable(
-                f"Got target {target!r}, which validation does not log{' (training does)' if elsewhere else ''}; expected"
-                f" one of {sorted(self.metrics) or 'nothing: it logs no metric at all'}. Name one by --target, or log it"
-                " in validation_step."
+                f"Got target {target!r}, which validation does not log{elsewhere}; expected"
+                f" one of {sorted(self.metrics) or 'nothing: it logs no metric at all'}. Name one by --target, or"
+                " log it in validation_step, in every validation."
             )
         self.points.append(
             {
@@ -249,6 +257,8 @@ class Pacer(Clock):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._calls.clear()
+        if self.ahead is None:
+            self.ahead = self.watched.count
         self.samples += num_samples(batch)
         self.tokens += num_tokens(batch)
 
@@ -317,6 +327,8 @@ class Pacer(Clock):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
+        if batch_idx == dataloader_idx == 0 and (self.pace.keep or self.pace.take):
+            exchange(pl_module, keep=self.pace.keep, take=self.pace.take)
         if self.pace.watch and not self.points:  # the next ones are the same
             self.watched.validated(batch)
         if self.pace.inspect:
@@ -348,6 +360,12 @@ class Pacer(Clock):
         """Fingerprints of the validation data that was used, and of the training data set."""
         validation = {path: digest.hexdigest() for path, digest in sorted(self.validation_data.items())}
         return {"validation": validation, "training": training_data(trainer)}
+
+
+def _over_epoch(name: str) -> str:
+    """What else Lightning calls a metric's mean over a validation whose steps are logged, too."""
+    head, separator, index = name.partition("/dataloader_idx_")
+    return f"{head}_epoch{separator}{index}"
 
 
 def _session(trainer: Trainer) -> Any:

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_eff._core.batches import tensors
 from lightning_eff._core.patches import Patches
+from lightning_eff.bench.pace import Incomparable
 
 FEWEST = 4  # numbers of a sample, below which samples are alike by chance: labels, lengths
 MOST = 1024  # of a sample's numbers, spread over it by chance, are looked at
@@ -60,6 +61,11 @@ class Samples:
             if tensor.ndim > 1 and tensor[0:1].numel() >= FEWEST and not tensor.requires_grad:
                 to.setdefault(f"{tensor.dtype} {tuple(tensor.shape[1:])}", []).append(marks(tensor))
 
+    @property
+    def count(self) -> int:
+        """How many samples were trained on so far."""
+        return max((sum(len(part) for part in parts) for parts in self._trained.values()), default=0)
+
     def overlap(self) -> dict[str, list[int]]:
         """By the samples' make: how many that were trained on are of the validation data, and how many there were."""
         found: dict[str, list[int]] = {}
@@ -96,6 +102,31 @@ def watch(trainer: Trainer, module: LightningModule, samples: Samples, patches: 
 def weights(module: LightningModule) -> list[float]:
     """A number for each parameter, by which a change shows."""
     return [float(p.detach().double().sum()) for p in module.parameters() if p.numel()]
+
+
+def exchange(module: LightningModule, *, keep: str | None, take: str | None) -> None:
+    """Write the weights that are about to be validated into a file, or validate those of a file in their place.
+
+    What is drawn by chance from then on is the same either way.
+
+    Args:
+        module: that is validated.
+        keep: the file to write; None for none.
+        take: the file to read; None for none.
+
+    Raises:
+        Incomparable: if the weights of ``take`` are of another module.
+    """
+    plain: Any = getattr(module, "_orig_mod", module)
+    if keep is not None:
+        torch.save(plain.state_dict(), keep)
+    if take is not None:
+        held = torch.load(take, map_location="cpu", weights_only=False)  # a file of ours
+        try:
+            plain.load_state_dict(held)
+        except RuntimeError as error:
+            raise Incomparable(" ".join(str(error).split())) from None
+    torch.manual_seed(0)
 
 
 class _First(Dataset[Any]):

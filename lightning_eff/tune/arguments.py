@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,11 @@ def parse_seconds(search: str | float) -> float:
         return Budget.parse(search).seconds
     except ValueError:
         raise UsageError(f"Got search {search!r}; expected a time above 0: 2h, 30m or 600s.") from None
+
+
+def several(told: Any) -> tuple[Any, ...]:
+    """Names or paths: those of a sequence, or one by itself."""
+    return tuple(told) if isinstance(told, Iterable) and not isinstance(told, str) else (told,)
 
 
 def read_space(space: str | os.PathLike[str] | Mapping[str, Any] | None) -> dict[str, Any]:

@@ -7,16 +7,17 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
 from typing_extensions import override
 
-from lightning_eff._core.search_space import frozen
-from lightning_eff._errors import check_configs
+from lightning_eff._core.search_space import Choice, frozen
+from lightning_eff._errors import UsageError, check_configs
 from lightning_eff.bench.arms import Arm, undisturbed
 from lightning_eff.tune.own import SETTINGS
-from lightning_eff.tune.space import Space
+from lightning_eff.tune.space import Space, parse_range
 
 SCHEDULE = "lightning_eff.LearningRateSchedule"  # in the place of a schedule of the module's that does not decay
 WARM_UP = 0.05  # of the budget, of that schedule, where nothing else was chosen; as the bench has it
@@ -116,6 +117,39 @@ def parsed(paths: Sequence[str]) -> dict[str, Any]:
     with undisturbed():
         cli = Parsed(["fit", *arguments, "--trainer.logger=false"], save_config_callback=None)
     return cli.config["fit"].as_dict()
+
+
+def check_own(paths: Sequence[str], told: Mapping[str, Any] | None) -> None:
+    """Whether configs can have what a space file says of their own settings.
+
+    Args:
+        paths: of the configs.
+        told: the section ``own`` of the file.
+
+    Raises:
+        UsageError: for a key that is not there, or a value that it cannot have.
+    """
+    for name, value in (told or {}).items():
+        if not isinstance(value, Mapping) or "key" not in value:
+            continue
+        rest = {k: v for k, v in value.items() if k not in ("key", "in_steps")}
+        what = parse_range(f"own.{name}", rest) if rest else None
+        tried = (
+            (1,) if value.get("in_steps") or what is None else what.values if isinstance(what, Choice) else (what.low,)
+        )
+        for one in tried:
+            config: dict[str, Any] = {}
+            _put(config, value["key"], one)
+            with TemporaryDirectory() as folder:
+                file = Path(folder) / f"{name}.yaml"
+                file.write_text(dumped(config))
+                try:
+                    parsed([*paths, str(file)])
+                except UsageError as error:
+                    hint = " A key that is in optimizer steps takes in_steps: true." if isinstance(one, float) else ""
+                    raise UsageError(
+                        f"own.{name}: the config takes no {value['key']} of {one!r}: {error}{hint}"
+                    ) from None
 
 
 def digests(config: Mapping[str, Any], include: Sequence[str] = ()) -> dict[str, str]:

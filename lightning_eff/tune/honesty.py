@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 CHANCE = 3  # samples in both sets that are nobody's fault, and times the baseline's share of them
+ALIKE = 0.01  # of a metric: what other arithmetic may make of the same weights
 
 
 def peeks(own: Mapping[str, Any], baseline: Mapping[str, Any]) -> str | None:
@@ -40,4 +41,35 @@ def leaks(seeing: Sequence[float], blind: Sequence[float]) -> str | None:
     return (
         f"its training changes with the validation data: other validation data made the loss of batch {first}"
         f" {pairs[first][1]:.6g} instead of {pairs[first][0]:.6g}; expected the same. Train on training data alone."
+    )
+
+
+def mismeasures(own: float, baseline: float) -> str | None:
+    """Why a run does not measure what the baseline measures; None where it does.
+
+    Args:
+        own: the target that a rehearsal logs.
+        baseline: the target that the baseline logs of the same weights.
+    """
+    if abs(own - baseline) <= ALIKE * max(abs(own), abs(baseline)):
+        return None
+    return (
+        f"the target that is logged with it is {own:.6g}, and that of the same weights in the baseline is {baseline:.6g};"
+        " expected the same, since else another model is measured, or another metric. Leave the network and validation as they"
+        " are."
+    )
+
+
+def early(own: int, baseline: int) -> str | None:
+    """Why a run trains while no clock runs; None where it does not.
+
+    Args:
+        own: samples that a rehearsal trained on before its first step.
+        baseline: the same of the baseline.
+    """
+    if own <= baseline:
+        return None
+    return (
+        f"it trains on {own} samples before the first step, where the baseline trains on {baseline}; expected the same, since"
+        " the clock begins there. Train in training steps."
     )

@@ -18,6 +18,7 @@ from lightning_eff._techniques import technique_classes
 from lightning_eff.tune.own import Own, in_words
 
 MANUAL = "the module itself calls backward and steps its optimizers (automatic_optimization=False)"
+NOT_INCLUDED = "not included"
 MOST = 4  # techniques in a recipe, where the space file says nothing
 _PLACES = ((Callback, "callbacks"), (Precision, "plugins"), (Strategy, "strategy"))
 _SECTIONS = ("own", "techniques", "most")
@@ -41,6 +42,11 @@ class Candidate:
     def place(self) -> str:
         """Its place under ``trainer`` in a config."""
         return next(place for base, place in _PLACES if issubclass(self.cls, base))
+
+    @property
+    def foreign(self) -> bool:
+        """Whether it is of the user's own, and does not say that it makes another model."""
+        return not self.cls.__module__.startswith("lightning_eff.") and not issubclass(self.cls, Architecture)
 
     def config(self, values: Mapping[str, Any], profile: RunProfile) -> dict[str, Any]:
         """The technique with these settings as a config has it."""
@@ -234,7 +240,7 @@ def _why_not(
     if told.get(name) is False:
         return "excluded by the space file"
     if include and name not in include and name not in told:
-        return "not included"
+        return NOT_INCLUDED
     if cls.__name__ in has:
         return "the baseline has it already"
     if issubclass(cls, Architecture) and name not in include and name not in told:
@@ -330,7 +336,7 @@ def _imported(name: str, exported: Mapping[str, Any]) -> Any:
     expected = "expected a technique (`lightning-eff techniques` lists them) or the class path of a callback"
     try:
         cls = getattr(importlib.import_module(home), last) if home else None
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:  # such as ./file.py
         raise UsageError(f"Got the technique {name!r}, which is not found ({error}); {expected}.{hint}") from None
     if cls is None:
         raise UsageError(f"Got the technique {name!r}, which there is not; {expected}.{hint}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_eff._core._architecture.technique import Architecture
+from lightning_eff._core.technique import Technique
 from lightning_eff.bench import calibration
 from lightning_eff.bench.arms import Arm
 from lightning_eff.bench.pace import Incomparable, Pace
@@ -17,7 +18,7 @@ from lightning_eff.bench.results import write_json
 from lightning_eff.bench.running.jobs import Job
 from lightning_eff.bench.running.places import Places
 from lightning_eff.tune.config import Choices, Recipes
-from lightning_eff.tune.honesty import leaks, peeks
+from lightning_eff.tune.honesty import early, leaks, mismeasures, peeks
 from lightning_eff.tune.looking.probing import reason
 from lightning_eff.tune.looking.profiling import Found
 from lightning_eff.tune.search import Outcome
@@ -25,6 +26,7 @@ from lightning_eff.tune.search import Outcome
 EVALUATIONS = 4  # validations of a run
 SLACK = 1.5  # times what a run tells of its seconds may have passed from its first to its last step by another clock
 PAUSE = 1.0  # and so many seconds more
+FEW = 2  # steps of the baseline, before the weights of another run take its weights' place
 
 
 class Trials:
@@ -66,6 +68,7 @@ class Trials:
         self._durations = found.durations(budget, 0.0, 1, 1)
         self._usual = 1.0  # seconds by this process's clock for each that the baseline tells of
         self._blind: set[frozenset[str]] = set()  # stacks that take nothing from validation data
+        self._faithful: set[str] = set()  # callbacks of the user's that measure what the baseline measures
         (folder / "rehearsals").mkdir(parents=True, exist_ok=True)
         self._paths = Arm("baseline", "baseline", recipes.paths)
 
@@ -153,7 +156,7 @@ class Trials:
         if own["status"] == "finished":
             self._check(choices, own)
             why = (
-                peeks(own["overlap"], self._overlap) or self._leak(choices, jobs[1], own)
+                peeks(own["overlap"], self._overlap) or self._leak(choices, jobs[1], own) or self._unfaithful(choices)
                 if choices.techniques
                 else None
             )
@@ -191,9 +194,57 @@ class Trials:
             self._blind.add(stack)
         return why
 
+    def _unfaithful(self, choices: Choices) -> str | None:
+        """Why a callback of the user's measures something else, or trains while no clock runs; asked once of each."""
+        for name, values in choices.techniques.items():
+            one = self.recipes.space.techniques[name]
+            if name not in self._faithful and one.foreign:
+                faithful, why = self._alone(
+                    Choices(choices.own, {name: values}), one.cls, f"{choices.key}-{one.cls.__name__}"
+                )
+                if why is not None:
+                    return f"{name}: {why}" if len(choices.techniques) > 1 else why
+                self._faithful.update([name] if faithful else [])
+        return None
+
+    def _alone(self, choices: Choices, cls: Any, name: str) -> tuple[bool, str | None]:
+        """Whether a callback is known to be faithful, and why it is not.
+
+        What is logged at the end of its rehearsal is held against what the baseline logs of the same weights. Where one of
+        the two crashes nothing is known.
+
+        Args:
+            choices: the callback by itself.
+            cls: its class.
+            name: for files, and of no other trial that is under way.
+        """
+        file = self.folder / "rehearsals" / f"{name}.pt"
+        sweep = calibration.sweep_steps(self.budget, self.found.step_seconds)
+        keeping = Pace(self.target, steps=self.found.steps, sweep=sweep, inspect=True, watch=True, keep=str(file))
+        taking = replace(keeping, sweep=FEW, watch=False, keep=None, take=str(file))
+        limit = self._durations.limit(self._durations.rehearsal + self._durations.validation)
+        try:
+            own = self._done(choices, keeping, f"{name}-kept", limit)
+            if own["status"] != "finished":
+                return False, reason(own) if own["status"] == "refused" else None
+            if not issubclass(cls, Technique) and (why := early(own["ahead"], self.found.probe.get("ahead", 0))):
+                return False, why
+            baseline = self._done(Choices(choices.own), taking, f"{name}-taken", limit)
+        finally:
+            file.unlink(missing_ok=True)
+        if baseline["status"] == "refused":
+            return False, f"its weights are none of the baseline's model ({reason(baseline)}); expected the same model"
+        if baseline["status"] != "finished":
+            return False, None
+        return True, mismeasures(own["metrics"][self.target], baseline["metrics"][self.target])
+
+    def _done(self, choices: Choices, pace: Pace, name: str, limit: float) -> dict[str, Any]:
+        job = Job(self._arm(choices, pace.steps), self.seed, pace, name, self.threads, limit)
+        return self.places.do([job])[0]
+
     def _check(self, choices: Choices, own: Mapping[str, Any]) -> None:
         """Raise :class:`Incomparable` where a choice has other data or another model than the baseline."""
-        calibration.check_same(choices.told(), self.found.probe, own, other_training_data=False)
+        calibration.check_same(choices.told(), self.found.probe, own, other_training_data=None)
         makes_others = any(
             issubclass(self.recipes.space.techniques[name].cls, Architecture) for name in choices.techniques
         )

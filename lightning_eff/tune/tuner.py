@@ -18,16 +18,16 @@ from lightning_eff.bench.running import ray_places
 from lightning_eff.bench.running.places import Places
 from lightning_eff.monitor._cost import Prices
 from lightning_eff.monitor.machine import fingerprint
-from lightning_eff.tune.arguments import parse_memory, parse_seconds, read_space
+from lightning_eff.tune.arguments import parse_memory, parse_seconds, read_space, several
 from lightning_eff.tune.concluding import Finding
-from lightning_eff.tune.config import Choices, Recipes, digests, parsed
+from lightning_eff.tune.config import Choices, Recipes, check_own, digests, parsed
 from lightning_eff.tune.confirm import Bench
 from lightning_eff.tune.looking import probing, profiling, taking_up
 from lightning_eff.tune.own import discover
 from lightning_eff.tune.reports.cost import Ledger
 from lightning_eff.tune.reports.writing import write
 from lightning_eff.tune.search import RUNGS, Search, chosen, require_extra
-from lightning_eff.tune.space import Space, check, gather
+from lightning_eff.tune.space import NOT_INCLUDED, Space, check, gather
 from lightning_eff.tune.timing import Durations, Timetable
 from lightning_eff.tune.trials import Trials
 
@@ -120,8 +120,7 @@ class Tuner:
         price_per_kwh: float | None = None,
         engine: Literal["local", "ray"] = "local",
     ) -> None:
-        paths = (baseline,) if isinstance(baseline, str | os.PathLike) else tuple(baseline)
-        self.paths = tuple(map(str, paths))
+        self.paths = tuple(map(str, several(baseline)))
         for path in self.paths:
             if not Path(path).is_file():
                 raise UsageError(
@@ -129,12 +128,14 @@ class Tuner:
                 )
         if jobs < 0 or threads < 0 or seeds < 2:
             raise UsageError(f"Tuner({jobs=}, {threads=}, {seeds=}): expected numbers >= 0, and at least 2 seeds.")
+        if mode not in (None, "min", "max"):
+            raise UsageError(f"Tuner({mode=}): expected 'min', 'max', or None to tell it by the target's name.")
         self.target = target
         self.mode = mode or mode_of(target)
         self.budget = Budget.parse(budget).seconds
         self.memory = parse_memory(memory)
         self.space = read_space(space)
-        self.include, self.exclude = tuple(include), tuple(exclude)
+        self.include, self.exclude = several(include), several(exclude)
         self.out = Path(out)
         if engine not in ("local", "ray"):
             raise UsageError(f"Tuner({engine=}): expected 'local' or 'ray'.")
@@ -173,6 +174,7 @@ class Tuner:
         check(self.space, include=self.include, exclude=self.exclude)
         taking_up.take_up(self.out, self._plan(), fingerprint(self.threads))
         config = parsed(self.paths)
+        check_own(self.paths, self.space.get("own"))
         code = digests(config, self.include)
         taking_up.take_up_code(self.out, code)
         found = self._profile(say)
@@ -228,7 +230,8 @@ class Tuner:
 
             look = self._look(say, time)
             if not look.space.techniques:
-                reasons = "; ".join(f"{name}: {why}" for name, why in sorted(look.space.left_out.items())[:6])
+                asked = sorted(look.space.left_out.items(), key=lambda one: (one[1] == NOT_INCLUDED, one))
+                reasons = "; ".join(f"{name}: {why}" for name, why in asked[:6])
                 raise UsageError(
                     f"No technique applies to this config, so there is nothing to search ({reasons}; ...). All reasons:"
                     " --dry-run."

@@ -179,3 +179,14 @@ def test_what_makes_two_rehearsals_the_same_training() -> None:
     for name, other in (("losses", [1.0 + 1e-12]), ("metrics", {"v": 2.1}), ("samples", 4), ("techniques", ["T()"])):
         assert not calibration.same_training(one, {**one, name: other}), name
     assert not calibration.same_training({**one, "losses": []}, {**one, "losses": []})
+
+
+def test_other_training_data_are_no_option_where_nobody_can_allow_them() -> None:
+    """A search has no ``--allow-other-training-data``."""
+    baseline = {"data": {"validation": {}, "training": {"length": 512, "items": "a" * 8}}}
+    arm = {"data": {"validation": {}, "training": {"length": 640, "items": "b" * 8}}}
+    with pytest.raises(Incomparable, match=r"640 items .* Give every arm the same data\.$"):
+        calibration.check_same("arm", baseline, arm, other_training_data=None)
+    with pytest.raises(Incomparable, match="say --allow-other-training-data"):
+        calibration.check_same("arm", baseline, arm, other_training_data=False)
+    calibration.check_same("arm", baseline, arm, other_training_data=True)

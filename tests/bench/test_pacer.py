@@ -230,11 +230,32 @@ def test_what_is_validated_is_the_average() -> None:
         (arm(), "val_f1", r"\['val_acc', 'val_loss'\]"),
         (arm(), "train_loss", "training does"),
         (arm(limit_val_batches=0), "val_loss", "without validation"),
+        (arm(fast_dev_run=True), "val_loss", "a Trainer with fast_dev_run=True; .* Take fast_dev_run out"),
+        (arm(barebones=True), "val_loss", "a Trainer with barebones=True"),
     ],
 )
 def test_refuses_what_it_cannot_measure(function, target: str, message: str) -> None:
     with pytest.raises(Incomparable, match=message):
         run(Pace(target, 1.0, reference=True, prices={KIND: 0.1}, steps=10), function)
+
+
+def test_a_mean_over_validation_goes_by_its_name_where_each_step_is_logged_too() -> None:
+    """As ModelCheckpoint's ``monitor`` has it."""
+
+    class Both(Small):
+        def validation_step(self, batch, batch_idx, dataloader_idx=0):
+            self.log("val_loss", self.net(batch[0]).square().mean(), on_step=True, on_epoch=True)
+
+    for several, name in ((False, "val_loss"), (True, "val_loss/dataloader_idx_1")):
+
+        def function(several: bool = several):
+            made = built(arm(module=Both))
+            loader = made.data["val_dataloaders"]
+            return made.trainer, made.module, {**made.data, "val_dataloaders": [loader] * 2 if several else loader}
+
+        pacer, _ = run(Pace(name, 1.0, reference=True, prices={KIND: 0.1}, steps=10), function)
+        head, separator, index = name.partition("/")
+        assert pacer.metrics[name] == pacer.metrics[f"{head}_epoch{separator}{index}"] == pacer.points[-1]["metric"]
 
 
 def test_refuses_a_rate_that_follows_the_metric() -> None:

@@ -253,6 +253,75 @@ class OffTheClock(HandFed):
             self.train(trainer, pl_module, other)
 
 
+class ScaledLog(Callback):
+    """A planted fake: what validation logs is half of what it was."""
+
+    def setup(self, trainer, pl_module, stage):
+        log = pl_module.log
+        pl_module.log = lambda name, value, **more: log(name, value / 2, **more)
+
+
+class EasyLabels(Callback):
+    """A planted fake: the labels of validation are halfway to what the network says."""
+
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+        batch[1].lerp_(pl_module.net(batch[0]).squeeze(1), 0.5)
+
+
+class SomeRows(Callback):
+    """A planted fake: it is measured on the rows that the network is right about."""
+
+    def setup(self, trainer, pl_module, stage):
+        step = pl_module.validation_step
+
+        def validation_step(batch, batch_idx):
+            near = (pl_module.net(batch[0]).squeeze(1) - batch[1]).abs().argsort()[:16]
+            return step([part[near] for part in batch], batch_idx)
+
+        pl_module.validation_step = validation_step
+
+
+class OtherFunction(Callback):
+    """A planted fake: another network of as many parameters, ten times as steep."""
+
+    def setup(self, trainer, pl_module, stage):
+        pl_module.net[1].forward = lambda x: 10 * x.tanh()
+
+
+class OtherNames(Callback):
+    """A planted fake: as many parameters, in another network."""
+
+    def setup(self, trainer, pl_module, stage):
+        pl_module.net = nn.Sequential(nn.Identity(), *pl_module.net)
+
+
+class Early(HandFed):
+    """A planted fake: it trains on training data before the first step, from which on the clock runs."""
+
+    def on_train_start(self, trainer, pl_module):
+        for other in trainer.train_dataloader:
+            self.train(trainer, pl_module, other)
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        pass
+
+
+class Averaged(Callback):
+    """An honest gain: it validates the mean of the last two steps' weights, and trains on with the last ones."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.before = [p.detach().clone() for p in pl_module.parameters()]
+
+    def on_validation_start(self, trainer, pl_module):
+        self.last = [p.detach().clone() for p in pl_module.parameters()]
+        for p, before in zip(pl_module.parameters(), self.before, strict=True):
+            p.data.lerp_(before, 0.5)
+
+    def on_validation_end(self, trainer, pl_module):
+        for p, last in zip(pl_module.parameters(), self.last, strict=True):
+            p.data.copy_(last)
+
+
 class NeutralToo(Neutral):
     """Nothing either."""
 

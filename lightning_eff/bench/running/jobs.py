@@ -136,6 +136,7 @@ def _rehearsal(job: Job, pacer: Pacer, built: Built | None, total: float) -> dic
         record["techniques"] = sorted(acting(built.trainer))
         record["facts"] = pacer.facts
         record["overlap"] = pacer.watched.overlap()
+        record["ahead"] = pacer.ahead or 0
     return record
 
 

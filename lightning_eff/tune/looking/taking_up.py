@@ -27,6 +27,8 @@ def take_up(folder: Path, plan: Mapping[str, Any], machine: Mapping[str, Any]) -
     if file.is_file() and [one.name for one in folder.iterdir()] == [file.name]:
         file.unlink()  # nothing was found there: it was begun with what could not be used
     if not file.is_file():
+        if folder.exists() and not folder.is_dir():
+            raise UsageError(f"{folder} is a file; expected a folder. Name another one: --out.")
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise UsageError(f"{folder} holds other files; expected an empty folder. Name another one: --out.")

@@ -1,0 +1,100 @@
+"""A callback of the user's measures what the baseline measures of the same weights, and trains while the clock runs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_eff.bench.pace import Incomparable
+from lightning_eff.tune.config import Choices
+from lightning_eff.tune.honesty import early, mismeasures
+from lightning_eff.tune.trials import Trials
+from lightning_eff.tune.tuner import Tuner
+from tests.tune.tasks import Here, config
+
+MEASURED = "and that of the same weights in the baseline is"
+WHY = {
+    "Averaged": None,
+    "Neutral": None,
+    "ScaledLog": MEASURED,
+    "EasyLabels": MEASURED,
+    "SomeRows": MEASURED,
+    "OtherFunction": MEASURED,
+    "OtherNames": "its weights are none of the baseline's model (Error(s) in loading state_dict for Regression",
+    "Early": "it trains on 512 samples before the first step, where the baseline trains on 0",
+}
+
+
+@pytest.fixture(scope="module")
+def trials(tmp_path_factory: pytest.TempPathFactory) -> Trials:
+    folder = tmp_path_factory.mktemp("faithful")
+    include = [f"tests.tune.tasks.{name}" for name in WHY]
+    tuner = Tuner(config(folder), target="val_loss", budget=30, include=include, out=folder / "out", threads=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_eff.tune.tuner.Places", Here)
+        patch.setattr(Tuner, "_probes", lambda *args: {})
+        look = tuner.look()
+    return Trials(look.recipes, look.found, Here(), folder, target="val_loss", budget=30, seed=0, threads=1)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("name", WHY)
+def test_what_a_callback_logs_is_what_the_baseline_logs_of_its_weights(trials: Trials, name: str) -> None:
+    choices = Choices(techniques={f"tests.tune.tasks.{name}": {}})
+    if WHY[name] is None:
+        assert trials._unfaithful(choices) is None and trials._unfaithful(choices) is None
+    else:
+        with pytest.raises(Incomparable) as raised:
+            trials._rehearsed(choices)
+        assert str(WHY[name]) in str(raised.value)
+    assert not list(trials.folder.glob("rehearsals/*.pt"))
+
+
+def test_of_what_crashes_alone_nothing_is_known(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor where the baseline crashes with its weights; trials side by side keep these in files of their own."""
+    own = {"status": "finished", "ahead": 0, "metrics": {"val_loss": 1.0}}
+    crashed = {"status": "crashed", "error": "MemoryError: out of memory"}
+    monkeypatch.setattr(trials, "_faithful", set())
+    neutral = "tests.tune.tasks.Neutral"
+    files: set[str] = set()
+    for stack in ({neutral: {}}, {neutral: {}, "tests.tune.tasks.Averaged": {}}):
+        for records in ([crashed], [own, crashed]):
+            left = list(records) * len(stack)
+
+            def done(choices: Choices, pace: Any, *rest: Any, left: list[Any] = left) -> Any:
+                files.update([pace.keep] if pace.keep else [])
+                return left.pop(0)
+
+            monkeypatch.setattr(trials, "_done", done)
+            assert trials._unfaithful(Choices(techniques=stack)) is None and not trials._faithful
+    assert len(files) == 3, "one of each callback of each stack"
+
+
+def test_a_callback_is_asked_once_and_named_where_it_stands_among_others(trials: Trials, monkeypatch: Any) -> None:
+    asked: list[Choices] = []
+
+    def alone(choices: Choices, cls: Any, name: str) -> tuple[bool, str]:
+        asked.append(choices)
+        return False, "it lies"
+
+    monkeypatch.setattr(trials, "_alone", alone)
+    trials._faithful.add("tests.tune.tasks.Neutral")
+    assert trials._unfaithful(Choices(techniques={"tests.tune.tasks.Neutral": {}})) is None and not asked
+    stack = {f"tests.tune.tasks.{name}": {} for name in ("Neutral", "Averaged")}
+    trials._faithful.discard("tests.tune.tasks.Averaged")
+    assert trials._unfaithful(Choices({"batch": 8}, stack)) == "tests.tune.tasks.Averaged: it lies"
+    assert asked == [Choices({"batch": 8}, {"tests.tune.tasks.Averaged": {}})]
+
+
+def test_the_arithmetic_of_a_run_may_be_another() -> None:
+    assert mismeasures(1.0, 1.0) is None and mismeasures(0.995, 1.0) is None and mismeasures(0.0, 0.0) is None
+    assert "0.5, and that of the same weights in the baseline is 1" in str(mismeasures(0.5, 1.0))
+    assert early(16, 16) is None and early(0, 16) is None and "trains on 48 samples" in str(early(48, 16))
+
+
+@pytest.mark.parametrize("name", ["fast_dev_run", "barebones"])
+def test_a_trainer_that_only_plays_is_told_so(name: str, tmp_path: Path) -> None:
+    file = Path(config(tmp_path))
+    file.write_text(file.read_text().replace("devices: 1", f"devices: 1, {name}: true"))
+    tuner = Tuner(file, target="val_loss", budget=30, out=tmp_path / "out")
+    with pytest.raises(Incomparable, match=rf"Got a Trainer with {name}=True; .* Take {name} out\."):
+        tuner.look()

@@ -1,0 +1,93 @@
+"""What cannot be used is told before anything runs, in words that help."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_eff._errors import UsageError
+from lightning_eff.tune.tuner import Tuner
+from tests.tune.tasks import Here, config
+
+pytest.importorskip("optuna")
+NEUTRAL = "tests.tune.tasks.Neutral"
+
+
+def tuner(folder: Path, **more: Any) -> Tuner:
+    return Tuner(
+        **{"baseline": config(folder), "target": "val_loss", "budget": 20, "out": folder / "out", "threads": 1, **more}
+    )
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        (
+            {"width": {"key": "model.init_args.widht", "values": [8]}},
+            r"own.width: the config takes no model.init_args.widht of 8: ",
+        ),
+        (
+            {"rows": {"key": "data.init_args.rows", "values": [512, "many"]}},
+            r"own.rows: the config takes no data.init_args.rows of 'many': ",
+        ),
+        (
+            {"warm_up": {"key": "model.init_args.warmup_steps", "low": 0.1, "high": 0.3}},
+            r"no model.init_args.warmup_steps of 0.1: .* A key that is in optimizer steps takes in_steps: true",
+        ),
+    ],
+)
+def test_a_key_or_a_value_that_the_config_cannot_have_is_told_before_it_trains(
+    own: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tuner, "_profile", lambda *args: pytest.fail("it trains"))
+    with pytest.raises(UsageError, match=message):
+        tuner(tmp_path, space={"own": own}, include=[NEUTRAL]).look()
+
+
+def test_what_the_config_can_have_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Trained(Exception): ...
+
+    def trains(*args: object) -> None:
+        raise Trained
+
+    monkeypatch.setattr(Tuner, "_profile", trains)
+    own = {
+        "warm_up": {"key": "model.init_args.warmup_steps", "low": 0.1, "high": 0.3, "in_steps": True},
+        "rows": {"key": "data.init_args.rows", "low": 256, "high": 512},
+        "clip": {"key": "trainer.gradient_clip_val", "values": [None, 1.0]},
+        "rate": {"low": 1e-4, "high": 1e-2, "log": True},
+        "batch": {"key": "data.init_args.batch_size"},
+        "weight_decay": False,
+    }
+    with pytest.raises(Trained):
+        tuner(tmp_path, space={"own": own}, include=[NEUTRAL]).look()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"mode": "lower"}, r"mode='lower'\): expected 'min', 'max', or None"),
+        ({"baseline": config}, r"Got the baseline '<function config.*where there is no file"),
+        ({"include": ["./mine.py"]}, r"Got the technique './mine.py', which is not found"),
+        ({"include": "KFACC"}, r"Got the technique 'KFACC', which there is not; .* Did you mean 'KFAC'"),
+    ],
+)
+def test_an_argument_that_is_none_is_told_with_what_is_expected(
+    more: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        tuner(tmp_path, **more).look()
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(UsageError, match=r"out is a file; expected a folder\. Name another one: --out"):
+        tuner(tmp_path).look()
+
+
+def test_where_nothing_applies_the_reasons_are_of_what_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_eff.tune.tuner.Places", Here)
+    with pytest.raises(UsageError, match=r"nothing to search \(PatchDropout: samples are no images or frames; "):
+        tuner(tmp_path, search=1e6, include=["PatchDropout"]).run(progress=False)
