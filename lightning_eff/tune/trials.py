@@ -16,6 +16,7 @@ from lightning_eff.bench.references import mean_cost
 from lightning_eff.bench.results import write_json
 from lightning_eff.bench.running.jobs import Job
 from lightning_eff.bench.running.places import Places
+from lightning_eff.tune.arguments import too_much
 from lightning_eff.tune.config import Choices, Recipes
 from lightning_eff.tune.honesty import leaks, peeks
 from lightning_eff.tune.looking.probing import reason
@@ -107,8 +108,7 @@ class Trials:
         else:  # nobody is there who could tell what is not so
             self._usual = max(self._usual, outer / max(_inner(record), 1e-9))
         peak = int(record["peak_memory_bytes"])
-        if self.memory is not None and peak > self.memory:
-            why = f"it used {_gib(peak)}, of {_gib(self.memory)} that it may use"
+        if (why := too_much(peak, self.memory)) is not None:
             return Outcome(None, why, peak_bytes=peak)
         return Outcome(float(record["points"][-1]["metric"]), peak_bytes=peak)
 
@@ -230,7 +230,3 @@ def dishonest(
     if paid > 1.1 * budget + max(prices.values(), default=0.0):
         return f"its steps cost {paid:.3g} s at their prices, of a budget of {budget:.3g} s"
     return None
-
-
-def _gib(amount: int) -> str:
-    return f"{amount / 2**30:.3g} GiB"
