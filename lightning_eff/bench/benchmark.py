@@ -133,8 +133,8 @@ class Benchmark:
         for name, rate in (rates or {}).items():
             if not rate > 0:
                 raise ValueError(f"Benchmark(rates={{{name!r}: {rate}}}): expected a learning rate above 0.")
-        for text in (warm_ups or {}).values():
-            warm_up_share(text, self.budget.seconds)
+        for name, text in (warm_ups or {}).items():
+            warm_up_share(text, self.budget.seconds * (min([1.0, *ladder]) if name == baseline_name else 1.0))
         if strangers := sorted(set(tuned or ()) - {baseline_name, *recipes}):
             raise ValueError(f"Benchmark(tuned={strangers}): expected names of arms: {[baseline_name, *recipes]}.")
         self.tuned = None if tuned is None else list(tuned)

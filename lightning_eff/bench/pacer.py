@@ -276,11 +276,13 @@ class Pacer(Clock):
         before = self.warmup_seconds
         charge = self._charge(seconds, kind)
         self.seconds += charge
+        self._pending += charge
         self.wall_seconds += seconds - (self.warmup_seconds - before)
         self.kinds.append(kind)
         self.times.append(seconds)
         self._watch(trainer, outputs)
         if stepped:
+            charge, self._pending = self._pending, 0.0  # of all batches of the step
             self._step(trainer, charge)
         if self._pass_on is not None and len(self.times) % TURN == 0:
             self._pass_on()

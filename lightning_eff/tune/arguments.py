@@ -28,6 +28,13 @@ def parse_memory(text: str | int | None) -> int | None:
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
+def too_much(peak: int, memory: int | None) -> str | None:
+    """Why a run with this peak used more memory than it may; None where it did not, or where that is left open."""
+    if memory is None or peak <= memory:
+        return None
+    return f"it used {peak / 2**30:.3g} GiB, of {memory / 2**30:.3g} GiB that it may use"
+
+
 def parse_seconds(search: str | float) -> float:
     """``"2h"``, ``"30m"``, ``"600s"`` or seconds.
 

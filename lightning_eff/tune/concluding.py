@@ -3,12 +3,12 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_eff.bench.pace import Incomparable
 from lightning_eff.tune.config import Choices
-from lightning_eff.tune.confirm import BASELINE, RECIPE, Bench, Contribution, confirmed
+from lightning_eff.tune.confirm import BASELINE, RECIPE, Bench, Contribution, confirmed, too_large
 from lightning_eff.tune.search import Search, chosen
 from lightning_eff.tune.timing import LEAST, in_words
 
@@ -79,6 +79,8 @@ class Finding:
         better = list({choices.key: choices for choices in better}.values())  # a sampler may say a thing twice
         if not better:
             ranked = self._search.ranked("recipes")
+            if ranked and ranked[0]["value"] == best["value"]:
+                return self._stands(f"no recipe of the search passed the tuned baseline's {best['value']:.5g}")
             why = f"the best came to {ranked[0]['value']:.5g}" if ranked else "none came to its end"
             return self._stands(f"no recipe of the search reached the tuned baseline's {best['value']:.5g}: {why}")
         few = self._few(better[:CONFIRMED])
@@ -87,9 +89,9 @@ class Finding:
             results = self._run("confirm", arms, "confirming " + ", ".join(choices.told() for choices in few))
         except Incomparable as error:
             return self._stands(f"what the search found cannot be compared with it on fresh seeds: {error}")
-        won = [name for name in arms if confirmed(results, name)]
+        won = [name for name in arms if self._confirmed(results, name)]
         if not won:
-            told = "; ".join(results["summary"][name]["sentence"] for name in arms)
+            told = "; ".join(self._sentence(results, name) for name in arms)
             return self._stands(f"what the search found was not confirmed on fresh seeds: {told}")
         name = max(won, key=lambda one: results["summary"][one]["speedup"]["estimate"])
         return self._reduced(arms[name], results["summary"][name], results["calibration"][name]["steps"])
@@ -127,28 +129,43 @@ class Finding:
                     " more --search goes on."
                 )
             else:
-                parts = self._contributions(stack)
+                try:
+                    parts = self._contributions(stack)
+                except Incomparable as error:
+                    notes.append(f"What each technique adds was not measured: {error}")
         dropped = [part.name for part in parts if part.dropped]
         less = stack
         for name in dropped:
             less = less.without(name)
-        if dropped and less.techniques:
-            known = 2 if len(dropped) == 1 else 1  # the stack without that one, and the baseline
-            begun = self._bench.begun("reduced", {RECIPE: less})
-            if (need := self._expected(LEAST, known)) > self._left() and not begun:
-                notes.append(
-                    f"Without what adds nothing ({', '.join(dropped)}) it was not confirmed again: that takes about"
-                    f" {in_words(need)}, which were not left of --search."
-                )
-            else:
-                again = self._run("reduced", {RECIPE: less}, f"confirming what is left: {less.told()}", known)
-                if confirmed(again, RECIPE):
-                    stack, summary = less, again["summary"][RECIPE]
-                    steps = again["calibration"][RECIPE]["steps"]
-                else:
-                    notes.append(f"Without what seems to add nothing it was not confirmed: {_sentence(again)}")
+        if dropped and not less.techniques:
+            notes.append("The stack is as good without any one of its techniques, so that none of them is left out.")
+        elif dropped:
+            again = self._again(less, dropped, notes)
+            if again is not None and self._confirmed(again, RECIPE):
+                stack, summary = less, again["summary"][RECIPE]
+                steps = again["calibration"][RECIPE]["steps"]
+            elif again is not None:
+                told = self._sentence(again, RECIPE)
+                notes.append(f"Without what seems to add nothing it was not confirmed: {told}")
+        parts = tuple(replace(part, dropped=part.dropped and part.name not in stack.techniques) for part in parts)
         said = " ".join([f"{stack.told()}: {summary['sentence']}", *notes])
         return Found(stack, self._bench.baseline, said, steps, self._of_baseline, parts, self._sentences, summary)
+
+    def _again(self, less: Choices, dropped: Sequence[str], notes: list[str]) -> dict[str, Any] | None:
+        """What a bench finds of a stack without what was dropped; None where there was none, and ``notes`` then say why."""
+        known = 2 if len(dropped) == 1 else 1  # the stack without that one, and the baseline
+        begun = self._bench.begun("reduced", {RECIPE: less})
+        without = f"Without what adds nothing ({', '.join(dropped)})"
+        if (need := self._expected(LEAST, known)) > self._left() and not begun:
+            notes.append(
+                f"{without} it was not confirmed again: that takes about {in_words(need)}, which were not left of --search."
+            )
+            return None
+        try:
+            return self._run("reduced", {RECIPE: less}, f"confirming what is left: {less.told()}", known)
+        except Incomparable as error:
+            notes.append(f"{without} it cannot be compared: {error}")
+            return None
 
     def _contributions(self, stack: Choices) -> tuple[Contribution, ...]:
         self._begin(f"leaving out one technique after the other of {stack.told()}", self._apart(stack))
@@ -165,6 +182,15 @@ class Finding:
     def _expected(self, arms: int, known: int = 0) -> float:
         """About how long a bench of so many arms takes, so many of which are known, by how long those before took."""
         return self._slower * self._seconds(arms, known)
+
+    def _confirmed(self, results: Mapping[str, Any], arm: str) -> bool:
+        """Whether an arm is faster, beyond chance, and no larger than it may be."""
+        return confirmed(results, arm) and too_large(results, arm, self._bench.memory) is None
+
+    def _sentence(self, results: Mapping[str, Any], arm: str) -> str:
+        """What a bench tells of an arm, and of its memory where that is too much."""
+        large = too_large(results, arm, self._bench.memory)
+        return results["summary"][arm]["sentence"] + ("" if large is None else f" But {large}.")
 
     def _begin(self, what: str, seconds: float) -> None:
         self._tell(f"{what}{f'; about {in_words(seconds)}' if seconds else ''}")
@@ -184,7 +210,3 @@ class Finding:
 def _named(recipes: Sequence[Choices]) -> dict[str, Choices]:
     """The arms of a bench that confirms them."""
     return {RECIPE if i == 0 else f"{RECIPE} {i + 1}": choices for i, choices in enumerate(recipes)}
-
-
-def _sentence(results: Mapping[str, Any]) -> str:
-    return results["summary"][RECIPE]["sentence"]

@@ -11,6 +11,7 @@ from lightning_eff.bench.benchmark import Benchmark
 from lightning_eff.bench.pace import Budget
 from lightning_eff.bench.reports.intervals import Interval, paired_interval
 from lightning_eff.bench.results import write_json
+from lightning_eff.tune.arguments import too_much
 from lightning_eff.tune.config import Choices, Recipes
 
 BENCHES = "benches.json"  # those that are over, each with the key of its baseline
@@ -25,19 +26,22 @@ class Contribution:
         name: of the technique.
         interval: over the seeds, at 95 %; None for fewer than two of them.
         dropped: it adds nothing: on average the stack is as good without it.
+        large: why the stack without it uses more memory than it may, so that it is not left out; None where it does not.
     """
 
     name: str
     interval: Interval | None
     dropped: bool
+    large: str | None = None
 
     def told(self) -> str:
         """In words."""
+        kept = "" if self.large is None else f", kept, since a run without it is too large: {self.large}"
         if self.interval is None:
-            return f"{self.name}: not known"
+            return f"{self.name}: not known{kept}"
         sure = "" if self.interval.excludes(0.0) else ", which may be chance"
         bounds = f"{self.interval.estimate:+.4g} [{self.interval.low:+.4g}, {self.interval.high:+.4g}]"
-        return f"{self.name}: {bounds}{', dropped' if self.dropped else sure}"
+        return f"{self.name}: {bounds}{', dropped' if self.dropped else sure}{kept}"
 
 
 class Bench:
@@ -49,7 +53,7 @@ class Bench:
         steps: of choices, the optimizer steps that the budget holds, for settings that a config has in steps.
         held: of the tuned baseline, as its trial told.
         folder: for the benches, each in its own.
-        target, mode, budget, threads, jobs: see Tuner.
+        target, mode, budget, threads, jobs, memory: see Tuner.
         seeds: that nothing was searched on.
         progress: show a bar.
         drawn: draw each bench's report, which needs matplotlib.
@@ -69,11 +73,12 @@ class Bench:
         seeds: Sequence[int],
         threads: int,
         jobs: int,
+        memory: int | None = None,
         progress: bool,
         drawn: bool,
     ) -> None:
         self.recipes, self.baseline, self.steps, self.folder = recipes, baseline, steps, folder
-        self.held = held
+        self.held, self.memory = held, memory
         self.settings = {"target": target, "mode": mode, "seeds": list(seeds), "threads": threads, "jobs": jobs}
         self.settings["budget"] = Budget(budget, "reference")
         self.sign = 1.0 if mode == "min" else -1.0
@@ -128,10 +133,10 @@ class Bench:
     def contributions(self, choices: Choices) -> list[Contribution]:
         """What each technique of a stack adds: the stack, and the stack without each, on the same seeds."""
         results = self.run("leave_one_out", self.apart(choices), controls=False)
-        return [contribution(results, name, self.sign) for name in choices.techniques]
+        return [contribution(results, name, self.sign, self.memory) for name in choices.techniques]
 
 
-def contribution(results: Mapping[str, Any], name: str, sign: float) -> Contribution:
+def contribution(results: Mapping[str, Any], name: str, sign: float, memory: int | None = None) -> Contribution:
     """What a technique adds, from a bench with an arm "recipe" and an arm "without NAME"."""
     finals: dict[str, dict[int, float]] = {}
     for run in results["runs"]:
@@ -140,7 +145,17 @@ def contribution(results: Mapping[str, Any], name: str, sign: float) -> Contribu
     own, other = finals.get(RECIPE, {}), finals.get(f"without {name}", {})
     added = [sign * (other[seed] - own[seed]) for seed in own if seed in other]
     mean = sum(added) / len(added) if added else None
-    return Contribution(name, paired_interval(added), dropped=mean is not None and mean <= 0.0)
+    large = too_large(results, f"without {name}", memory)
+    return Contribution(
+        name, paired_interval(added), dropped=mean is not None and mean <= 0.0 and large is None, large=large
+    )
+
+
+def too_large(results: Mapping[str, Any], arm: str, memory: int | None) -> str | None:
+    """Why an arm's runs use more memory than they may; None where none of them does."""
+    if memory is None:
+        return None
+    return too_much(max((run["peak_memory_bytes"] for run in results["runs"] if run["arm"] == arm), default=0), memory)
 
 
 def confirmed(results: Mapping[str, Any], arm: str) -> bool:

@@ -17,6 +17,7 @@ from lightning_eff.bench.references import mean_cost
 from lightning_eff.bench.results import write_json
 from lightning_eff.bench.running.jobs import Job
 from lightning_eff.bench.running.places import Places
+from lightning_eff.tune.arguments import too_much
 from lightning_eff.tune.config import Choices, Recipes
 from lightning_eff.tune.honesty import early, leaks, mismeasures, peeks
 from lightning_eff.tune.looking.probing import reason
@@ -104,14 +105,16 @@ class Trials:
             why = f"{status}: {reason(record)}"
             return Outcome(None, why, refused=status == "refused", crashed=status == "crashed")
         if choices.techniques:
-            why = dishonest(record, prices, budget, outer, self._usual) or peeks(record["overlap"], self._overlap)
+            batches = len(rehearsal["kinds"]) / max(rehearsal["steps"], 1)
+            why = dishonest(record, prices, budget, outer, self._usual, batches) or peeks(
+                record["overlap"], self._overlap
+            )
             if why is not None:
                 return Outcome(None, why, refused=True)
         else:  # nobody is there who could tell what is not so
             self._usual = max(self._usual, outer / max(_inner(record), 1e-9))
         peak = int(record["peak_memory_bytes"])
-        if self.memory is not None and peak > self.memory:
-            why = f"it used {_gib(peak)}, of {_gib(self.memory)} that it may use"
+        if (why := too_much(peak, self.memory)) is not None:
             return Outcome(None, why, peak_bytes=peak)
         return Outcome(float(record["points"][-1]["metric"]), peak_bytes=peak)
 
@@ -263,7 +266,12 @@ def _inner(record: Mapping[str, Any]) -> float:
 
 
 def dishonest(
-    record: Mapping[str, Any], prices: Mapping[str, float], budget: float, outer: float, usual: float = 1.0
+    record: Mapping[str, Any],
+    prices: Mapping[str, float],
+    budget: float,
+    outer: float,
+    usual: float = 1.0,
+    batches: float = 1.0,
 ) -> str | None:
     """Why what a run tells of its time cannot be; None where it can.
 
@@ -273,15 +281,12 @@ def dishonest(
         budget: in seconds.
         outer: seconds from its first step to its last, by a clock that is not its own.
         usual: how many times what it tells of has passed on that clock in the baseline's own runs; on a busy machine, more.
+        batches: of an optimizer step: a run ends with a whole one.
     """
     inner = _inner(record)
     if outer > PAUSE + SLACK * max(usual, 1.0) * inner:
         return f"it tells of {inner:.3g} s, and took {outer:.3g} s by another clock"
     paid = math.fsum(prices.get(kind["kind"], 0.0) * kind["count"] for kind in record["kinds"])
-    if paid > 1.1 * budget + max(prices.values(), default=0.0):
+    if paid > 1.1 * budget + max(batches, 1.0) * max(prices.values(), default=0.0):
         return f"its steps cost {paid:.3g} s at their prices, of a budget of {budget:.3g} s"
     return None
-
-
-def _gib(amount: int) -> str:
-    return f"{amount / 2**30:.3g} GiB"

@@ -339,6 +339,7 @@ class Tuner:
             seeds=self.seeds,
             threads=self.threads,
             jobs=self._bench_jobs,
+            memory=self.memory,
             progress=progress,
             drawn=True,
         )

@@ -126,6 +126,14 @@ def test_warm_ups_that_are_none(text: str | float) -> None:
         warm_up_share(text, 50.0)
 
 
+def test_a_warm_up_must_fit_into_every_budget_of_the_ladder(tmp_path: Path) -> None:
+    """It is said before anything is run: 5 s are more than half of 8 s, at which the baseline runs, too."""
+    settings = {"target": "val_loss", "budget": "20rs", "ladder": (0.4,), "out": tmp_path}
+    with pytest.raises(ValueError, match="of the budget of 8 s, at most half of it"):
+        Benchmark(arm(), {}, warm_ups={"baseline": "5s"}, **settings)
+    Benchmark(arm(), {"a": arm()}, warm_ups={"a": "5s"}, **settings)
+
+
 def test_whose_they_are(tmp_path: Path) -> None:
     """A recipe's and its own alone; they stand in the plan, and the rehearsal meets them."""
     arms = lay_out(("base", arm()), {"a": arm(), "b": arm()}, controls=False, ladder=(2.0,), rates={"b": 0.2})

@@ -101,6 +101,14 @@ def test_accumulation_validates_and_stops_at_whole_steps() -> None:
     assert module.rates[::2] == module.rates[1::2], "the rate changes within a step"
 
 
+def test_a_run_of_long_steps_ends_with_the_one_that_is_nearest_to_its_budget() -> None:
+    prices = {KIND: 0.1, f"{KIND} (accumulates)": 0.1}
+    for budget, steps in ((1.9, 2), (2.1, 3)):
+        pace = Pace("val_loss", budget, reference=True, prices=prices, steps=2)
+        pacer, _ = run(pace, arm(accumulate_grad_batches=8))
+        assert (pacer.steps, pacer.seconds) == (steps, pytest.approx(0.8 * steps)), budget
+
+
 def test_wall_clock_leaves_out_validation_and_the_first_steps_excess(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock of our own: a batch takes 0.1 s, the first one 5 s, a validation 7 s."""
     now = [0.0]

@@ -169,6 +169,17 @@ def test_one_common_seed_gives_no_verdict():
     assert "no verdict" in own["sentence"]
 
 
+def test_a_module_that_sets_its_own_seed_repeats_itself():
+    """Three seeds that gave one run are no evidence of three, and their interval of no width proves nothing."""
+    made = synthetic.results({"baseline": 1.0, "a": 2.0})
+    assert summarize(made)["a"]["verdict"] == "faster" and summarize(made)["a"]["repeated"] == 0
+    one = {run["arm"]: run for run in made["runs"] if run["seed"] == 1}
+    made["runs"] = [{**one[run["arm"]], "seed": run["seed"]} for run in made["runs"]]
+    own = summarize(made)["a"]
+    assert (own["verdict"], own["difference"], own["repeated"]) == ("no verdict", None, 2)
+    assert "since other seeds gave the same runs, loss by loss" in own["sentence"]
+
+
 def test_same_training_is_judged_by_throughput_alone():
     made = synthetic.results({"baseline": 1.0, "a": 1.0}, noise=0.3)
     made["calibration"]["a"] = synthetic.calibration(1.1, same_training=True)

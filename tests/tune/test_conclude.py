@@ -12,6 +12,7 @@ from lightning_eff import cli
 from lightning_eff._core.search_space import RunProfile, SearchSpace, Uniform
 from lightning_eff._errors import UsageError
 from lightning_eff.bench import calibration
+from lightning_eff.bench.pace import Incomparable
 from lightning_eff.bench.references import mean_cost
 from lightning_eff.bench.running.workers import InProcess
 from lightning_eff.tune.concluding import Finding
@@ -51,14 +52,20 @@ class Look:
 
 
 class FakeBench:
-    """A bench in which GOOD is faster and BAD adds nothing; ``never`` confirms nothing."""
+    """A bench in which GOOD is faster and BAD adds nothing.
+
+    ``never`` confirms nothing, ``memory`` is what stacks without BAD use too much of, ``refuses`` is a bench that compares
+    nothing, and ``alike`` lets either technique be as good as both.
+    """
 
     baseline = Choices()
     sign = 1.0
 
-    def __init__(self, *, never: bool = False) -> None:
+    def __init__(
+        self, *, never: bool = False, memory: int | None = None, refuses: str | None = None, alike: bool = False
+    ) -> None:
         self.asked: dict[str, Any] = {}
-        self.never = never
+        self.never, self.memory, self.refuses, self.alike = never, memory, refuses, alike
         self.known: set[str] = set()  # names of benches that were begun before
 
     apart = staticmethod(Bench.apart)
@@ -70,7 +77,9 @@ class FakeBench:
 
     def run(self, name: str, arms: dict[str, Choices], *, controls: bool) -> dict[str, Any]:
         self.asked[name] = {arm: sorted(choices.techniques) for arm, choices in arms.items()}
-        good = {arm: GOOD in choices.techniques and not self.never for arm, choices in arms.items()}
+        if name == self.refuses:
+            raise Incomparable("such a stack has other data")
+        good = {arm: (GOOD in choices.techniques or self.alike) and not self.never for arm, choices in arms.items()}
         summary = {
             arm: {
                 "verdict": "faster" if good[arm] else "no difference shown",
@@ -85,6 +94,7 @@ class FakeBench:
                 "seed": seed,
                 "status": "finished",
                 "points": [{"metric": (1.0 if good[arm] else 2.0) + seed / 100}],
+                "peak_memory_bytes": (1 if BAD in arms[arm].techniques else 3) * 2**30,
             }
             for arm in arms
             for seed in (1, 2, 3)
@@ -98,7 +108,7 @@ class FakeBench:
 
     def contributions(self, choices: Choices) -> list[Any]:
         results = self.run("leave_one_out", self.apart(choices), controls=False)
-        return [contribution(results, name, self.sign) for name in choices.techniques]
+        return [contribution(results, name, self.sign, self.memory) for name in choices.techniques]
 
 
 def searched(folder: Path, values: dict[tuple[str, ...], float]) -> Search:
@@ -145,6 +155,44 @@ def test_what_is_not_confirmed_leaves_the_baseline(tmp_path: Path) -> None:
     assert found.baseline_steps == 100, "what its trial told"
 
 
+def test_what_saves_the_memory_that_there_is_stays(tmp_path: Path) -> None:
+    """Without it a run is as fast, and too large."""
+    search = searched(tmp_path, {tuple(sorted((GOOD, BAD))): 0.5})
+    bench = FakeBench(memory=2 * 2**30)
+    found = Finding(Look, search, bench).conclude(lambda line: None)  # pyright: ignore[reportArgumentType]
+    assert found.recipe is not None and sorted(found.recipe.techniques) == sorted((GOOD, BAD))
+    assert "reduced" not in bench.asked, "what it would be left out of is too large"
+    told = {part.name: part.told() for part in found.contributions}
+    assert (
+        told[BAD].endswith("kept, since a run without it is too large: it used 3 GiB, of 2 GiB that it may use")
+        and not found.contributions[0].dropped
+    )
+    bench = FakeBench(memory=2**29)
+    found = Finding(Look, search, bench).conclude(lambda line: None)  # pyright: ignore[reportArgumentType]
+    assert found.recipe is None, "faster, and larger on fresh seeds than it may be"
+    assert found.sentence.endswith("recipe told. But it used 1 GiB, of 0.5 GiB that it may use.")
+
+
+def test_what_stays_in_the_recipe_is_not_told_to_be_dropped(tmp_path: Path) -> None:
+    search = searched(tmp_path, {tuple(sorted((GOOD, BAD))): 0.5})
+    both = sorted((GOOD, BAD))
+    for bench, said in (
+        (FakeBench(alike=True), "as good without any one of its techniques, so that none of them is left out"),
+        (FakeBench(refuses="reduced"), f"Without what adds nothing ({BAD}) it cannot be compared: such a stack has"),
+        (FakeBench(refuses="leave_one_out"), "What each technique adds was not measured: such a stack has other data"),
+    ):
+        found = Finding(Look, search, bench).conclude(lambda line: None)  # pyright: ignore[reportArgumentType]
+        assert found.recipe is not None and sorted(found.recipe.techniques) == both, "what was confirmed is not lost"
+        assert said in found.sentence
+        assert not any(part.dropped or "dropped" in part.told() for part in found.contributions)
+
+
+def test_a_recipe_that_ties_is_not_said_to_fall_short(tmp_path: Path) -> None:
+    search = searched(tmp_path, {(GOOD,): 1.0})
+    found = Finding(Look, search, FakeBench()).conclude(lambda line: None)  # pyright: ignore[reportArgumentType]
+    assert found.sentence == "The baseline stands: no recipe of the search passed the tuned baseline's 1"
+
+
 def test_a_run_must_have_taken_and_cost_what_it_tells_of() -> None:
     record = {
         "wall_seconds": 10.0,
@@ -155,6 +203,10 @@ def test_a_run_must_have_taken_and_cost_what_it_tells_of() -> None:
     assert dishonest(record, {"a": 0.1}, 10.0, 12.0) is None
     assert "tells of 11 s, and took 22 s by another clock" in str(dishonest(record, {"a": 0.1}, 10.0, 22.0))
     assert "cost 20 s at their prices, of a budget of 10 s" in str(dishonest(record, {"a": 0.2}, 10.0, 12.0))
+    few = {**record, "kinds": [{"kind": "a (accumulates)", "count": 21}, {"kind": "a", "count": 3}]}
+    prices = {"a": 0.5, "a (accumulates)": 0.5}
+    assert dishonest(few, prices, 10.0, 12.0, batches=8) is None, "three steps, of which 2.5 were paid for"
+    assert "cost 12 s at their prices" in str(dishonest(few, prices, 10.0, 12.0)), "24 steps"
 
 
 def test_a_recipe_is_a_whole_config_for_as_many_steps(tmp_path: Path) -> None:

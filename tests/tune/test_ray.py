@@ -17,7 +17,7 @@ from lightning_eff._errors import UsageError
 from lightning_eff.bench.arms import Arm
 from lightning_eff.bench.pace import Pace
 from lightning_eff.bench.running.jobs import Job
-from lightning_eff.bench.running.ray_places import RayPlaces
+from lightning_eff.bench.running.ray_places import RayPlaces, _room
 from lightning_eff.tune.search import Search
 from lightning_eff.tune.trials import Trials
 from lightning_eff.tune.tuner import Tuner
@@ -52,6 +52,17 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield places
         places.close()
         ray.shutdown()
+
+
+def test_a_worker_has_room_on_a_node_and_not_between_two() -> None:
+    def node(alive: bool = True, **resources: float) -> dict[str, Any]:
+        return {"Alive": alive, "Resources": resources}
+
+    assert _room([node(CPU=3.0), node(CPU=3.0), node(alive=False, CPU=64.0)], 2) == 2, "one core of each is left over"
+    assert _room([node(CPU=8.0, GPU=4.0), node(CPU=64.0)], 4) == 2, (
+        "as many as its cores are for, and none without a GPU"
+    )
+    assert _room([node(CPU=8.0, GPU=1.0)], 4) == 1
 
 
 def searched(folder: Path, look: Any, places: Any, jobs: int, known: Path | None = None) -> Search:

@@ -116,6 +116,16 @@ def test_the_bench_that_decided_is_shown() -> None:
     assert page.decided(told, {"confirm-1": other, "reduced-2": faster}) == "reduced-2"
     assert page.decided(told, {"confirm-1": faster, "reduced-2": other}) == "confirm-1"
     assert page.decided(record(benches={}), {}) is None
+    said = (
+        "Lookahead: <recipe> is faster. Without what seems to add nothing it was not confirmed: recipe told otherwise."
+    )
+    told = record(sentence=said, benches={"confirm-1": {}, "reduced-2": {}})
+    assert page.decided(told, {"confirm-1": faster, "reduced-2": other}) == "confirm-1", "that of the recipe is shown"
+
+
+def test_what_came_on_and_diverged_then_was_not_left() -> None:
+    late = trial("recipes", 4, {"RandomLTD": {}}, [2.0], why="diverged: the training loss is nan at step 7.")
+    assert pictures.tries(record(trials=[late])) == {"RandomLTD": [0, 0, 1]}
 
 
 def test_pictures_show_the_figures() -> None:
@@ -177,6 +187,34 @@ def test_the_cost_of_a_search_that_was_killed_counts(tmp_path: Path, monkeypatch
     assert last["hours"] == 1.5 and last["kwh"] == pytest.approx(0.003)
     assert last["money"] == pytest.approx(2.0 * 1.5 + 100 * 0.003) and not last["leaves_out"]
     assert cost.in_words(last) == "1.5 hours, 0.003 kWh, 3.3 of money (3 for time, 0.3 for electricity)."
+
+
+def test_a_search_that_is_killed_in_a_long_bench_has_its_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is told while it confirms, and nothing is left to say when it is killed."""
+    monkeypatch.setattr(cost, "EVERY", 0.01)
+    (tmp_path / "profile.json").write_text("{}")
+    with cost.Ledger(tmp_path, Prices(), meter=Meter):  # pyright: ignore[reportArgumentType]
+        for _ in range(500):
+            if (tmp_path / "cost.json").is_file():
+                break
+            time.sleep(0.01)
+        kept = json.loads((tmp_path / "cost.json").read_text())
+    assert kept["hours"] > 0 and kept["kwh"] == pytest.approx(0.001 * round(kept["kwh"] / 0.001))
+
+
+def test_energy_is_that_of_the_device_which_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search counts from before anything computes on it."""
+    asked: list[Any] = []
+
+    class OfDevice(Meter):
+        def __init__(self, device: Any = None) -> None:
+            super().__init__()
+            asked.append(device and device.type)
+
+    monkeypatch.setattr(cost, "EnergyMeter", OfDevice)
+    for device in ("cuda", "cpu"):
+        cost.Ledger(tmp_path, Prices(), device=device)
+    assert asked == ["cuda", "cpu"]
 
 
 def test_a_cost_says_what_it_lacks(tmp_path: Path) -> None:

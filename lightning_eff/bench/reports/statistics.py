@@ -4,7 +4,7 @@ Everything is paired by seed, and a verdict is given only where the intervals ex
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from statistics import fmean, stdev
@@ -105,7 +105,7 @@ def summarize(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
         results: of the bench's schema; its ``summary`` is not read.
 
     Returns:
-        For each arm its ``runs``, ``failed``, ``final``, ``difference``, ``time_to_target``, ``speedup``,
+        For each arm its ``runs``, ``repeated``, ``failed``, ``final``, ``difference``, ``time_to_target``, ``speedup``,
         ``speedup_from``, ``throughput``, ``memory``, ``energy``, ``equivalent_seconds`` (with ``equivalent_bound`` where
         it lies off the ladder), ``price_gap``, ``seeds_needed``, ``samples_per_second``, ``tokens_per_second``,
         ``extra_share``, ``caused_share``, ``verdict``, ``better_than_control`` and ``sentence``.
@@ -121,9 +121,8 @@ def summarize(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
                 other["name"] for other in arms if other["kind"] == "control" and other["of"] == arm["name"]
             ):
                 mine, theirs = finished[arm["name"]], finished[control]
-                own[control] = _plain(
-                    paired_interval([_final(mine[s]) - _final(theirs[s]) for s in mine if s in theirs])
-                )
+                told = _once({seed: (theirs[seed], mine[seed]) for seed in mine if seed in theirs})
+                own[control] = _plain(paired_interval([_final(a) - _final(b) for b, a in told]))
     for arm in arms:
         summary[arm["name"]]["sentence"] = words.sentence(results["plan"], arm, summary, sign)
     return summary
@@ -143,9 +142,10 @@ def _summary(results: dict[str, Any], arm: dict[str, Any], finished: dict[str, d
 
     same = bool(calibration.get("same_training")) and compared
     throughput = _throughput(calibration.get("rates", []), list(pairs.values())) if compared else None
-    gains = [speed_up(b["points"], a["points"], mode) for b, a in pairs.values()]
+    told = _once(pairs)
+    gains = [speed_up(b["points"], a["points"], mode) for b, a in told]
     reached = [_reached(baseline.get(seed), own.get(seed), mode, name == first) for seed in seeds]
-    difference = paired_interval([_final(a) - _final(b) for b, a in pairs.values()])
+    difference = paired_interval([_final(a) - _final(b) for b, a in told])
     speedup = paired_ratio([(1.0, gain) for gain in gains])
     error = slope = 0.0  # of the prices, as a logarithm, and what the metric changes for each unit of it
     if plan["budget"]["clock"] == "reference" and throughput is not None and calibration.get("rates"):
@@ -160,11 +160,12 @@ def _summary(results: dict[str, Any], arm: dict[str, Any], finished: dict[str, d
     verdict = _verdict(runs, own, compared, same, speedup, difference, _sign(mode))
     needed = None
     if verdict == "no difference shown" and not same:
-        by_metric = findings.seeds_needed([_final(a) - _final(b) for b, a in pairs.values()], slope * error)
+        by_metric = findings.seeds_needed([_final(a) - _final(b) for b, a in told], slope * error)
         by_speed = findings.seeds_needed([math.log(gain) for gain in gains], error)
         needed = None if by_metric is None or by_speed is None else max(by_metric, by_speed)
     return {
         "runs": len(runs),
+        "repeated": len(pairs) - len(told),
         "failed": [_failure(run) for run in runs if run["seed"] not in own],
         "final": {
             "mean": fmean(finals.values()) if finals else None,
@@ -190,6 +191,21 @@ def _summary(results: dict[str, Any], arm: dict[str, Any], finished: dict[str, d
         "better_than_control": {},
         "sentence": "",
     }
+
+
+def _once(
+    pairs: Mapping[int, tuple[dict[str, Any], dict[str, Any]]],
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The pairs of runs by seed, but for those that an earlier seed has had, loss by loss: they are no other evidence.
+
+    So it is where a module or its data set a seed of their own.
+    """
+    found: dict[Any, tuple[dict[str, Any], dict[str, Any]]] = {}
+    for seed, pair in pairs.items():
+        courses = [tuple(loss for _, loss in run["losses"]) for run in pair]
+        ends = [tuple(metric for _, metric in _curve(run["points"])) for run in pair]
+        found.setdefault((*courses, *ends) if all(courses) else seed, pair)
+    return list(found.values())
 
 
 def _slope(baseline: Sequence[dict[str, Any]]) -> float:

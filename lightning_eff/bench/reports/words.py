@@ -115,6 +115,11 @@ def _main(plan: dict[str, Any], arm: dict[str, Any], own: dict[str, Any]) -> str
     speed, by = own["speedup"], own["difference"]
     if verdict == "no verdict":
         pairs = by["n"] if by else "fewer than two"
+        if own.get("repeated"):
+            return (
+                f"{name}: no verdict, since other seeds gave the same runs, loss by loss, as where a module or its data set a"
+                f" seed of their own; it ends at {ended}."
+            )
         what = (
             "calibration blocks" if own["speedup_from"] == "throughput" else "seeds finished in it and in the baseline"
         )

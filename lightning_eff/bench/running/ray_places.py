@@ -5,7 +5,7 @@ import queue
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,7 @@ def connect(cpus: int) -> Any:
 
 def capacity(threads: int) -> int:
     """How many workers the cluster has room for: one a GPU, or where there is none, one for so many of its cores."""
-    resources = connect(threads).cluster_resources()
-    return int(resources.get("GPU", 0)) or max(1, int(resources.get("CPU", 1)) // threads)
+    return max(1, _room(connect(threads).nodes(), threads))
 
 
 class RayPlaces:
@@ -72,10 +71,8 @@ class RayPlaces:
     def __init__(self, count: int, threads: int, logs: Path) -> None:
         cpus = max(threads, 1)
         self._ray = ray = connect(count * cpus)
-        resources = ray.cluster_resources()
-        gpus = 1 if resources.get("GPU", 0) else 0
-        room = int(resources["GPU"]) if gpus else int(resources.get("CPU", 0)) // cpus
-        if room < count:
+        gpus = 1 if ray.cluster_resources().get("GPU", 0) else 0
+        if (room := _room(ray.nodes(), cpus)) < count:
             raise UsageError(
                 f"Got {count} runs at once with {cpus} thread(s) each; the Ray cluster has room for {room}. Lower --jobs or"
                 " --threads, or add nodes to it."
@@ -143,6 +140,14 @@ class _Host:
         done = list(self._workers.together(every, lambda job, u: heard.append(time.perf_counter())))
         seconds = heard[-1] - heard[0] if heard else 0.0
         return [{**record, "heard_seconds": seconds} for _, record in done]
+
+
+def _room(nodes: Sequence[Mapping[str, Any]], cpus: int) -> int:
+    """How many workers fit on the nodes of a cluster, each whole on one: with so many cores, and a GPU if there are any."""
+    alive = [node["Resources"] for node in nodes if node["Alive"]]
+    gpus = any(one.get("GPU", 0) >= 1 for one in alive)
+    room = [(int(one.get("CPU", 0)) // cpus, int(one.get("GPU", 0))) for one in alive]
+    return sum(min(cores, devices) if gpus else cores for cores, devices in room)
 
 
 def _line(error: BaseException) -> str:

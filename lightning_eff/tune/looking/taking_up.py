@@ -24,13 +24,15 @@ def take_up(folder: Path, plan: Mapping[str, Any], machine: Mapping[str, Any]) -
         UsageError: where there are other files, or what was found for another plan or on another machine.
     """
     file = folder / "plan.json"
-    if file.is_file() and [one.name for one in folder.iterdir()] == [file.name]:
+    every = folder.iterdir() if folder.is_dir() else ()
+    there = [one.name for one in every if one.suffix != ".tmp"]  # which a kill leaves of a file
+    if there == [file.name]:
         file.unlink()  # nothing was found there: it was begun with what could not be used
     if not file.is_file():
         if folder.exists() and not folder.is_dir():
             raise UsageError(f"{folder} is a file; expected a folder. Name another one: --out.")
         folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
+        if set(there) - {file.name}:
             raise UsageError(f"{folder} holds other files; expected an empty folder. Name another one: --out.")
         write_json(file, {"created": now(), "machine": machine, "plan": plan})
     before = json.loads(file.read_text())

@@ -1,20 +1,27 @@
 """What a search costs in hours, electricity and money, over all times that it was gone on with, killed ones too."""
 
 import json
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+import torch
 
 from lightning_eff.bench.results import write_json
 from lightning_eff.monitor._cost import JOULES_PER_KWH, Prices, run_cost, unseen
 from lightning_eff.monitor.energy import EnergyMeter
 
+EVERY = 30.0  # seconds after which the counts are kept anew, whatever the search is at
+
 
 class Ledger:
     """Counts time and energy from ``with`` to its end, and keeps them on disk, so that a search that is killed has its cost.
 
+    They are kept as often as there is something to tell and every half minute: a bench that confirms may take hours.
     Nothing is kept before the search has a profile: until then its folder may be begun anew.
 
     Args:
@@ -22,7 +29,7 @@ class Ledger:
         prices: of an hour and a kWh.
         machines: that are paid for by the hour.
         device: type of the device that the runs compute on.
-        meter: of this machine's energy.
+        meter: of this machine's energy; None for its own counters, the device's among them.
     """
 
     def __init__(
@@ -32,11 +39,14 @@ class Ledger:
         *,
         machines: int = 1,
         device: str = "cpu",
-        meter: Callable[[], EnergyMeter] = EnergyMeter,
+        meter: Callable[[], EnergyMeter] | None = None,
     ) -> None:
         self._file, self._profile = folder / "cost.json", folder / "profile.json"
         self._prices, self._machines, self._device = prices, machines, device
-        self._meter = meter()
+        # the device by its name: nothing computes there yet, by which a meter would find it
+        self._meter = EnergyMeter(torch.device(device)) if meter is None else meter()
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self._keeper = threading.Thread(target=self._keep_on, daemon=True)
         self._before: dict[str, Any] = {"hours": 0.0, "kwh": None}
         self._began = time.monotonic()
 
@@ -50,11 +60,19 @@ class Ledger:
             self._before = json.loads(self._file.read_text())
         self._began = time.monotonic()
         self._meter.start()
+        self._keeper.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._over.set()
+        self._keeper.join()
         self.keep()
         self._meter.stop()
+
+    def _keep_on(self) -> None:
+        while not self._over.wait(EVERY):
+            with suppress(OSError):  # the next one may do
+                self.keep()
 
     def keep(self) -> dict[str, Any]:
         """Write down what there is so far, and return it.
@@ -63,6 +81,10 @@ class Ledger:
             ``hours``, ``kwh`` (None where no machine's counter told), ``money`` (None without a price, or where nothing that
             has one is known), its parts ``hours_cost`` and ``energy_cost``, and ``leaves_out``, in words, what it lacks.
         """
+        with self._lock:
+            return self._kept()
+
+    def _kept(self) -> dict[str, Any]:
         joules = self._meter.read()
         hours = self._before["hours"] + (time.monotonic() - self._began) / 3600
         kwh = self._before["kwh"] if joules is None else (self._before["kwh"] or 0.0) + joules / JOULES_PER_KWH

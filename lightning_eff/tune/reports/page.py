@@ -9,20 +9,20 @@ from lightning_eff.bench.reports.drawing import Drawing
 from lightning_eff.bench.reports.figures import draw
 from lightning_eff.bench.reports.report_html import document, figure_html, list_html, section_html, table_html
 from lightning_eff.bench.reports.statistics import summarize
-from lightning_eff.tune.confirm import RECIPE
 from lightning_eff.tune.reports import cost, pictures, prose
 
 NO_CURVES = (
-    "Nothing was held against the baseline on fresh seeds, so that there are no curves and no time to the target: no recipe of"
-    " the search came as far as the tuned baseline."
+    "Nothing was held against the baseline on fresh seeds, for the reason that the verdict gives, so that there are no curves"
+    " and no time to the target."
 )
 
 
 def decided(record: Mapping[str, Any], benches: Mapping[str, dict[str, Any]]) -> str | None:
-    """The folder of the bench that the verdict stands on: the last whose recipe's summary is the record's."""
+    """The folder of the bench that the verdict stands on: the last that tells of an arm what the record's summary tells."""
     told = [name for name in record["benches"] if name in benches]
+    sentence = record["summary"].get("sentence")
     for name in reversed(told):
-        if record["summary"] and benches[name]["summary"].get(RECIPE, {}).get("sentence") in record["sentence"]:
+        if sentence is not None and sentence in [own["sentence"] for own in benches[name]["summary"].values()]:
             return name
     return told[0] if told else None
 

@@ -9,6 +9,7 @@ from lightning_eff.bench.reports.drawing import COLOURS, INK, PAPER, Drawing, la
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+LEFT = "not in the best third"  # so begins why a trial was not given more of the budget
 ENDS = (("the whole budget", COLOURS[0]), ("left earlier", COLOURS[5]), ("refused, crashed or diverged", COLOURS[1]))
 
 
@@ -103,7 +104,8 @@ def tries(record: Mapping[str, Any]) -> dict[str, list[int]]:
     for trial in record["trials"]:
         if trial["free"]:
             continue
-        end = 0 if trial["value"] is not None else 1 if trial["values"] and not trial["refused"] else 2
+        left = (trial["why"] or "").startswith(LEFT)
+        end = 0 if trial["value"] is not None else 1 if left else 2
         for name in trial["choices"]["techniques"]:
             found.setdefault(name, [0, 0, 0])[end] += 1
     return dict(sorted(found.items(), key=lambda kv: (-sum(kv[1]), kv[0])))
