@@ -25,7 +25,7 @@ from lightning_eff.bench.learning_rate import Rates, rates_of
 from lightning_eff.bench.pace import Diverged, Horizon, Incomparable, Pace, Rehearsed
 from lightning_eff.bench.running.quiet import Quiet
 from lightning_eff.bench.running.turns import TURN
-from lightning_eff.bench.watching import Samples, blind, exchange, watch, weights
+from lightning_eff.bench.watching import Samples, blind, draw_alike, exchange, watch, weights
 from lightning_eff.monitor.machine import memory_in_use
 
 
@@ -190,6 +190,8 @@ class Pacer(Clock):
             held = weights(trainer.lightning_module) if self.pace.watch else None
             cost = _cost(trainer)
             before, start = cost.seconds, time.perf_counter()
+            if self.pace.keep or self.pace.take:
+                draw_alike()  # before the loader does
             outputs = original()
             _synchronize(trainer)
             seconds = time.perf_counter() - start

@@ -5,9 +5,11 @@ whoever fed it. And a rehearsal may be blind: then validation has one sample onl
 nothing from validation data trains as before, bit for bit.
 """
 
+import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -107,7 +109,7 @@ def weights(module: LightningModule) -> list[float]:
 def exchange(module: LightningModule, *, keep: str | None, take: str | None) -> None:
     """Write the weights that are about to be validated into a file, or validate those of a file in their place.
 
-    What is drawn by chance from then on is the same either way.
+    What is drawn by chance from then on is the same either way; what the loader draws before, by :func:`draw_alike`.
 
     Args:
         module: that is validated.
@@ -126,6 +128,13 @@ def exchange(module: LightningModule, *, keep: str | None, take: str | None) -> 
             plain.load_state_dict(held)
         except RuntimeError as error:
             raise Incomparable(" ".join(str(error).split())) from None
+    draw_alike()
+
+
+def draw_alike() -> None:
+    """Let Python, NumPy and torch draw the same from here on, whatever was drawn before: masks, noise, dropout."""
+    random.seed(0)
+    np.random.seed(0)
     torch.manual_seed(0)
 
 

@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from torch import nn
@@ -28,6 +29,17 @@ class Table(LightningDataModule):
 
     def val_dataloader(self):
         return DataLoader(self._set(1, 64), 64)
+
+
+class NoisyTable(Table):
+    """The same rows, with noise that is drawn anew whenever they are put into a batch."""
+
+    def val_dataloader(self):
+        def noisy(items):
+            x, y = map(torch.stack, zip(*items, strict=True))
+            return x + torch.randn_like(x), y + float(np.random.randn())
+
+        return DataLoader(self._set(1, 64), 16, collate_fn=noisy)
 
 
 class Regression(LightningModule):

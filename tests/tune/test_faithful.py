@@ -25,16 +25,21 @@ WHY = {
 }
 
 
-@pytest.fixture(scope="module")
-def trials(tmp_path_factory: pytest.TempPathFactory) -> Trials:
-    folder = tmp_path_factory.mktemp("faithful")
+def made(folder: Path, baseline: str) -> Trials:
+    """The trials of a search among the callbacks of :data:`WHY`."""
     include = [f"tests.tune.tasks.{name}" for name in WHY]
-    tuner = Tuner(config(folder), target="val_loss", budget=30, include=include, out=folder / "out", threads=1)
+    tuner = Tuner(baseline, target="val_loss", budget=30, include=include, out=folder / "out", threads=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_eff.tune.tuner.Places", Here)
         patch.setattr(Tuner, "_probes", lambda *args: {})
         look = tuner.look()
     return Trials(look.recipes, look.found, Here(), folder, target="val_loss", budget=30, seed=0, threads=1)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.fixture(scope="module")
+def trials(tmp_path_factory: pytest.TempPathFactory) -> Trials:
+    folder = tmp_path_factory.mktemp("faithful")
+    return made(folder, config(folder))
 
 
 @pytest.mark.parametrize("name", WHY)
@@ -47,6 +52,16 @@ def test_what_a_callback_logs_is_what_the_baseline_logs_of_its_weights(trials: T
             trials._rehearsed(choices)
         assert str(WHY[name]) in str(raised.value)
     assert not list(trials.folder.glob("rehearsals/*.pt"))
+
+
+def test_validation_data_that_are_drawn_anew_are_the_same_draws_in_both(tmp_path: Path) -> None:
+    """Such as masked tokens that a collator draws."""
+    file = Path(config(tmp_path))
+    file.write_text(file.read_text().replace("tasks.Table", "tasks.NoisyTable"))
+    noisy = made(tmp_path, str(file))
+    for name in ("Neutral", "Averaged"):
+        assert noisy._unfaithful(Choices(techniques={f"tests.tune.tasks.{name}": {}})) is None, name
+    assert MEASURED in str(noisy._unfaithful(Choices(techniques={"tests.tune.tasks.ScaledLog": {}})))
 
 
 def test_of_what_crashes_alone_nothing_is_known(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
