@@ -83,10 +83,8 @@ class Finding:
                 return self._stands(f"no recipe of the search passed the tuned baseline's {best['value']:.5g}")
             why = f"the best came to {ranked[0]['value']:.5g}" if ranked else "none came to its end"
             return self._stands(f"no recipe of the search reached the tuned baseline's {best['value']:.5g}: {why}")
-        few = self._few(better[:CONFIRMED])
-        arms = _named(few)
         try:
-            results = self._run("confirm", arms, "confirming " + ", ".join(choices.told() for choices in few))
+            arms, results = self._compared(self._few(better[:CONFIRMED]))
         except Incomparable as error:
             return self._stands(f"what the search found cannot be compared with it on fresh seeds: {error}")
         won = [name for name in arms if self._confirmed(results, name)]
@@ -111,6 +109,25 @@ class Finding:
             if self._expected(1 + 2 * len(few)) + apart <= self._left():
                 return few
         return best if self._expected(1 + 2 * len(best)) <= self._left() else alone
+
+    def _compared(self, few: Sequence[Choices]) -> tuple[dict[str, Choices], dict[str, Any]]:
+        """A bench of these recipes; where one or its control refuses all, of the first of them that can be held by itself.
+
+        Raises:
+            Incomparable: if none can, or no time is left for it.
+        """
+        arms = _named(few)
+        try:
+            return arms, self._run("confirm", arms, "confirming " + ", ".join(choices.told() for choices in few))
+        except Incomparable:
+            for choices in few if len(few) > 1 else ():
+                alone = {RECIPE: choices}
+                if self._expected(3) <= self._left() or self._bench.begun("confirm", alone):
+                    try:
+                        return alone, self._run("confirm", alone, f"confirming {choices.told()} by itself")
+                    except Incomparable:
+                        pass
+            raise
 
     def _apart(self, stack: Choices) -> float:
         """About how long it takes to leave out one technique after the other of a stack that was confirmed."""

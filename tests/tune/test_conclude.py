@@ -187,6 +187,29 @@ def test_what_stays_in_the_recipe_is_not_told_to_be_dropped(tmp_path: Path) -> N
         assert not any(part.dropped or "dropped" in part.told() for part in found.contributions)
 
 
+class Barring(FakeBench):
+    """Refuses to hold a stack with BAD in it, and with it whatever else it was to hold."""
+
+    def run(self, name: str, arms: dict[str, Choices], *, controls: bool) -> dict[str, Any]:
+        if any(BAD in choices.techniques for choices in arms.values()):
+            raise Incomparable(f"{name}: no stack with {BAD}")
+        return super().run(name, arms, controls=controls)
+
+
+def test_a_recipe_that_cannot_be_held_takes_no_other_with_it(tmp_path: Path) -> None:
+    search = searched(tmp_path, {})
+    few = [Choices(techniques={name: {} for name in names}) for names in ((GOOD, BAD), (GOOD,))]
+    bench = Barring()
+    finding = Finding(Look, search, bench)  # pyright: ignore[reportArgumentType]
+    arms, results = finding._compared(few)
+    assert arms == {"recipe": few[1]} and results["summary"]["recipe"]["verdict"] == "faster"
+    assert bench.asked == {"confirm": {"recipe": [GOOD]}}
+    short = Finding(Look, search, Barring(), seconds=lambda arms, known: 2.0, left=lambda: 1.0)  # pyright: ignore[reportArgumentType]
+    for finding, those in ((short, few), (Finding(Look, search, Barring()), few[:1])):  # pyright: ignore[reportArgumentType]
+        with pytest.raises(Incomparable, match="confirm: no stack with"):
+            finding._compared(those)
+
+
 def test_a_recipe_that_ties_is_not_said_to_fall_short(tmp_path: Path) -> None:
     search = searched(tmp_path, {(GOOD,): 1.0})
     found = Finding(Look, search, FakeBench()).conclude(lambda line: None)  # pyright: ignore[reportArgumentType]
