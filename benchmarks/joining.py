@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -88,7 +89,7 @@ def _ends(results: dict[str, Any], arm: str) -> dict[int, float | None]:
     return {run["seed"]: run["points"][-1]["metric"] if run["points"] else None for run in runs}
 
 
-def _spread(ends: dict[int, float | None]) -> float:
+def spread(ends: Mapping[int, float | None]) -> float:
     """The standard deviation over seeds, of those that ended at a number; 0 where fewer than two did."""
     values = [end for end in ends.values() if end is not None and math.isfinite(end)]
     return statistics.stdev(values) if len(values) > 1 else 0.0
@@ -145,7 +146,7 @@ def with_seeds(results: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
         if own is not None and again is not None and not _agree(_prices(own), _prices(again)):
             raise ValueError(f"{name} has other prices in the other bench; run it with --reference and these results.")
         ends, anew = _ends(results, name), _ends(more, name)
-        apart = 0.0 if elsewhere is None else ROUNDING * _spread(ends)
+        apart = 0.0 if elsewhere is None else ROUNDING * spread(ends)
         if unlike := {s: (ends[s], anew[s]) for s in ends if s in anew and not _near(ends[s], anew[s], apart)}:
             raise ValueError(f"{name} ends differently in the two benches: {unlike} (by seed); expected the same runs.")
     arms = plan["arms"] + [arm for arm in other["arms"] if arm["name"] not in before]

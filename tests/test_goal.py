@@ -142,6 +142,21 @@ def test_baselines_that_end_otherwise_are_refused() -> None:
         gathered([bench("baseline", 60, [5], {}), other])
 
 
+def test_of_a_baseline_that_another_processor_ran_again_the_first_run_stays() -> None:
+    """It rounds differently: a quarter of the deviation over seeds is nobody's fault, which is 0.01 here."""
+    first, other = bench("baseline", 60, [5], {}), bench("baseline", 60, [], {"fast": 2.5})
+    other["runs"] = [{**run, "cpu": "another"} for run in other["runs"] if run["seed"] == 2]
+    own = other["runs"][0]["points"][0]["metric"]
+    other["runs"].append({**other["runs"][0], "seed": 4})
+    other["runs"][0]["points"] = [{"seconds": 60, "metric": own + 0.0024}]
+    for benches in ([first, other], [other, first]):
+        finals = gathered(benches)["baseline"].finals[60]
+        assert finals == {**{seed: loss(60, seed) for seed in SPREAD}, 4: own}
+    other["runs"][0]["points"] = [{"seconds": 60, "metric": own + 0.0026}]
+    with pytest.raises(ValueError, match=r"the baseline of seed 2 at 60 s ends at .* in one bench and at"):
+        gathered([first, other])
+
+
 def test_a_ladder_takes_prices_from_a_bench_of_its_task_that_has_the_arm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
