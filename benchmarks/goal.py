@@ -69,7 +69,7 @@ def gathered(benches: Iterable[Mapping[str, Any]]) -> dict[str, Arm]:
 
     Raises:
         ValueError: if runs of the baseline at the same budget and seed do not end alike, or on another processor further apart
-            than :data:`benchmarks.joining.ROUNDING` of the deviation over seeds: then prices or code differ between the benches.
+            than :data:`benchmarks.joining.ROUNDING` of the deviation over seeds: then prices or code differ.
     """
     arms: dict[str, Arm] = {}
     again: list[tuple[float, int, float]] = []
