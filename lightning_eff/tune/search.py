@@ -4,7 +4,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -152,11 +152,10 @@ class Search:
             self._save_clock()
         pool.shutdown()
         if self.best("baseline") is None:
-            reasons = [record["why"] for record in self.trials("baseline") if record["why"]]
+            ended = [record for record in self.trials("baseline") if record["why"]]
+            said = f"the last said: {ended[-1]['why']}" if ended else "the search was too short"
             raise RuntimeError(
-                f"None of the baseline's {len(self.trials('baseline'))} trials came to its end;"
-                f" {f'the last said: {reasons[-1]}' if reasons else 'the search was too short'}. Lower the rates that are"
-                " tried, in a space file under own: {rate: {low: ..., high: ..., log: true}}, or give more --search."
+                f"None of the baseline's {len(self.trials('baseline'))} trials came to its end; {said}. {_advice(ended)}"
             )
 
     def _decide(self, heard: Mapping[tuple[int, int], Outcome]) -> None:
@@ -373,6 +372,19 @@ def _refused(trials: Iterable[Trial]) -> dict[frozenset[str], str]:
 def _ahead(jobs: int) -> int:
     """How many trials may be under way where so many run at once; some of them wait for others."""
     return AHEAD if jobs <= 2 else 2 * jobs
+
+
+def _advice(ended: Sequence[Mapping[str, Any]]) -> str:
+    """What may help where no trial of the baseline came to its end, by the last that ended."""
+    why = str(ended[-1]["why"]) if ended else ""
+    if why.startswith("it used"):
+        return "Allow more by --memory, or name smaller batches in a space file under own: {batch: [...]}."
+    if why.startswith("crashed") or (ended and ended[-1]["refused"]):
+        return "Mend what it tells of, and search again in another folder, by --out."
+    return (
+        "Lower the rates that are tried, in a space file under own: {rate: {low: ..., high: ..., log: true}}, or give more"
+        " --search."
+    )
 
 
 def _rung(trial: Trial) -> int:

@@ -264,6 +264,20 @@ def test_a_module_that_diverges_in_every_trial_is_an_error(tmp_path: Path) -> No
         make(tmp_path / "nan", lambda choices, budget: Outcome(math.nan), 2).search()
 
 
+@pytest.mark.parametrize(
+    ("ends", "advice"),
+    [
+        (Outcome(None, "the loss is nan"), "Lower the rates that are tried"),
+        (Outcome(None, "it used 3 GiB, of 2 GiB that it may use"), "Allow more by --memory"),
+        (Outcome(None, "crashed: KeyError", crashed=True), "Mend what it tells of"),
+        (Outcome(None, "it has other data", refused=True), "Mend what it tells of"),
+    ],
+)
+def test_what_may_help_goes_by_why_the_baseline_came_to_no_end(ends: Outcome, advice: str, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=rf"the last said: {ends.why}\. {advice}"):
+        make(tmp_path, lambda choices, budget: ends, 2).search()
+
+
 def test_a_search_in_which_every_stack_is_refused_ends(tmp_path: Path) -> None:
     run = Objective()
 
