@@ -109,7 +109,8 @@ def weights(module: LightningModule) -> list[float]:
 def exchange(module: LightningModule, *, keep: str | None, take: str | None) -> None:
     """Write the weights that are about to be validated into a file, or validate those of a file in their place.
 
-    What is drawn by chance from then on is the same either way; what the loader draws before, by :func:`draw_alike`.
+    What is drawn by chance from then on is the same either way; what the loader draws before, by :func:`draw_alike`. Parts that
+    are compiled go by their plain names, and what a file has beside the module's own is left out.
 
     Args:
         module: that is validated.
@@ -119,13 +120,16 @@ def exchange(module: LightningModule, *, keep: str | None, take: str | None) -> 
     Raises:
         Incomparable: if the weights of ``take`` are of another module.
     """
-    plain: Any = getattr(module, "_orig_mod", module)
+    state = module.state_dict()
+    plain = {name.replace("_orig_mod.", ""): name for name in state}
     if keep is not None:
-        torch.save(plain.state_dict(), keep)
+        torch.save({name: state[own] for name, own in plain.items()}, keep)
     if take is not None:
         held = torch.load(take, map_location="cpu", weights_only=False)  # a file of ours
+        if missing := [name for name in plain if name not in held]:
+            raise Incomparable(f"there is no {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}")
         try:
-            plain.load_state_dict(held)
+            module.load_state_dict({own: held[name] for name, own in plain.items()})
         except RuntimeError as error:
             raise Incomparable(" ".join(str(error).split())) from None
     draw_alike()

@@ -69,7 +69,7 @@ class Trials:
         self._durations = found.durations(budget, 0.0, 1, 1)
         self._usual = 1.0  # seconds by this process's clock for each that the baseline tells of
         self._blind: set[frozenset[str]] = set()  # stacks that take nothing from validation data
-        self._faithful: set[str] = set()  # callbacks of the user's that measure what the baseline measures
+        self._faithful: set[str] = set()  # the user's callbacks, with settings, that measure what the baseline does
         (folder / "rehearsals").mkdir(parents=True, exist_ok=True)
         self._paths = Arm("baseline", "baseline", recipes.paths)
 
@@ -198,16 +198,16 @@ class Trials:
         return why
 
     def _unfaithful(self, choices: Choices) -> str | None:
-        """Why a callback of the user's measures something else, or trains while no clock runs; asked once of each."""
+        """Why a callback of the user's measures something else, or trains while no clock runs; asked once of each setting."""
         for name, values in choices.techniques.items():
-            one = self.recipes.space.techniques[name]
-            if name not in self._faithful and one.foreign:
+            one, key = self.recipes.space.techniques[name], Choices(techniques={name: values}).key
+            if one.foreign and key not in self._faithful:
                 faithful, why = self._alone(
                     Choices(choices.own, {name: values}), one.cls, f"{choices.key}-{one.cls.__name__}"
                 )
                 if why is not None:
                     return f"{name}: {why}" if len(choices.techniques) > 1 else why
-                self._faithful.update([name] if faithful else [])
+                self._faithful.update([key] if faithful else [])
         return None
 
     def _alone(self, choices: Choices, cls: Any, name: str) -> tuple[bool, str | None]:

@@ -334,6 +334,23 @@ class Averaged(Callback):
             p.data.copy_(last)
 
 
+class Compiled(Callback):
+    """An honest change: the network is compiled, by which its parts have other names."""
+
+    def setup(self, trainer, pl_module, stage):
+        pl_module.net = torch.compile(pl_module.net, backend="eager")
+
+
+class Counting(Callback):
+    """An honest change: it keeps a count of steps in the module, among its buffers."""
+
+    def setup(self, trainer, pl_module, stage):
+        pl_module.register_buffer("count", torch.zeros(()))
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        pl_module.count += 1
+
+
 class NeutralToo(Neutral):
     """Nothing either."""
 

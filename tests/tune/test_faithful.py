@@ -16,11 +16,13 @@ MEASURED = "and that of the same weights in the baseline is"
 WHY = {
     "Averaged": None,
     "Neutral": None,
+    "Compiled": None,
+    "Counting": None,
     "ScaledLog": MEASURED,
     "EasyLabels": MEASURED,
     "SomeRows": MEASURED,
     "OtherFunction": MEASURED,
-    "OtherNames": "its weights are none of the baseline's model (Error(s) in loading state_dict for Regression",
+    "OtherNames": "its weights are none of the baseline's model (there is no net.0.weight, net.0.bias, net.2.weight, ...)",
     "Early": "it trains on 512 samples before the first step, where the baseline trains on 0",
 }
 
@@ -84,20 +86,24 @@ def test_of_what_crashes_alone_nothing_is_known(trials: Trials, monkeypatch: pyt
     assert len(files) == 3, "one of each callback of each stack"
 
 
-def test_a_callback_is_asked_once_and_named_where_it_stands_among_others(trials: Trials, monkeypatch: Any) -> None:
+def test_a_callback_is_asked_once_of_each_setting_and_named_where_it_stands_among_others(
+    trials: Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[Choices] = []
 
-    def alone(choices: Choices, cls: Any, name: str) -> tuple[bool, str]:
+    def alone(choices: Choices, cls: Any, name: str) -> tuple[bool, str | None]:
         asked.append(choices)
-        return False, "it lies"
+        return (False, "it lies") if cls.__name__ == "Averaged" else (True, None)
 
     monkeypatch.setattr(trials, "_alone", alone)
-    trials._faithful.add("tests.tune.tasks.Neutral")
-    assert trials._unfaithful(Choices(techniques={"tests.tune.tasks.Neutral": {}})) is None and not asked
-    stack = {f"tests.tune.tasks.{name}": {} for name in ("Neutral", "Averaged")}
-    trials._faithful.discard("tests.tune.tasks.Averaged")
-    assert trials._unfaithful(Choices({"batch": 8}, stack)) == "tests.tune.tasks.Averaged: it lies"
-    assert asked == [Choices({"batch": 8}, {"tests.tune.tasks.Averaged": {}})]
+    monkeypatch.setattr(trials, "_faithful", set())
+    neutral, averaged = "tests.tune.tasks.Neutral", "tests.tune.tasks.Averaged"
+    for settings in ({"a": 1}, {"a": 2}, {"a": 1}):
+        assert trials._unfaithful(Choices(techniques={neutral: settings})) is None
+    assert asked == [Choices(techniques={neutral: {"a": 1}}), Choices(techniques={neutral: {"a": 2}})]
+    stack = {neutral: {"a": 1}, averaged: {}}
+    assert trials._unfaithful(Choices({"batch": 8}, stack)) == f"{averaged}: it lies"
+    assert asked[2:] == [Choices({"batch": 8}, {averaged: {}})]
 
 
 def test_the_arithmetic_of_a_run_may_be_another() -> None:
