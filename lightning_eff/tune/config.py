@@ -146,7 +146,9 @@ def check_own(paths: Sequence[str], told: Mapping[str, Any] | None) -> None:
                 try:
                     parsed([*paths, str(file)])
                 except UsageError as error:
-                    hint = " A key that is in optimizer steps takes in_steps: true." if isinstance(one, float) else ""
+                    there = "has no argument" not in str(error)
+                    steps = there and isinstance(one, float)
+                    hint = " A key that is in optimizer steps takes in_steps: true." if steps else ""
                     raise UsageError(
                         f"own.{name}: the config takes no {value['key']} of {one!r}: {error}{hint}"
                     ) from None

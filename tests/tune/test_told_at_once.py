@@ -27,6 +27,10 @@ def tuner(folder: Path, **more: Any) -> Tuner:
             r"own.width: the config takes no model.init_args.widht of 8: ",
         ),
         (
+            {"rate": {"key": "model.init_args.learning_rat", "low": 0.001, "high": 0.1}},
+            r"has no argument 'learning_rat'\. Expected init_args among .* schedule\.$",
+        ),
+        (
             {"rows": {"key": "data.init_args.rows", "values": [512, "many"]}},
             r"own.rows: the config takes no data.init_args.rows of 'many': ",
         ),
