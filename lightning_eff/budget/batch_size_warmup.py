@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_eff._core._optim.scaled_steps import ScaledSteps
 from lightning_eff._core.batches import join, like, plain
+from lightning_eff._core.lightning_names import is_a
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
@@ -202,7 +203,7 @@ class BatchSizeWarmup(Technique):
     @override
     def check(self, session: Session) -> None:
         for callback in session.trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
-            if isinstance(callback, GradientAccumulationScheduler | StochasticWeightAveraging):
+            if is_a(callback, GradientAccumulationScheduler, StochasticWeightAveraging):
                 raise ValueError(
                     f"{WHO} and {type(callback).__name__} cannot train together: both change the trainer's"
                     " accumulate_grad_batches. Take one of them out of the trainer's callbacks."

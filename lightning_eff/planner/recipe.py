@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import yaml
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from typing_extensions import override
 
 from lightning_eff._core.batches import num_samples
+from lightning_eff._core.lightning_names import is_overridden
 from lightning_eff.bench.arms import undisturbed
 
 

@@ -14,6 +14,7 @@ from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scorer
 from lightning_eff._core._samples.technique import Choice as Chosen
 from lightning_eff._core._samples.technique import Epoch, SampleChooser
+from lightning_eff._core.lightning_names import is_a
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
@@ -170,7 +171,7 @@ class DifficultyPacing(SampleChooser):
                     )
         if sample_loss is not None and not callable(sample_loss):
             raise ValueError(f"{WHO}({sample_loss=}): expected a function of (module, batch), or None.")
-        if reference is not None and sample_loss is None and not isinstance(reference, LightningModule):
+        if reference is not None and sample_loss is None and not is_a(reference, LightningModule):
             raise ValueError(
                 f"{WHO}(reference={type(reference).__name__}(...)): expected a LightningModule, whose training_step returns"
                 " the loss. Give sample_loss= beside it, a function of (module, batch)."

@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_eff._core._run.checks import is_checkpointed_reentrantly
 from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scores, agree
+from lightning_eff._core.lightning_names import is_a
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, needs_samples
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step
@@ -116,7 +117,7 @@ class RHOLoss(Choosing):
             raise ValueError(
                 f"RHOLoss({lr=}): expected a finite number > 0, the rate of the irreducible model's AdamW."
             )
-        if model is not None and (irreducible is not None or not isinstance(model, LightningModule)):
+        if model is not None and (irreducible is not None or not is_a(model, LightningModule)):
             raise ValueError(
                 f"RHOLoss(model={type(model).__name__}(...)): expected a LightningModule whose training_step takes the same"
                 " batches, and no irreducible= beside it, which would leave it nothing to find."

@@ -7,6 +7,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_eff._core._run.member import Member
+from lightning_eff._core.lightning_names import is_a
 from lightning_eff._core.patches import Patches
 
 #: What Lightning calls on every callback for every batch.
@@ -39,7 +40,7 @@ def silence(
     The first technique's hooks drive the run, unless nobody works in it; even then a checkpoint within an accumulation
     window, or within a step that is optimized by hand, must know how far the step is.
     """
-    scheduled = any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
+    scheduled = any(is_a(c, GradientAccumulationScheduler) for c in trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
     windows = scheduled or trainer.accumulate_grad_batches > 1 or not module.automatic_optimization
     driven = bool(working) or windows
     for technique in techniques:
