@@ -12,8 +12,8 @@ from torch import nn
 from lightning_eff import _public
 from lightning_eff._core._architecture.run import configuring
 from lightning_eff._core._architecture.technique import Architecture, change
+from lightning_eff._core._lightning.names import is_a, is_overridden
 from lightning_eff._core._run.checks import check_pairs
-from lightning_eff._core.lightning_names import is_a, is_overridden
 
 M = TypeVar("M", bound=nn.Module)
 _CONFIGURED: "WeakSet[nn.Module]" = WeakSet()  # whose configure_model runs, which may itself call apply

@@ -6,7 +6,7 @@ Nothing heavy is imported here: ``lightning-eff plan`` looks at its arguments be
 import importlib
 from typing import Any
 
-from lightning_eff._core.lightning_names import once_imported as once_imported
+from lightning_eff._core._lightning.imports import once_imported as once_imported
 from lightning_eff.strategies._names import NAMES, StrategyName
 
 

@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lightning_eff._core._lightning.names import is_a, of_both
 from lightning_eff._core._run.checks import is_plain
-from lightning_eff._core.lightning_names import is_a, of_both
 
 
 @of_both

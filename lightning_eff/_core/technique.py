@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import of_both
 from lightning_eff._core._run._silent.silence import BATCH_HOOKS, driving
-from lightning_eff._core.lightning_names import of_both
 from lightning_eff._core.search_space import SearchSpace, Survey
 from lightning_eff._core.session import Session
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff._core import rng
-from lightning_eff._core.lightning_names import adapt, is_a, of_both
+from lightning_eff._core._lightning.names import adapt, is_a, of_both
 from lightning_eff._core.search_space import SearchSpace, Survey
 
 NAMES: dict[str, Callable[[], Precision]] = {

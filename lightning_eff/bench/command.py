@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_eff._core.lightning_names import is_subclass
+from lightning_eff._core._lightning.names import is_subclass
 from lightning_eff._errors import Arguments, told
 
 _DESCRIPTION = """\

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import is_overridden
 from lightning_eff._core.batches import tensors
-from lightning_eff._core.lightning_names import is_overridden
 from lightning_eff._core.patches import Patches
 from lightning_eff.bench.pace import Incomparable
 

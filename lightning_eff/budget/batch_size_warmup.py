@@ -12,9 +12,9 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._optim.scaled_steps import ScaledSteps
 from lightning_eff._core.batches import join, like, plain
-from lightning_eff._core.lightning_names import is_a
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step

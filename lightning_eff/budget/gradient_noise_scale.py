@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import is_exactly
 from lightning_eff._core.batches import num_samples
-from lightning_eff._core.lightning_names import is_exactly
 from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step

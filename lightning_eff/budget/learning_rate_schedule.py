@@ -12,9 +12,9 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._optim.rates import Rates
 from lightning_eff._core.batches import num_tokens
-from lightning_eff._core.lightning_names import is_a
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, Technique

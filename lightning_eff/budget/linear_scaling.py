@@ -9,8 +9,8 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._optim.scaled_steps import ScaledSteps
-from lightning_eff._core.lightning_names import is_a
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, Technique

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core.blocks import BlockStack, refuse_compiled_around
-from lightning_eff._core.lightning_names import is_a
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, needs_blocks, needs_memory_bound
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step, looking

@@ -10,8 +10,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import of_both
 from lightning_eff._core._run.metrics import CurrentMetrics
-from lightning_eff._core.lightning_names import of_both
 from lightning_eff.monitor import _counting as counting
 from lightning_eff.monitor._cost import Prices, run_cost, unseen
 from lightning_eff.monitor._phases import PHASES

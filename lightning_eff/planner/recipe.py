@@ -16,8 +16,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import is_overridden, like
 from lightning_eff._core.batches import num_samples
-from lightning_eff._core.lightning_names import is_overridden
 from lightning_eff.bench.arms import undisturbed
 
 
@@ -134,7 +134,7 @@ def _recipe(
     section = {} if trainer is None else dict(trainer)
     steps = int(section.get("max_steps") or -1)
     with undisturbed():
-        module.trainer = Trainer(
+        module.trainer = like(module, Trainer)(
             accelerator="cpu",
             devices=1,
             logger=False,

@@ -17,7 +17,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff._core.lightning_names import Connected, of_both
+from lightning_eff._core._lightning.names import Connected, of_both
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, needs_processes
 from lightning_eff.strategies import _names
 from lightning_eff.strategies._communication.exchange import log_traffic

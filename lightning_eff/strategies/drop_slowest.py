@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff._core.lightning_names import is_a
+from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_processes
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step

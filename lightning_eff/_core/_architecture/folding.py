@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_eff._core._architecture import unfinished
 from lightning_eff._core._architecture.record import APPLIED, FROZEN, Swap, swap_of, tensors_of
-from lightning_eff._core.lightning_names import is_a
+from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core.session import is_open
 
 M = TypeVar("M", bound=nn.Module)

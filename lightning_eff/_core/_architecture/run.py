@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 
 from lightning_eff._core._architecture.record import frozen, swapped
 from lightning_eff._core._architecture.watch import BypassWatch
+from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._optim.combined import CombinedOptimizer
 from lightning_eff._core._optim.forgotten import forget
 from lightning_eff._core._optim.scheduled import schedulers_of
 from lightning_eff._core._optim.undecayed import exempt
 from lightning_eff._core._run.checks import is_plain
 from lightning_eff._core._stack.compiled import compiled_around
-from lightning_eff._core.lightning_names import is_a
 from lightning_eff._core.optimizers import is_per_parameter, rewrite_configured
 from lightning_eff._core.steps import Proceed, Stage, Step
 

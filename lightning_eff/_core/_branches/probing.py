@@ -17,9 +17,9 @@ from lightning_eff._core import rng
 from lightning_eff._core._branches.finding import branches, heads, outputs
 from lightning_eff._core._branches.graph import Graph, Node, TooLarge
 from lightning_eff._core._branches.guessing import Call, calls_of, hidden_states, step_batches
+from lightning_eff._core._lightning.names import is_a, is_overridden
 from lightning_eff._core._stack.compiled import uncompiled
 from lightning_eff._core._stack.finding import candidates
-from lightning_eff._core.lightning_names import is_a, is_overridden
 from lightning_eff._core.steps import in_evaluation, silent, takes_index
 
 WAYS_OUT = (

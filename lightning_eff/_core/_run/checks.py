@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_eff._core.lightning_names import is_a
+from lightning_eff._core._lightning.names import is_a
 
 
 class Needing(Protocol):

@@ -9,8 +9,8 @@ from lightning.pytorch.trainer.connectors.logger_connector.logger_connector impo
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import adapted, package_of
 from lightning_eff._core._run.member import Member
-from lightning_eff._core.lightning_names import adapted, package_of
 
 Source = Callable[[], dict[str, float]]
 _OURS = ("_current", "_original")

@@ -7,7 +7,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_eff._core.lightning_names import is_a
+from lightning_eff._core._lightning.names import is_a
 
 
 def gathered(world_size: int, value: Any) -> list[Any]:

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from lightning.pytorch.strategies import DDPStrategy
 
+from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._run.checks import is_checkpointed_reentrantly
 from lightning_eff._core.blocks import BlockStack
-from lightning_eff._core.lightning_names import is_a
 from lightning_eff._core.session import Session
 
 

@@ -10,10 +10,10 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._run.checks import is_checkpointed_reentrantly
 from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scores, agree
-from lightning_eff._core.lightning_names import is_a
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, needs_samples
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step

@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 
 from lightning_eff._core._architecture.record import swapped
+from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._run.checks import is_plain
-from lightning_eff._core.lightning_names import is_a
 from lightning_eff._core.session import Session
 
 #: Numbers of a tensor that are looked at.

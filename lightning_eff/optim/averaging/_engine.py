@@ -12,8 +12,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._run.checks import is_plain
-from lightning_eff._core.lightning_names import is_a
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import OtherWeights
 from lightning_eff.optim.averaging._batch_norm import batch_norms, modes, recompute_statistics

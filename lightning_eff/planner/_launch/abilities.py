@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from torch import nn
 
-from lightning_eff._core.lightning_names import is_overridden, is_subclass
+from lightning_eff._core._lightning.names import is_overridden, is_subclass
 from lightning_eff._core.optimizers import is_per_parameter
 from lightning_eff._core.technique import Technique
 from lightning_eff.precision.fp8 import too_small

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_eff._core.lightning_names import is_a
+from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core.patches import Patches
 from lightning_eff._core.wrapping import WrappingPrecision, is_unrounded
 from lightning_eff.precision._linear.maps import LinearMap, Rule, block_of, linear_maps, sort_out

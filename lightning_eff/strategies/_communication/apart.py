@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_eff._core.lightning_names import is_a, like
+from lightning_eff._core._lightning.names import is_a, like
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import OtherWeights
 

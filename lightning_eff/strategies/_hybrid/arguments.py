@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging,
 from lightning.pytorch.plugins.precision import Precision
 from torch.optim import LBFGS, Optimizer
 
-from lightning_eff._core.lightning_names import is_a, is_overridden
+from lightning_eff._core._lightning.names import is_a, is_overridden
 from lightning_eff._core.wrapping import WrappingPrecision
 from lightning_eff.strategies._hybrid.layout import Layout, check_shard, check_size
 

@@ -21,8 +21,6 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from typing_extensions import override
 
-from lightning_eff._core.lightning_names import of_both
-
 _FAILED = "failed"
 _INTERVAL_SECONDS = 1.0
 _GRACE_SECONDS = 8.0
@@ -208,7 +206,6 @@ def _abort() -> None:
         dist.distributed_c10d._abort_process_group()
 
 
-@of_both
 class WatchedLauncher(_SubprocessScriptLauncher):
     """Lightning's launcher, or none of it where others start the processes; what runs tells the watch of exceptions.
 

@@ -11,9 +11,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import of_both
 from lightning_eff._core.batches import num_samples, tensors
 from lightning_eff._core.blocks import stacks
-from lightning_eff._core.lightning_names import of_both
 from lightning_eff._core.losses import LossNotVisible, ObserveLosses, check_visible, loss_of
 from lightning_eff._core.patches import Patches
 from lightning_eff._core.search_space import RunProfile

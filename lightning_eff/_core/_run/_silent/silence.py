@@ -6,8 +6,8 @@ from typing import TypeVar
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
+from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._run.member import Member
-from lightning_eff._core.lightning_names import is_a
 from lightning_eff._core.patches import Patches
 
 #: What Lightning calls on every callback for every batch.

@@ -10,8 +10,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_eff._core._lightning.names import is_a, like
 from lightning_eff._core._run.checks import is_plain
-from lightning_eff._core.lightning_names import is_a, like
 from lightning_eff._core.passes import training_batches
 from lightning_eff._core.patches import Patches
 from lightning_eff._core.session import Session

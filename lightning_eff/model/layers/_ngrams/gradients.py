@@ -3,8 +3,8 @@
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
+from lightning_eff._core._lightning.names import is_exactly, is_overridden
 from lightning_eff._core._stack.compiled import compiled_around
-from lightning_eff._core.lightning_names import is_exactly, is_overridden
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Technique
 from lightning_eff.model.layers._ngrams.table import Ngrams

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.optim import Optimizer
 
-from lightning_eff._core.lightning_names import is_exactly
+from lightning_eff._core._lightning.names import is_exactly
 from lightning_eff.strategies._hybrid.saving import checkpoint as formats
 from lightning_eff.strategies._hybrid.saving.gathering import Gathering
 from lightning_eff.strategies._hybrid.saving.optimizer_state import NamedOptimizer

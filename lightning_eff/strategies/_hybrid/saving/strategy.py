@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff._core.lightning_names import Connected, is_a, like, of_both
+from lightning_eff._core._lightning.names import Connected, is_a, like, of_both
 
 if TYPE_CHECKING:
     from lightning_eff.strategies._hybrid.replica import Replica

@@ -3,7 +3,7 @@
 import lightning.pytorch as pl
 from torch import nn
 
-from lightning_eff._core.lightning_names import is_a, is_overridden
+from lightning_eff._core._lightning.names import is_a, is_overridden
 from lightning_eff.strategies._pipeline.order import SPLIT_BACKWARD
 from lightning_eff.strategies._pipeline.stack import Stack
 

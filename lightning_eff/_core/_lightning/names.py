@@ -6,18 +6,15 @@ second one never by us: it counts as soon as somebody else has imported it.
 """
 
 import copyreg
-import functools
 import importlib
-import importlib.util
 import sys
 from abc import ABCMeta
-from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, TypeVar, overload
 
 from typing_extensions import TypeIs, override
+
+from lightning_eff._core._lightning.imports import once_imported
 
 #: The packages by both names: the one that this package is written with, and the one that it may meet.
 NAMES = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
@@ -45,18 +42,24 @@ def is_lightnings(cls: type) -> bool:
     return _renamed(cls.__module__, OWN) is not None
 
 
-def _named(cls: type, package: str) -> Any:
-    """Lightning's class ``cls`` as ``package`` has it, or None if ``package`` has none or nobody has imported it."""
+def _named(cls: Any, package: str) -> Any:
+    """Lightning's class or function ``cls`` as ``package`` has it; None if it has none, or is not imported."""
     module = _renamed(cls.__module__, package)
     if module is None or package not in sys.modules:
         return None
     return getattr(sys.modules.get(module), cls.__qualname__, None)
 
 
-def both(cls: type[T]) -> tuple[type[T], ...]:
-    """Lightning's class ``cls`` and the class of the same name in the other package, if that is imported."""
-    other = _named(cls, OTHER)
-    return (cls,) if other is None or other is cls else (cls, other)
+def renamed(cls: type, package: str) -> str:
+    """The dotted path of Lightning's class ``cls`` in ``package``."""
+    path = f"{_renamed(cls.__module__, package)}"
+    short = path.rpartition(".")[0]  # where people import it from
+    return f"{short if hasattr(sys.modules.get(short), cls.__name__) else path}.{cls.__name__}"
+
+
+def both(*what: T) -> tuple[T, ...]:
+    """Classes or functions of Lightning's, and those of the same names in the other package, if that is imported."""
+    return tuple(dict.fromkeys([*what, *(other for each in what if (other := _named(each, OTHER)) is not None)]))
 
 
 @overload
@@ -67,12 +70,12 @@ def is_a(value: object, kind: type[T], other: type[T2], /) -> TypeIs[T | T2]: ..
 def is_a(value: object, /, *kinds: type) -> bool: ...
 def is_a(value: object, *kinds: type) -> bool:
     """``isinstance`` for classes of Lightning: ``value`` may be of the class of that name in either package."""
-    return isinstance(value, kinds) or any(isinstance(value, both(kind)[1:]) for kind in kinds)
+    return isinstance(value, kinds) or (OTHER in sys.modules and isinstance(value, both(*kinds)))
 
 
 def is_subclass(cls: type, *kinds: type) -> bool:
     """``issubclass`` for classes of Lightning, of either package."""
-    return issubclass(cls, kinds) or any(issubclass(cls, both(kind)[1:]) for kind in kinds)
+    return issubclass(cls, kinds) or (OTHER in sys.modules and issubclass(cls, both(*kinds)))
 
 
 def is_exactly(value: object, kind: type) -> bool:
@@ -128,29 +131,29 @@ class _Adapted(ABCMeta):
         own = next(c for c in found if not isinstance(c, _Adapted))
         package = next(c.__dict__["_package"] for c in found if "_package" in c.__dict__)
         first = [c if (other := _named(c, package)) is None else other for c in own.__mro__]
+        left_out = {
+            c for c in found if _renamed(c.__module__, package) not in (None, c.__module__)
+        }  # super() would reach them
         order = dict.fromkeys([*(c for c in found if isinstance(c, _Adapted)), *first, *found])
-        del order[object]
-        return [*order, object]
+        return [*(c for c in order if c is not object and c not in left_out), object]
 
 
 def adapted(cls: C, package: str | None) -> C:
     """``cls``, with ``super()`` and what it inherits from Lightning taken from ``package``: a class of the same name.
 
-    It is a subclass of ``cls`` and of the classes of both packages.
+    It is a subclass of ``cls`` and of ``package``'s classes, and of the other package's no more.
     """
     if package is None or package_of(cls) in (None, package):
         return cls
     if is_lightnings(cls):
         return _named(cls, package) or cls
-    return _made(cls, package)
-
-
-@functools.cache
-def _made(cls: Any, package: str) -> Any:
+    for made in cls.__subclasses__():
+        if isinstance(made, _Adapted) and made.__dict__.get("_adapted") is cls and made._package == package:
+            return made  # pyright: ignore[reportReturnType]
     bases = [other for c in cls.__mro__ if (other := _named(c, package)) is not None]
     more = [base for base in bases[:1] if not issubclass(cls, base)]
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return _Adapted(cls.__name__, (cls, *more), {**names, "_package": package, "_adapted": cls})
+    return _Adapted(cls.__name__, (cls, *more), {**names, "_package": package, "_adapted": cls})  # pyright: ignore[reportReturnType]
 
 
 copyreg.pickle(_Adapted, lambda cls: (adapted, (cls._adapted, cls._package)))  # pyright: ignore[reportArgumentType]
@@ -204,47 +207,3 @@ class Connected:
         if accelerator is not None:
             adapt(self, accelerator)
         self._accelerator = accelerator
-
-
-# -- the other package is imported at any time
-
-
-def once_imported(name: str, call: Callable[[], None]) -> None:
-    """Call ``call`` as soon as the module ``name`` has been imported, by whomever: now, if it has been."""
-    module = sys.modules.get(name)
-    if module is not None and not getattr(module.__spec__, "_initializing", False):
-        call()
-    else:
-        sys.meta_path.insert(0, _Waiting(name, call))
-
-
-class _Waiting(MetaPathFinder):
-    """Finds nothing by itself; it lets the import of one module, once, be followed by a call."""
-
-    def __init__(self, name: str, call: Callable[[], None]) -> None:
-        self._name, self._call = name, call
-
-    @override
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None, /
-    ) -> ModuleSpec | None:
-        if fullname != self._name:
-            return None
-        sys.meta_path.remove(self)  # the others find it
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            sys.meta_path.insert(0, self)
-            return spec
-        loader: Any = spec.loader
-
-        def exec_module(module: ModuleType) -> None:
-            del loader.exec_module
-            try:
-                loader.exec_module(module)
-            except BaseException:
-                sys.meta_path.insert(0, self)  # it may be tried again
-                raise
-            self._call()
-
-        loader.exec_module = exec_module
-        return spec
