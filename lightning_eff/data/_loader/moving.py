@@ -22,6 +22,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from lightning_eff._core._lightning.names import is_lightnings
 from lightning_eff._core._run.own_state import has_state
 from lightning_eff._core._run.recording import users_own
 
@@ -158,7 +159,7 @@ def is_settled(sampler: Any) -> bool:
     inner = getattr(sampler, "sampler", None) if isinstance(sampler, BatchSampler) else None
     if inner is not None and not is_settled(inner):
         return False
-    known = type(sampler).__iter__ in _SETTLED or type(sampler).__module__.startswith("lightning.")
+    known = type(sampler).__iter__ in _SETTLED or is_lightnings(type(sampler))
     return known and not has_state(sampler)
 
 
