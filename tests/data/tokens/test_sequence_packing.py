@@ -179,7 +179,7 @@ def test_losses_and_gradients_of_hugging_face_models(name: str, attention: str) 
 
 
 def test_a_table_of_relative_positions_goes_along_with_rows_of_any_length() -> None:
-    """DeBERTa hands its blocks one table (1, T, T) for all samples. Rows of T slots would take it whole, shorter rows cannot."""
+    """DeBERTa hands its blocks one table (1, T, T) for all samples. Rows of T slots could take it whole, shorter ones not."""
     batches = [batch(masked=True, lengths=lengths) for lengths in ((12, 7, 3, 5, 4), (7, 7, 8, 7, 8), (4, 4, 3, 2, 2))]
     technique = SequencePacking()
     same(hugging_face("deberta-v2", "eager"), batches, technique, "32-true", counted=False)
