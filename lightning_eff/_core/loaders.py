@@ -183,6 +183,8 @@ class ResumableLoader:
         return self._iterate()
 
     def _iterate(self) -> Iterator[Any]:
+        if self._waiting and self._host.ends_epoch_first and self._resume is not None and self._resume["began"] is None:
+            return  # Lightning fetches ahead of what it has yet to do at the end of the epoch
         if self._waiting:
             self._host.begin_iterations()
         fetches_ahead = not _has_length(self._loader)
