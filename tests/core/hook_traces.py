@@ -156,7 +156,7 @@ class Traced(pl.LightningModule):
         super().lr_scheduler_step(scheduler, metric)
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.5)
         schedulers = torch.optim.lr_scheduler
         kind, _, monitor = self.scheduler.partition(":")
         if kind == "cosine":

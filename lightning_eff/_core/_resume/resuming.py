@@ -208,7 +208,12 @@ class Resume:
         """
         self._taken_up = taken_up
         loop = self._trainer.fit_loop
-        run, start = loop.run, loop.on_run_start
+        run, start, load = loop.run, loop.on_run_start, loop.load_state_dict
+
+        def load_state_dict(*args: Any, **kwargs: Any) -> None:
+            load(*args, **kwargs)
+            if self._exactly:  # no sanity check, of which the hooks would be called again
+                loop.epoch_loop.val_loop._restarting = True
 
         def run_on() -> None:
             if not self.state or not self._exactly:
@@ -219,6 +224,7 @@ class Resume:
             start()
             self._begin()
 
+        patches.set(loop, "load_state_dict", load_state_dict)
         patches.set(loop, "run", run_on)
         patches.set(loop, "on_run_start", on_run_start)
 
