@@ -149,6 +149,7 @@ class Session:
                 check_optimizers(module, self.optimizers, self.working)
                 for technique in self.working:
                     technique.on_optimizers(self)
+                self.resume.set_up(self.optimizers)
                 for stack in self._stacks.values():
                     stack.thaw()  # until training starts, so that summaries of the model count what will be trained
                 self._settle()

@@ -21,6 +21,7 @@ class Flags:
         self._window = trainer.accumulate_grad_batches
         self._trains = _trains(module)
         self._modes = _modes(module)
+        self._tracks = _tracks(module)
 
     def state_dict(self, modes: dict[str, bool] | None = None) -> dict[str, Any]:
         """The differences.
@@ -33,6 +34,7 @@ class Flags:
             "window": [self._window, window] if window != self._window else None,
             "requires_grad": _changed(self._trains, _trains(self._module)),
             "training": _changed(self._modes, _modes(self._module, modes)),
+            "tracks": _changed(self._tracks, _tracks(self._module)),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
@@ -45,9 +47,9 @@ class Flags:
             if name in parameters and parameters[name].requires_grad != trains:
                 parameters[name].requires_grad_(trains)
                 changed = True
-        for name, mode in state["training"].items():
-            if name in modules:
-                modules[name].training = mode
+        for attribute, values in (("training", state["training"]), ("track_running_stats", state["tracks"])):
+            for name in values.keys() & modules.keys():
+                setattr(modules[name], attribute, values[name])
         return changed
 
 
@@ -58,6 +60,12 @@ def _trains(module: nn.Module) -> dict[str, bool]:
 def _modes(module: nn.Module, known: dict[str, bool] | None = None) -> dict[str, bool]:
     known = known or {}
     return {name: known.get(name, m.training) for name, m in module.named_modules()}
+
+
+def _tracks(module: nn.Module) -> dict[str, bool]:
+    """Whether BatchNorm layers use their statistics, which Lightning's ``BaseFinetuning`` turns off where it freezes."""
+    found = {name: getattr(m, "track_running_stats", None) for name, m in module.named_modules()}
+    return {name: value for name, value in found.items() if isinstance(value, bool)}
 
 
 def _changed(before: dict[str, bool], now: dict[str, bool]) -> dict[str, bool]:

@@ -1,14 +1,16 @@
 """What a checkpoint holds of a run beside weights and the techniques' own states, and how a resumed run takes it up."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
+from torch.optim import Optimizer
 
 from lightning_eff._core import rng
 from lightning_eff._core._resume.fit import ResumedFit, restarts_exactly
 from lightning_eff._core._resume.flags import Flags
+from lightning_eff._core._resume.groups import AddedGroups
 from lightning_eff._core._resume.logged import Metrics, load_logged, save_logged
 from lightning_eff._core._resume.packing import Unpackable, pack
 from lightning_eff._core._resume.position import (
@@ -46,6 +48,7 @@ class Resume:
         self._rng: dict[str, Any] | None = None
         self._flags: Flags | None = None
         self._metrics: Metrics | None = None
+        self._groups: AddedGroups | None = None
         self._exactly = False
         self._taken_up: Callable[[dict[str, Any], bool], None] = lambda state, exactly: None
         self._said: set[str] = set()
@@ -81,6 +84,7 @@ class Resume:
             "position": None if position is None else self._describe(position, missing),
             "own": self._gather({**own, "arguments": arguments}),
             "flags": self._flags.state_dict(self._outside_validation()) if self._flags else None,
+            "groups": self._groups.state_dict() if self._groups else [],
             "stopped": self._stopped(),
             "checkpoints": self._checkpoints(position),
             "reloaded": [loop._last_train_dl_reload_epoch, loop.epoch_loop.val_loop._last_val_dl_reload_epoch],
@@ -231,6 +235,12 @@ class Resume:
     def start(self) -> None:
         """Training starts: note how the run begins, before any of its hooks changes it."""
         self._flags, self._metrics = Flags(self._trainer, self._module), Metrics(self._module)
+
+    def set_up(self, optimizers: Sequence[Optimizer]) -> None:
+        """The optimizers are there, and their state is still to be loaded."""
+        self._groups = AddedGroups(self._module, optimizers)
+        if self.state.get("groups"):
+            self._groups.load_state_dict(self.state["groups"], self._trainer)
 
     def take_up_rng(self) -> None:
         """Take up the random state again: hooks of others may have drawn numbers since."""
