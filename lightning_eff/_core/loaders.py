@@ -147,6 +147,11 @@ class ResumableLoader:
         return self._resume is not None
 
     @property
+    def finished(self) -> bool:
+        """Whether the checkpoint was saved at the very end of an epoch."""
+        return self._resume is not None and self._resume["began"] is None
+
+    @property
     def finished_batches(self) -> int | None:
         """How many batches the epoch had at the very end of which the checkpoint was saved; None in mid-epoch."""
         state = self._resume
@@ -183,6 +188,8 @@ class ResumableLoader:
         return self._iterate()
 
     def _iterate(self) -> Iterator[Any]:
+        if self._waiting and self.finished and self._host.ends_epoch_first:
+            return  # Lightning fetches ahead of what it has yet to do at the end of the epoch
         if self._waiting:
             self._host.begin_iterations()
         fetches_ahead = not _has_length(self._loader)

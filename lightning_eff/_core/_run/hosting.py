@@ -29,6 +29,11 @@ class LoaderHost(Protocol):
         """This process's global rank."""
         ...
 
+    @property
+    def ends_epoch_first(self) -> bool:
+        """Whether a resumed run has yet to end the epoch in which its checkpoint was saved."""
+        ...
+
     def gather(self, value: Any) -> list[Any]:
         """``value`` of every rank, in rank order, on every rank."""
         ...

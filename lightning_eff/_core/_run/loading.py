@@ -20,6 +20,7 @@ class TrainLoaders:
         take: checks a loader before it is wrapped; set by that technique.
         tune: told of each loader as it is wrapped; set by the technique that chooses its settings.
         take_up_rng: called before the loaders begin an iteration, or a sampler does.
+        ends_epoch_first: the epoch that a resumed run goes on with is over for loaders that gave its last batch.
 
     Args:
         trainer: the trainer.
@@ -35,6 +36,7 @@ class TrainLoaders:
         self.take: Callable[[Any, bool], None] | None = None
         self.tune: Callable[[ResumableLoader], None] | None = None
         self.take_up_rng = take_up_rng
+        self.ends_epoch_first = False
         self._trainer, self._gather = trainer, gather
         self._loaders: list[ResumableLoader] = []
         self._asking = self._another = False
