@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core._targets.calls import Change, TargetCall, mixed
@@ -109,6 +109,10 @@ class Mixing(Augmentation):
         """
         return floating_images(batch, self.keys, who=type(self).__name__, beside=list(labels.values()))
 
+    def entrances(self, module: nn.Module) -> list[nn.Module]:
+        """The submodules whose outputs are mixed within the network; labels may be ids that go in before them."""
+        return []
+
     def mix(self, inputs: list[Tensor], partner: Tensor, generator: Generator) -> tuple[list[Tensor], Tensor]:
         """Mixtures, and each sample's own share ``lambda`` in them, (B,); at least one half where :attr:`larger_first`.
 
@@ -154,7 +158,9 @@ class Mixing(Augmentation):
     @override
     def attach(self, session: Session) -> None:
         super().attach(session)
-        self._targets = Targets(session, who=type(self).__name__, labels=self.labels, scored=True)
+        self._targets = Targets(
+            session, type(self).__name__, self.labels, scored=True, alone="step", entrances=self.entrances
+        )
 
     @override
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:

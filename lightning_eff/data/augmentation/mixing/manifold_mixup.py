@@ -178,6 +178,10 @@ class ManifoldMixup(Convex):
         return super().inputs(batch, labels) if 0 in self.depths else []
 
     @override
+    def entrances(self, module: nn.Module) -> list[nn.Module]:
+        return [self._modules[k - 1] for k in self.depths if k > 0]
+
+    @override
     def look(self, step: Step, batch: Any) -> None:
         """Whether each block of ``depths`` is called once, on the batch's samples, and what it returns can be mixed."""
         size = len(next(iter(self._targets.labels(step, batch).values())))

@@ -182,6 +182,10 @@ class SeqMix(Convex):
         return [t for _, t in found] + masks
 
     @override
+    def entrances(self, module: nn.Module) -> list[nn.Module]:
+        return [m for m in module.modules() if isinstance(m, nn.Embedding)]
+
+    @override
     def look(self, step: Step, batch: Any) -> None:
         """Which embeddings look up the batch's tokens, and what else of it there is for each place."""
         every = {path: m for path, m in step.module.named_modules() if isinstance(m, nn.Embedding)}
