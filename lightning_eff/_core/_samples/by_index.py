@@ -112,7 +112,7 @@ def _scored(
             ), []
         # without gradients from the outside in, so that a plugin sees, too, that nothing is learnt of the pass
         with torch.no_grad(), trainer.precision_plugin.train_step_context(), in_evaluation(module.modules()):
-            if number == 0 and got > 1:
+            if got > 1:
                 scorer.check_first(session, step, batch, got)
             scores = scorer.score(step, batch, got)
         if scores.problem is None and not len(scores.means):

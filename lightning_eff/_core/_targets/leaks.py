@@ -149,7 +149,7 @@ def rolled(labels: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
     size = min(len(y) for y in labels.values())
 
     def moved(k: int) -> int:
-        return sum(int((y != y.roll(k, 0)).flatten(1).any(dim=1).sum()) for y in labels.values() if y.ndim > 0 and len(y))
+        return sum(int((y != y.roll(k, 0)).reshape(len(y), -1).any(dim=1).sum()) for y in labels.values() if y.ndim > 0 and len(y))
 
     most = max(range(1, min(size, 17)), key=moved, default=0)
     return {path: y.roll(most, 0) for path, y in labels.items()} if most and moved(most) else None

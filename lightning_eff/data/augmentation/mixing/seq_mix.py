@@ -12,6 +12,7 @@ from lightning_eff._core._targets.calls import Change, TargetCall
 from lightning_eff._core.batches import num_samples, tensors
 from lightning_eff._core.blocks import refuse_compiled_around
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
+from lightning_eff._core.losses import loss_of
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step
 from lightning_eff._core.technique import Control
@@ -258,7 +259,7 @@ class SeqMix(Convex):
             for m in self._embeddings.values()
         ]
         output = standing_around(step, self.session, hooks, batch, proceed)
-        if not any(hook.calls for hook in hooks):
+        if not any(hook.calls for hook in hooks) and loss_of(output) is not None:
             raise ValueError(
                 f"{WHO}: none of the embeddings {', '.join(self._embeddings)} was called in a step; expected the tokens to be"
                 " looked up by them, as in the first batch. Let every step look up its tokens alike, or take the technique out."
