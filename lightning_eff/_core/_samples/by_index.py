@@ -1,5 +1,6 @@
 """A number for each sample of the training data set, found once: of the sample itself, or by its loss, forward only."""
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -75,6 +76,9 @@ def losses_of(
     """
     loader = _loader(session)
     chain, module, with_index = chain_of(session, reference)
+    if reference is not None:  # whose losses may lie otherwise than the run's own
+        scorer = copy.copy(scorer)
+        scorer.checked = False
     with at_hand(session, module), rng.keyed(session.seed, scorer.who, "samples"):
         return _scored(session, loader, own, size, scorer, chain, module, with_index=with_index)
 
@@ -113,7 +117,8 @@ def _scored(
         # without gradients from the outside in, so that a plugin sees, too, that nothing is learnt of the pass
         with torch.no_grad(), trainer.precision_plugin.train_step_context(), in_evaluation(module.modules()):
             if got > 1:
-                scorer.check_first(session, step, batch, got)
+                mine = own[len(values) : len(values) + got] if size is not None else None
+                scorer.check_first(session, step, batch, got, None if mine is None else _again(session, loader, mine))
             scores = scorer.score(step, batch, got)
         if scores.problem is None and not len(scores.means):
             scores.problem = ValueError(
@@ -124,6 +129,16 @@ def _scored(
             return scores.problem, []
         values += [float(scores.means.mean())] if size is None else scores.means.tolist()
     return None, values
+
+
+def _again(session: Session, loader: ResumableLoader, own: list[int]) -> Callable[[list[int]], Any]:
+    """What makes a batch of some of the samples ``own`` anew, as of graphs, out of which none can be taken."""
+
+    def again(index: list[int]) -> Any:
+        some = [own[i] for i in index]
+        return next(batches_of(session, _over(loader, some, batch_size=len(some), collate=loader.collate_fn)))
+
+    return again
 
 
 def _loader(session: Session) -> ResumableLoader:

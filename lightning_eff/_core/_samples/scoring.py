@@ -12,7 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_eff._core import rng
 from lightning_eff._core._samples.functions import SampleLoss
-from lightning_eff._core.batches import num_samples, select
+from lightning_eff._core.batches import check_indexed, num_samples, select
 from lightning_eff._core.losses import (
     CutAtLosses,
     LossCall,
@@ -108,14 +108,24 @@ class Scorer:
         self.sample_loss = sample_loss
         self.bounds = bounds
         self.checked: bool | int = False
+        self._again: Callable[[list[int]], Any] | None = None
 
     # -- whose loss is whose
 
-    def check_first(self, session: Session, step: Step, batch: Any, size: int) -> None:
+    def check_first(
+        self, session: Session, step: Step, batch: Any, size: int, again: Callable[[list[int]], Any] | None = None
+    ) -> None:
         """Look at the run's first batch: that there is something to choose from, and whose loss is whose.
 
         Where losses are nearly equal, as behind a head whose weights are zero, nothing can be told. Then the second batch, the
         fourth, the eighth and so on are looked at until it can. Batches that the step skips do not count.
+
+        Args:
+            session: the run.
+            step: the step at hand.
+            batch: of several samples.
+            size: how many.
+            again: makes a batch of those of its samples anew, where they cannot be taken out of its tensors.
 
         Raises:
             ValueError: on all ranks, if a rank's batch holds one sample, or its loss does not lie sample by sample.
@@ -131,7 +141,10 @@ class Scorer:
                 f"{self.who}: got a batch of {size} sample; expected several to choose from. Raise the loader's"
                 " batch_size, or take the technique out."
             )
+        elif (unfit := _unfit(batch, size)) is not None and again is None:
+            problem = ValueError(f"{self.who}: {unfit}")
         elif self.sample_loss is None:
+            self._again = None if unfit is None else again
             told = self._lies_by_sample(session.seed, step, batch, size)
             if told == _MOVED:
                 problem = LossNotVisible(
@@ -185,6 +198,7 @@ class Scorer:
         half, every = size // 2, torch.arange(size)
         first = torch.cat([every[size - half :], every[half:]])
         last = torch.cat([every[: size - half], every[:half]])
+        batch = batch if self._again is None else self._of(batch, every, size, seed)
         calls, skipped = self._calls(step, batch, size)
         if skipped:
             return _SKIPPED
@@ -195,13 +209,20 @@ class Scorer:
             (first, every[half:], every[:half]),
             (last, every[: size - half], every[size - half :]),
         ):
-            after, _ = self._calls(step, select(batch, index, size), size)
+            after, _ = self._calls(step, self._of(batch, index, size, seed), size)
             if _moved(calls, after, kept) > 0.1:
                 with rng.keyed(seed, self.who, "another draw"):
                     again, _ = self._calls(step, batch, size)
                     return _MOVED if _moved(calls, again, every) <= 0.1 else _TOLD
             differ &= _moved(calls, after, other) >= 0.25
         return _TOLD if differ else _ALIKE
+
+    def _of(self, batch: Any, index: Tensor, size: int, seed: int) -> Any:
+        """The batch with these of its samples, or made anew of them with what the data set draws alike."""
+        if self._again is None:
+            return select(batch, index, size)
+        with rng.keyed(seed, self.who, "again"):
+            return self._again(index.tolist())
 
     def _calls(self, step: Step, batch: Any, size: int) -> tuple[list[LossCall] | None, bool]:
         """The loss calls of the step, if they can be seen, and whether it skips the batch."""
@@ -288,6 +309,14 @@ class Scorer:
                 " samples would hide it. Look at these samples, at the learning rate and at the precision."
             )
         )
+
+
+def _unfit(batch: Any, size: int) -> str | None:
+    try:
+        check_indexed(batch, size)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _rows(values: Tensor, size: int) -> Tensor:

@@ -149,7 +149,11 @@ def rolled(labels: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
     size = min(len(y) for y in labels.values())
 
     def moved(k: int) -> int:
-        return sum(int((y != y.roll(k, 0)).reshape(len(y), -1).any(dim=1).sum()) for y in labels.values() if y.ndim > 0 and len(y))
+        return sum(
+            int((y != y.roll(k, 0)).reshape(len(y), -1).any(dim=1).sum())
+            for y in labels.values()
+            if y.ndim > 0 and len(y)
+        )
 
     most = max(range(1, min(size, 17)), key=moved, default=0)
     return {path: y.roll(most, 0) for path, y in labels.items()} if most and moved(most) else None
@@ -181,9 +185,9 @@ def _differ(a: Tensor, b: Tensor) -> bool:
 
 def leaked(who: str, labels: str, by: str | None) -> str:
     """What is said of labels that reach the loss by an operation, or by a way that cannot be seen."""
-    way = f" through torch's {by!r}," if by else ","
+    way = f"by torch's {by!r}, and not only" if by else "not only"
     return (
-        f"{who}: the labels {labels} reach the loss of training_step{way} not only as targets of its loss calls, so that part"
-        " of the loss would keep the plain labels. Compute the loss from calls of F.cross_entropy, F.nll_loss or"
-        f" F.binary_cross_entropy on the labels alone, or remove {who}."
+        f"{who}: the labels {labels} come into the loss {way} as targets of loss calls, so that part of the loss would keep the"
+        f" plain labels. Compute the loss by F.cross_entropy, F.nll_loss or F.binary_cross_entropy on the labels alone, or"
+        f" remove {who}."
     )

@@ -49,6 +49,7 @@ class _Window(TorchFunctionMode):
         self.learning = torch.is_grad_enabled()
         self.looks = looking()  # it is one of a pass that only looks
         self.over = False  # another pass of the step has begun, with a window of its own
+        self.targeted = False  # whether calls were changed, once it has been left
         self.leaks: Leaks | None = None  # where labels that are no targets are looked for
 
     @override
@@ -59,9 +60,9 @@ class _Window(TorchFunctionMode):
         if self.over or torch.compiler.is_compiling():
             return func(*args, **kwargs)
         leaks = self.leaks
-        if func not in _LOOKED_AT and not self.follower.knows(args, kwargs):  # as almost all are
-            if leaks is None or not leaks.knows(args, kwargs):
-                return func(*args, **kwargs)
+        known = func in _LOOKED_AT or self.follower.knows(args, kwargs)
+        if not known and (leaks is None or not leaks.knows(args, kwargs)):  # as almost all are
+            return func(*args, **kwargs)
         if func in _BACKWARD:
             with self:  # torch has put the mode aside, and what checkpoints run again is to be seen, too
                 return backward_by_edges(*args, **kwargs)
@@ -152,6 +153,7 @@ class Targets:
     Attributes:
         compared: whether a training pass has compared labels with something else, outside of its loss: as a metric does.
         changed: the functions of the loss calls that were changed, by name.
+        functions: by path, the functions of the loss calls that tensors of the batch were targets of.
     """
 
     def __init__(
@@ -167,10 +169,14 @@ class Targets:
         self.session = session
         self.alone = alone
         self.entrances = entrances
-        self._doubtful, self._looked_at = False, -1  # whether labels may act otherwise; in which step that was looked at
+        self._doubtful, self._looked_at = (
+            False,
+            -1,
+        )  # whether labels may act otherwise; in which step that was looked at
         self.scored = scored
         self.compared = False
         self.changed: set[str] = set()
+        self.functions: dict[str, set[str]] = {}
         self.who = who
         self.named = labels
         self._window: _Window | None = None  # of the last pass
@@ -290,6 +296,7 @@ class Targets:
         for call, _ in window.made:
             found.setdefault(call.label, []).append(call)
         elsewhere = window.elsewhere
+        self.functions = {path: {call.fn.__name__ for call in calls} for path, calls in found.items()}
         if not found and loss_of(output) is None:
             return None
         if self.named is not None:
@@ -337,6 +344,23 @@ class Targets:
             if moved:
                 raise LossNotVisible(leaked(self.who, listed, leak.name))
             self._doubtful = moved is None or leaks.escaped or leak.level is Level.MASK
+
+    def reaching(self, step: Step, batch: Any, paths: Sequence[str]) -> list[str]:
+        """Those of the tensors at ``paths`` that the step's loss comes of, by a forward pass for each that leaves no trace.
+
+        Tensors of which all samples have the same are none: nothing moves where one has another's.
+        """
+        named, found = dict(tensors(batch)), list[str]()
+        for path in paths:
+            if rolled({path: named[path]}) is None:
+                continue
+            leaks = Leaks(through_inputs=True)
+            window, output = self._forward_only(step, batch, [(path, named[path])], leaks=leaks)
+            if loss_of(output) is None:
+                continue
+            if leaks.of(loss_of(output)).level or window.targeted or self._moves(step, batch, [path]):
+                found.append(path)
+        return found
 
     def _look_again(self, step: Step, batch: Any) -> None:
         """Look on the values of another batch: in the first, samples or what was computed for them may have been alike."""
@@ -387,6 +411,7 @@ class Targets:
                 return run(batch)
 
         output = step.forward_only(batch, num_samples(batch), around, transform=False)
+        window.targeted = bool(window.made)
         window.follower.clear()
         return window, output
 

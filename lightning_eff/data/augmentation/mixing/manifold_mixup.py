@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from lightning_eff._core.batches import num_samples, select
 from lightning_eff._core.blocks import BlockStack, refuse_compiled_around, split_output
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.losses import loss_of
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step
 from lightning_eff._core.technique import Control
@@ -177,6 +177,11 @@ class ManifoldMixup(Convex):
     @override
     def inputs(self, batch: Any, labels: dict[str, Tensor]) -> list[Tensor]:
         return super().inputs(batch, labels) if 0 in self.depths else []
+
+    @property
+    @override
+    def mixes_inputs(self) -> bool:
+        return 0 in self.depths
 
     @override
     def entrances(self, module: nn.Module) -> list[nn.Module]:

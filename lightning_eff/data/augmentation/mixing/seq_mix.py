@@ -11,8 +11,8 @@ from typing_extensions import override
 from lightning_eff._core._targets.calls import Change, TargetCall
 from lightning_eff._core.batches import num_samples, tensors
 from lightning_eff._core.blocks import refuse_compiled_around
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.losses import loss_of
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step
 from lightning_eff._core.technique import Control
@@ -181,6 +181,11 @@ class SeqMix(Convex):
         masks = [t for path, t in tensors(batch) if _MASK.search(path) and t.ndim == 2]
         self._count = len(found)
         return [t for _, t in found] + masks
+
+    @property
+    @override
+    def mixes_inputs(self) -> bool:
+        return False
 
     @override
     def entrances(self, module: nn.Module) -> list[nn.Module]:
