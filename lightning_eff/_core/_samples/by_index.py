@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -11,10 +11,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_eff._core import rng
+from lightning_eff._core._run._silent.unlogged import unlogged
 from lightning_eff._core._samples.chosen import share
 from lightning_eff._core._samples.scoring import Scorer, agree
-from lightning_eff._core.batches import num_samples
+from lightning_eff._core.batches import num_samples, tensors
+from lightning_eff._core.counting import CURRENT
 from lightning_eff._core.loaders import ResumableLoader
+from lightning_eff._core.patches import Patches
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Step, StepChain, in_evaluation, takes_index
 
@@ -107,8 +110,11 @@ def _scored(
     trainer, values = session.trainer, list[float]()
     for number, batch in enumerate(batches_of(session, _over(loader, own, batch_size=size, collate=loader.collate_fn))):
         step = Step(chain, module, (number,) if with_index else (), number, trainer.global_step)
+        expected = None if size is None else min(size, len(own) - len(values))
+        if CURRENT.rule is not None:
+            CURRENT.rule.learn(tensors(batch), expected)
         got = num_samples(batch)
-        expected = got if size is None else min(size, len(own) - len(values))
+        expected = expected or got
         if got != expected:
             return ValueError(
                 f"{scorer.who}: the loader's collate_fn made {got} samples of {expected} indices, so it cannot be told which"
@@ -193,16 +199,29 @@ def put_together(session: Session, own: list[int], problem: ValueError | None, v
 
 @contextmanager
 def at_hand(session: Session, module: nn.Module) -> Iterator[None]:
-    """``module`` is on the run's device, and afterwards where it was."""
-    first = next(module.parameters(), None)
-    if module is session.module or first is None:
+    """``module`` is on the run's device and in the run's trainer, where it logs nothing; afterwards it is as it was."""
+    if module is session.module:
         yield
         return
-    module.to(session.trainer.strategy.root_device)
-    try:
+    with ExitStack() as scope:
+        first = next(module.parameters(), None)
+        if first is not None:
+            scope.callback(module.to, first.device)
+            module.to(session.trainer.strategy.root_device)
+        for own in module.modules():
+            if hasattr(own, "_trainer"):  # a LightningModule of either name
+                scope.callback(setattr, own, "_trainer", own._trainer)
+                own._trainer = session.trainer  # pyright: ignore[reportAttributeAccessIssue]
+        patches = Patches()
+        scope.callback(patches.restore)
+        if hasattr(module, "_trainer"):
+            patches.set(module, "log", _ignore)
+            scope.enter_context(unlogged(module))
         yield
-    finally:
-        module.to(first.device)
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    """Stands in for ``log`` of a module that is asked for its losses alone."""
 
 
 def _no_step(batch: Any, batch_idx: int) -> None:
