@@ -24,7 +24,9 @@ from lightning_eff._core._run.metrics import CurrentMetrics, reported
 from lightning_eff._core._run.processes import gathered, wrap_again
 from lightning_eff._core._stack.running import running
 from lightning_eff._core._stack.thawing import thawing
+from lightning_eff._core.batches import tensors
 from lightning_eff._core.blocks import BlockStack, Candidate, find_stack, find_stages
+from lightning_eff._core.counting import CURRENT, Counting, counted
 from lightning_eff._core.patches import Patches
 from lightning_eff._core.progress import Progress
 from lightning_eff._core.steps import Step, StepChain
@@ -175,6 +177,7 @@ class Session:
             self.patches.set(loop, "setup_data", self.loaders.asking(loop.setup_data))
             self.patches.set(strategy, "process_dataloader", self.loaders.wrap(strategy.process_dataloader))
             self.patches.set(module, "training_step", self._training(module.training_step))
+            self.patches.set(CURRENT, "rule", Counting())
             self.patches.set(module, "configure_optimizers", thawing(module.configure_optimizers, self._stacks))
         for technique in self.working:
             technique.on_open(self)
@@ -203,7 +206,7 @@ class Session:
                 batch_idx = self.trainer.fit_loop.epoch_loop.batch_idx
                 indices = self.sample_indices if isinstance(self.sample_indices, list) else None
                 step = Step(self.chain, self.module, args[1:], batch_idx, self.trainer.global_step, indices)
-                output = self.chain.run(step, args[0])
+                output = counted(self.module, tensors(args[0]), indices, lambda: self.chain.run(step, args[0]))
             else:
                 output = original(*args, **kwargs)
             if output is None or not self.module.automatic_optimization:
