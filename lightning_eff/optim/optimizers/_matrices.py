@@ -170,11 +170,13 @@ def hidden_matrices(module: nn.Module, split: Split = "auto") -> dict[str, Layou
 
 
 def _has_stack(module: nn.Module, lists: Sequence[Candidate]) -> bool:
-    """Whether the blocks of any list follow one another; where nothing tells, blocks of several modules are taken to."""
+    """Whether the blocks of any list follow one another; where nothing tells, those that are most of the module are."""
     if any(isinstance(c.container, nn.Sequential) for c in lists):
         return True
     told = verdicts(module, lists)
-    return any(told.get(c.path, c.composite) for c in lists)
+    size = sum(p.numel() for p in module.parameters() if p.ndim > 1)
+    most = [c.composite and 2 * sum(p.numel() for p in c.container.parameters() if p.ndim > 1) >= size for c in lists]
+    return any(told.get(c.path, large) for c, large in zip(lists, most, strict=True))
 
 
 def _is_hidden(name: str) -> bool:
