@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_eff._core import rng
 from lightning_eff._core._architecture.record import check_checkpoint, described
+from lightning_eff._core._optim.written import look
 from lightning_eff._core._run._silent.silence import silence
 from lightning_eff._core._run.checks import check_optimizers, check_run, tell_of_trials
 from lightning_eff._core._run.loading import TrainLoaders
@@ -359,6 +360,7 @@ class Session:
         self.end_step()
         for technique in self.working:
             technique.on_batch_end(self, batch_idx)
+        look(self.optimizers)
         self.outdate()
         self._log()
 

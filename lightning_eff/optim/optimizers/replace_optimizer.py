@@ -51,7 +51,7 @@ def combine(
         ratio = 1.0 if part.rate is None else _ratio(part.rate, references[part.origin], part, bool(schedulers))
         for name in ("lr", "initial_lr", "max_lr", "min_lr"):
             if part.rate is not None and isinstance(group.get(name), int | float | Tensor):
-                group[name] = group[name] * ratio
+                group[name] = group[name] * ratio if ratio is not None else part.rate
         full = part.rate if part.rate is not None else references[part.origin]
         following.append(Following(part.origin, ratio, full, settings=True))
     optimizers: list[Optimizer] = []
@@ -84,11 +84,11 @@ def combine(
     return combined
 
 
-def _ratio(rate: float, reference: float | None, part: Share, scheduled: bool) -> float:
+def _ratio(rate: float, reference: float | None, part: Share, scheduled: bool) -> float | None:
     if reference:
         return rate / reference
     if not scheduled:
-        return 1.0
+        return None
     raise ValueError(
         f"ReplaceOptimizer: the module's optimizer has {', '.join(part.names[:3])} in a group of rate {reference}, to which"
         f" {rate:g} is in no proportion, and a scheduler moves it; expected a rate above zero there."
@@ -118,10 +118,11 @@ class ReplaceOptimizer(Technique):
     Both step as one ``torch.optim.Optimizer``, so that automatic optimization, clipping, accumulation, gradient scalers,
     ``lr_find``, ``LearningRateMonitor`` and checkpoints go on as they are. The module's schedulers, of whatever kind, stay what
     they are and act on the groups that the module made; after each of their steps every group of the optimizer gets its own
-    rate times what the schedule has made of the module's (of a cycle: of its highest rate). Parameters that the module had
-    in different groups stay apart, so that a list of functions holds for each; groups that the module does not decay, where
-    it decays others, are not decayed by the other optimizer either. Its momentum is its own: where a scheduler cycles
-    momenta, that holds for what stays.
+    rate times what the schedule has made of the module's (of a cycle: of its highest rate). The same holds for a learning rate
+    that the module, or another callback, writes into ``param_groups`` by hand, as in a warm-up in ``optimizer_step``.
+    Parameters that the module had in different groups stay apart, so that a list of functions holds for each; groups that the
+    module does not decay, where it decays others, are not decayed by the other optimizer either. Its momentum is its own:
+    where a scheduler cycles momenta, that holds for what stays.
 
     What went where is printed as training begins. An optimizer with an attribute ``u``, such as :class:`Muon` with settings
     that are functions of it, is told the run's progress before each step.
