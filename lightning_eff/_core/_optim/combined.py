@@ -311,6 +311,23 @@ class CombinedOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "state": _States(self)})
 
+    def __getattr__(self, name: str) -> Any:
+        """What the parts have and this has not, such as ``train()``: a method is called on all that have it."""
+        held = [] if name.startswith("_") else self.__dict__.get("parts", [])
+        found = [getattr(part, name) for part in held if hasattr(part, name)]
+        if not found:
+            raise AttributeError(
+                f"{' and '.join(type(part).__name__ for part in held) or 'The optimizer'} has no {name!r}."
+            )
+        if not all(callable(one) for one in found):
+            return found[0]
+
+        def of_all(*args: Any, **keywords: Any) -> Any:
+            values = [method(*args, **keywords) for method in found]
+            return next((value for value in values if value is not None), None)
+
+        return of_all
+
     def __repr__(self) -> str:
         return " and ".join(map(repr, self.parts))
 

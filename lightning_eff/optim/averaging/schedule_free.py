@@ -227,7 +227,7 @@ class ScheduleFree(AveragedWeights):
             configured = configure()
             schedulers = schedulers_of(configured)
             for optimizer in optimizers_of(configured):
-                if "train_mode" in optimizer.param_groups[0]:
+                if any("train_mode" in group for group in optimizer.param_groups):
                     raise ValueError(
                         f"ScheduleFree: {type(session.module).__name__}.configure_optimizers returned"
                         f" {type(optimizer).__name__}, which is schedule-free by itself; expected a plain optimizer,"

@@ -137,8 +137,8 @@ class GradientCentralization(Technique):
         if not self._dims:
             raise ValueError(
                 f"GradientCentralization: the optimizers of {type(session.module).__name__} step no weight of a linear map or a"
-                f" convolution with several inputs for each output; expected one of those that it has: {', '.join(dims) or 'none'}. Let an optimizer step it, or"
-                " take the technique out."
+                " convolution with several inputs for each output; expected one of those that it has:"
+                f" {', '.join(dims) or 'none'}. Let an optimizer step it, or take the technique out."
             )
 
     @override

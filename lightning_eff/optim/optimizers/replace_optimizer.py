@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -21,6 +22,7 @@ from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.optim.optimizers._replacing.assignment import Share, check_not_taken, group_of, shares
 from lightning_eff.optim.optimizers._replacing.making import made, making
+from lightning_eff.optim.optimizers._replacing.modes import Modes
 
 
 def combine(
@@ -124,6 +126,9 @@ class ReplaceOptimizer(Technique):
     module does not decay, where it decays others, are not decayed by the other optimizer either. Its momentum is its own:
     where a scheduler cycles momenta, that holds for what stays.
 
+    An optimizer that has ``train()`` and ``eval()``, as schedule-free ones have, evaluates at other weights than it trains at:
+    both are called around validation, and at the end of fit. Checkpoints' ``state_dict`` holds the weights of ``eval()``.
+
     What went where is printed as training begins. An optimizer with an attribute ``u``, such as :class:`Muon` with settings
     that are functions of it, is told the run's progress before each step.
 
@@ -219,6 +224,8 @@ class ReplaceOptimizer(Technique):
         self._replacing = ("", list[str]())  # the class of the module's optimizer, and those of its schedulers
         self._last: dict[str, float | int] = {}
         self._who = ""
+        self._modes: Modes | None = None
+        self._trained: dict[str, Tensor] | None = None  # a checkpoint's, of an optimizer that evaluates at others
 
     @property
     @override
@@ -276,6 +283,34 @@ class ReplaceOptimizer(Technique):
         check_not_taken(session.module, self._combined, self._parts, self.parameters, self.group_lr)
         rank_zero_info(_told(*self._replacing, self._combined, session.module))
         self._tell(session)
+        self._modes = Modes(session, self._parts[-1:] if self.optimizer is not None else [])
+        if self._trained is not None:
+            self._modes.put(self._trained)
+            self._trained = None
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        if self._modes:
+            self._modes.train()
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_validation_start(trainer, pl_module)
+        if self._modes:
+            self._modes.evaluate()
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_validation_end(trainer, pl_module)
+        if self._modes:
+            self._modes.train()
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_end(trainer, pl_module)
+        if self._modes:
+            self._modes.evaluate()
 
     @override
     def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
@@ -289,7 +324,7 @@ class ReplaceOptimizer(Technique):
     @override
     def detach(self, session: Session) -> None:
         self._last = self._quantities()
-        self._combined, self._parts = None, []
+        self._combined, self._parts, self._modes = None, [], None
 
     def _quantities(self) -> dict[str, float | int]:
         if self._combined is None:
@@ -314,7 +349,13 @@ class ReplaceOptimizer(Technique):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.neutral else {"optimizer": self._who}
+        if self.neutral:
+            return {}
+        return {"optimizer": self._who, **({"trained": self._modes.weights()} if self._modes else {})}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._trained = state_dict.get("trained") if self._session is not None and self._session.fitting else None
 
 
 def _told(own: str, schedulers: list[str], combined: CombinedOptimizer, module: nn.Module) -> str:
