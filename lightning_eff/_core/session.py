@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_eff._core import rng
 from lightning_eff._core._architecture.record import check_checkpoint, described
+from lightning_eff._core._optim.written import look
 from lightning_eff._core._resume.resuming import Resume
 from lightning_eff._core._run._silent.silence import silence
 from lightning_eff._core._run.checks import check_optimizers, check_run, tell_of_trials
@@ -333,6 +334,7 @@ class Session(Stacks):
         self.end_step()
         for technique in self.working:
             technique.on_batch_end(self, batch_idx)
+        look(self.optimizers)
         self.outdate()
         self._log()
 
