@@ -9,6 +9,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_eff._core._run.own_state import has_state
 from lightning_eff._core._samples.chosen import interleaved, share
 from lightning_eff._core.loaders import ResumableLoader
 
@@ -69,7 +70,7 @@ class EpochsOfRun:
         problem = ""
         if not first:
             problem = "is one of several"
-        elif hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+        elif has_state(loader):
             problem = "keeps its own state (state_dict), and decides by itself what comes"
         elif not isinstance(loader, DataLoader):
             problem = "is no torch DataLoader"
