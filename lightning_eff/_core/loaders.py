@@ -65,14 +65,14 @@ class ResumableLoader(LoaderProxy):
         return self._resume is not None
 
     @property
-    def begins_epoch(self) -> bool:
-        """Whether the next iteration begins an epoch of a resumed run."""
+    def finished(self) -> bool:
+        """Whether the checkpoint was saved at the very end of an epoch, and the next iteration begins another."""
         return self._resume is not None and self._resume["began"] is None
 
     @property
     def finished_batches(self) -> int | None:
         """How many batches the epoch had at the very end of which the checkpoint was saved; None in mid-epoch."""
-        return self._resume["length"] if self._resume is not None and self.begins_epoch else None
+        return self._resume["length"] if self._resume is not None and self.finished else None
 
     def take_up_chosen(self) -> None:
         """Let the epoch have what the checkpoint says was chosen for it."""
@@ -105,7 +105,7 @@ class ResumableLoader(LoaderProxy):
         self._waiting = True
         self._position, self._began, self._origin, self._ended = 0, None, None, False
         self._redo.clear()
-        if self.chosen is None and (self._resume is None or (self.begins_epoch and self._host.started)):
+        if self.chosen is None and (self._resume is None or (self.finished and self._host.started)):
             self._host.resume_rng()
             self.begin()
         return self
@@ -163,7 +163,7 @@ class ResumableLoader(LoaderProxy):
 
     def begin(self) -> None:
         """Make the loader's iterator if one is waited for, in a resumed epoch at the batch that comes next."""
-        if not self._waiting or (self.begins_epoch and not self._host.started):
+        if not self._waiting or (self.finished and not self._host.started):
             return
         self._waiting = False
         state = self._resume
@@ -294,7 +294,8 @@ class ResumableLoader(LoaderProxy):
                 iterator._sampler_iter.take()
             return
         for position in range(count):  # worker processes, streams and the user's own code hold state: run them through
-            self._position, last = position, self.following()
+            self._position = position
+            last = self.following()
             if last is _END:
                 break
         self._position = count

@@ -75,16 +75,21 @@ class TrainLoaders:
         loop = self._trainer.fit_loop
 
         def beginning_on_run_start(data_fetcher: Any) -> None:
-            new = loop.epoch_loop.batch_progress.current.state_dict()["ready"] == 0
-            if loop.is_resuming and new and self.started and (self._reloaded or self._begins_epoch()):
-                iter(data_fetcher)
+            epoch = loop.epoch_loop
+            if loop.is_resuming and self.started:
+                finished = any(loader.finished and loader.chosen is None for loader in self._loaders)
+                if finished and epoch.restarted_on_train_batch_end and epoch.batch_progress.is_last_batch:
+                    # Lightning counts batches anew only where it knows the epoch's length
+                    epoch.batch_progress.reset_on_run()
+                    epoch.scheduler_progress.reset_on_run()
+                    epoch.automatic_optimization.optim_progress.reset_on_run()
+                    epoch.val_loop.batch_progress.total.reset()
+                if (finished or self._reloaded) and epoch.batch_progress.current.state_dict()["ready"] == 0:
+                    iter(data_fetcher)
             self._reloaded = False
             on_run_start(data_fetcher)
 
         return beginning_on_run_start
-
-    def _begins_epoch(self) -> bool:
-        return any(loader.begins_epoch and loader.chosen is None for loader in self._loaders)
 
     def wrap(self, process: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """The strategy's ``process_dataloader``, with a :class:`ResumableLoader` around what trains."""

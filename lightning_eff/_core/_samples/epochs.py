@@ -56,7 +56,8 @@ class EpochsOfRun:
             advance()
 
         def on_run_start(data_fetcher: Any) -> None:
-            if self._pending:
+            # a run that resumes at an epoch's end may have to end that epoch first
+            if self._pending and loop.epoch_loop.batch_progress.current.state_dict()["ready"] == 0:
                 self._begin_epoch()
             run(data_fetcher)
 
@@ -92,7 +93,7 @@ class EpochsOfRun:
         if loader is None or loader.chosen is None:
             return
         self._pending = False
-        if not loader.resuming:
+        if not loader.resuming or (loader.finished and not self._session.trainer.fit_loop.is_resuming):
             self._begin_epoch()
         elif (count := loader.finished_batches) is not None:  # the epoch before was saved at its very end
             self._count(count)
