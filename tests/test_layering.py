@@ -155,7 +155,8 @@ assert lightning_eff.ProgressiveStacking
 import sys
 before = set(sys.modules)
 import lightning_eff
-own = {f"lightning_eff{name}" for name in ("", "._lazy", "._public", "._source_tree", ".strategies")}
+own = {f"lightning_eff{name}" for name in ("", "._lazy", "._public", "._source_tree", ".strategies", "._core")}
+own |= {f"lightning_eff._core._lightning{name}" for name in ("", ".imports")}
 more = set(sys.modules) - before - own - {"lightning_eff.strategies._names"}
 assert not more, more
 """,

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._run.checks import is_checkpointed_reentrantly
 from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scores, agree
@@ -116,7 +117,7 @@ class RHOLoss(Choosing):
             raise ValueError(
                 f"RHOLoss({lr=}): expected a finite number > 0, the rate of the irreducible model's AdamW."
             )
-        if model is not None and (irreducible is not None or not isinstance(model, LightningModule)):
+        if model is not None and (irreducible is not None or not is_a(model, LightningModule)):
             raise ValueError(
                 f"RHOLoss(model={type(model).__name__}(...)): expected a LightningModule whose training_step takes the same"
                 " batches, and no irreducible= beside it, which would leave it nothing to find."
