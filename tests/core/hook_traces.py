@@ -259,7 +259,11 @@ def resumed_differences(folder: Path, savers: Callable[[Path], list[pl.Callback]
         first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
         if first is not None or len(expected) != len(again.events):
             at = min(len(pairs), first if first is not None else len(pairs))
-            found[f"{number} of {len(saved)}"] = (at, expected[max(at - 1, 0) : at + 1], again.events[max(at - 1, 0) : at + 1])
+            found[f"{number} of {len(saved)}"] = (
+                at,
+                expected[max(at - 1, 0) : at + 1],
+                again.events[max(at - 1, 0) : at + 1],
+            )
     return found
 
 

@@ -27,10 +27,7 @@ class AddedGroups:
             return [[] for _ in added]
         names = {id(p): name for name, p in self._module.named_parameters()}
         return [
-            [
-                {"names": [names.get(id(p), "") for p in group["params"]], "settings": _plain(group)}
-                for group in groups
-            ]
+            [{"names": [names.get(id(p), "") for p in group["params"]], "settings": _plain(group)} for group in groups]
             for groups in added
         ]
 
@@ -44,7 +41,9 @@ class AddedGroups:
                     optimizer.add_param_group({**group["settings"], "params": known})
         for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
             if hasattr(callback, "_internal_optimizer_metadata"):
-                callback._restarting = False  # it would replace all groups, and with them those of optimizers around others
+                callback._restarting = (
+                    False  # it would replace all groups, and with them those of optimizers around others
+                )
 
 
 def _plain(group: dict[str, Any]) -> dict[str, Any]:

@@ -155,7 +155,9 @@ def _own(session: Session, loader: ResumableLoader, among: Sequence[int] | None 
 
 def _over(loader: ResumableLoader, own: list[int], *, batch_size: int | None, collate: Any) -> Iterator[Any]:
     """What a loader like the user's gives of the samples ``own``, in their order."""
-    at_once = batch_size is not None and loader.batch_sampler is None and (loader.chosen is None or loader.chosen.batched)
+    at_once = (
+        batch_size is not None and loader.batch_sampler is None and (loader.chosen is None or loader.chosen.batched)
+    )
     return iter(
         DataLoader(
             loader.dataset,
