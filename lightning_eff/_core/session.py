@@ -171,6 +171,7 @@ class Session(Stacks):
             loop = self.trainer.fit_loop
             self.resume.attach(self.patches, self._in_validation, self._taken_up)
             self.patches.set(loop, "setup_data", self.loaders.asking(loop.setup_data))
+            self.patches.set(loop.epoch_loop, "on_run_start", self.loaders.beginning(loop.epoch_loop.on_run_start))
             self.patches.set(strategy, "process_dataloader", self.loaders.wrap(strategy.process_dataloader))
             self.patches.set(module, "training_step", self._training(module.training_step))
             self.patches.set(CURRENT, "rule", Counting())
@@ -290,6 +291,7 @@ class Session(Stacks):
         self.resume.start()
         for stack in self._stacks.values():
             stack.freeze_inactive()
+        self.loaders.started = True
 
     def _taken_up(self, state: dict[str, Any], exactly: bool) -> None:
         """On resume: go on with what :meth:`save` saved of this object."""
