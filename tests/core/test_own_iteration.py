@@ -1,4 +1,4 @@
-"""Loaders with an iteration of their own: indices belong to the batch that is yielded, and a run resumes with the same batches."""
+"""Loaders with an iteration of their own: indices belong to the yielded batch, and a run resumes with the same batches."""
 
 import itertools
 import random
@@ -231,9 +231,9 @@ def test_what_needs_indices_is_refused_at_the_first_batch(kind: str) -> None:
 
 
 def test_a_choice_that_does_not_reach_the_batches_is_refused() -> None:
-    with pytest.raises(ValueError, match="SampleSubset: the loader's sampler .* had not ended"):
+    with pytest.raises(ValueError, match=r"SampleSubset: the loader's sampler .* had not ended"):
         fit(UNKNOWN["one iterator"](), SampleSubset(0.5))
-    with pytest.raises(ValueError, match="SampleSubset: Elsewhere.__iter__ does not take its batches from"):
+    with pytest.raises(ValueError, match=r"SampleSubset: Elsewhere\.__iter__ does not take its batches from"):
         fit(Elsewhere(Numbered(), 4), SampleSubset(0.5))
     loader = Merges(Numbered(), 4)
     assert len(fit(loader, SampleSubset(0.5), epochs=1).seen) == 1  # of 12 samples in 3 batches: one pair
