@@ -280,3 +280,24 @@ def test_attention_scores_are_no_residual_branch() -> None:
     apply(module, LayerScale())
     scaled = {name.rpartition(".")[0] for name, _ in module.named_parameters() if "branch_scale" in name}
     assert scaled == {f"blocks.{i}.o" for i in range(3)}
+
+
+class Sometimes(nn.Module):
+    """A block that adds to its input only if it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.whole = nn.Linear(D, D), nn.Linear(D, D), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.a(torch.tanh(x))
+        return x + self.b(torch.tanh(x)) if self.whole else torch.tanh(self.b(x))
+
+
+def test_equal_blocks_with_unequal_branches_are_an_error_with_the_list() -> None:
+    module = nn.Sequential(nn.Linear(D, D), nn.Sequential(*(Sometimes() for _ in range(3))))
+    apply(module, LayerScale())
+    module = nn.Sequential(nn.Linear(D, D), nn.Sequential(*(Sometimes() for _ in range(3))))
+    module[1][2].whole = False
+    with pytest.raises(ValueError, match=r"unequal residual branches.*these in: 1\.2 \(a\.weight\)"):
+        apply(module, LayerScale())
