@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._optim.rates import Rates
 from lightning_eff._core.batches import num_tokens
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
@@ -159,7 +160,7 @@ class LearningRateSchedule(Technique):
                 " budget to spend the rate on. Set one of max_steps, max_epochs and max_time, or max_tokens= here."
             )
         for other in session.trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
-            if isinstance(other, StochasticWeightAveraging):
+            if is_a(other, StochasticWeightAveraging):
                 raise ValueError(
                     "LearningRateSchedule and StochasticWeightAveraging cannot train together: both set the rate. Take one"
                     " of them out of the trainer's callbacks, or use LatestWeightAveraging."

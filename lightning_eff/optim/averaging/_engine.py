@@ -12,6 +12,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._run.checks import is_plain
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import OtherWeights
@@ -127,7 +128,7 @@ class AveragedWeights(OtherWeights):
         who = type(self).__name__
         for other in session.trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
             averages = isinstance(other, AveragedWeights) and other is not self and not other.neutral
-            if averages or isinstance(other, WeightAveraging | StochasticWeightAveraging):
+            if averages or is_a(other, WeightAveraging, StochasticWeightAveraging):
                 raise ValueError(
                     f"{who} and {type(other).__name__} cannot train together: both replace the weights"
                     " that are validated and kept. Take one of them out of the trainer's callbacks."

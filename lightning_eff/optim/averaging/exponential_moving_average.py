@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._run.checks import is_plain
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
@@ -189,7 +190,7 @@ class ExponentialMovingAverage(AveragedWeights):
     def check(self, session: Session) -> None:
         super().check(session)
         strategy = session.trainer.strategy
-        if not is_plain(strategy) and not isinstance(strategy, ModelParallelStrategy):
+        if not is_plain(strategy) and not is_a(strategy, ModelParallelStrategy):
             raise ValueError(
                 f"ExponentialMovingAverage: got strategy {type(strategy).__name__}; expected a single device, DDP, or one that"
                 " shards by FSDP2, where a process's piece of a parameter is a tensor of its own: ModelParallelStrategy or"
