@@ -172,6 +172,7 @@ class Session:
             self._metrics = CurrentMetrics(self.trainer, self._reported)
             loop = self.trainer.fit_loop
             self.patches.set(loop, "setup_data", self.loaders.asking(loop.setup_data))
+            self.patches.set(loop.epoch_loop, "on_run_start", self.loaders.beginning(loop.epoch_loop.on_run_start))
             self.patches.set(strategy, "process_dataloader", self.loaders.wrap(strategy.process_dataloader))
             self.patches.set(module, "training_step", self._training(module.training_step))
             self.patches.set(module, "configure_optimizers", thawing(module.configure_optimizers, self._stacks))
@@ -310,6 +311,7 @@ class Session:
         """Freeze what does not run yet; on resume, take up random state, gradients, and the validation that comes next."""
         for stack in self._stacks.values():
             stack.freeze_inactive()
+        self.loaders.started = True
         if self._rng is None:
             return
         take_up(self.trainer, self.module, self._gradients)
