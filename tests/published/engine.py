@@ -1,5 +1,6 @@
 """Train a package's module with a technique, resume it, load its checkpoint, and look for what is left behind."""
 
+import contextlib
 import importlib
 import logging
 import tempfile
@@ -201,7 +202,7 @@ def quiet() -> None:
 def check(package: Package, names: list[str]) -> dict[str, Outcome]:
     quiet()
     found = {}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # some packages write beside the process
         one = Check(package, Path(folder))
         for name in names:
             found[name] = one.outcome(name)

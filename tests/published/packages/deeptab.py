@@ -16,4 +16,6 @@ def fit(callbacks, **settings):
     return model.fit(table, (table["a"] > 0).astype(int).to_numpy(), batch_size=4, max_epochs=2, callbacks=callbacks, **settings)
 
 
-PACKAGE = Package("deeptab", "FT-Transformer through its scikit-learn estimator", lambda: captured(lambda: fit([])), fit=fit, trusted=True)
+PACKAGE = Package("deeptab", "FT-Transformer through its scikit-learn estimator", lambda: captured(lambda: fit([])), fit=fit,
+    settings={"limit_val_batches": 1.0}, trusted=True,
+)
