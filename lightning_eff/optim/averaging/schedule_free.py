@@ -8,6 +8,7 @@ from types import MethodType
 from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
@@ -204,6 +205,7 @@ class ScheduleFree(AveragedWeights):
         self._wrapper: Any = None
         self._rates: list[float | None] = []  # as training began
         self._names: dict[Tensor, str] = {}
+        self._progress: list[dict[str, Any]] = []  # of each group, until training starts
         self._loaded: dict[str, Any] | None = None  # a checkpoint's, until the optimizer is there
 
     @property
@@ -266,8 +268,8 @@ class ScheduleFree(AveragedWeights):
             by_name = {name: p for p, name in self._names.items()}
             for name, z in self._loaded["z"].items():
                 self._base.state[by_name[name]]["z"] = z
-            for group, saved in zip(self._base.param_groups, self._loaded["groups"], strict=True):
-                group.update(saved)
+            self._progress = self._loaded["groups"]
+            self._take_up_progress()
             self._rates = self._loaded.get("rates", made)  # checkpoints of earlier versions have none
             self._loaded = None
 
@@ -286,6 +288,18 @@ class ScheduleFree(AveragedWeights):
 
         # a method, since a scheduler that is made later, as lr_find's is, looks for its function
         session.patches.set(optimizer, "step", MethodType(step, optimizer))
+
+    def _take_up_progress(self) -> None:
+        if self._base is not None and self._progress:
+            self._base.look()
+            for group, saved in zip(self._base.param_groups, self._progress, strict=False):
+                group.update(saved)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._take_up_progress()  # of groups that were added as that run went on, too
+        self._progress = []
 
     @override
     def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:

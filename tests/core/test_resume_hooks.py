@@ -1,0 +1,55 @@
+"""A resumed run calls the hooks that the undisturbed one would: order, arguments, rates, random state, logged values."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.core.hook_traces import SavesIn, model_checkpoint, resumed_differences
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:ReduceLROnPlateau conditioned", "ignore:Checkpoint directory", "ignore:The dirpath has changed"
+)
+
+#: Checkpoint schedules: ModelCheckpoint's settings, and the Trainer's.
+SCHEDULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "steps": ({"every_n_train_steps": 1}, {}),
+    "epochs": ({"every_n_epochs": 1, "save_on_train_epoch_end": True}, {}),
+    "validation": ({"every_n_epochs": 1, "save_on_train_epoch_end": False}, {}),
+    "monitored": ({"monitor": "val_loss"}, {}),
+    "within_epochs": ({"every_n_epochs": 1}, {"val_check_interval": 2}),
+    "steps_and_validation_within": ({"every_n_train_steps": 1}, {"val_check_interval": 2}),
+    "every_second_epoch": ({"every_n_train_steps": 2}, {"check_val_every_n_epoch": 2, "max_epochs": 4}),
+    "every_second_validation": ({"every_n_epochs": 1}, {"check_val_every_n_epoch": 2, "max_epochs": 4}),
+    "windows": ({"every_n_train_steps": 1}, {"accumulate_grad_batches": 4}),
+    "no_validation": ({"every_n_train_steps": 1}, {"validates": False}),
+    "epochs_without_validation": ({"every_n_epochs": 1}, {"validates": False}),
+    "last": ({"every_n_train_steps": 3, "save_last": True, "save_top_k": 1}, {}),
+    "max_steps": ({"every_n_train_steps": 1}, {"max_epochs": -1, "max_steps": 9}),
+    "max_steps_validation": ({"every_n_epochs": 1}, {"max_epochs": -1, "max_steps": 9, "val_check_interval": 3}),
+    "validation_by_steps": ({"every_n_train_steps": 2}, {"check_val_every_n_epoch": None, "val_check_interval": 4}),
+    "limited": ({"every_n_train_steps": 1}, {"limit_train_batches": 4, "limit_val_batches": 1}),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_of_checkpoints(schedule: str, tmp_path: Path) -> None:
+    saver, settings = SCHEDULES[schedule]
+    found = resumed_differences(tmp_path, lambda folder: model_checkpoint(folder, **saver), **settings)
+    assert found == {}, next(iter(found.items()))
+
+
+HOOKS = (
+    "on_train_batch_end",
+    "on_train_epoch_end",
+    "on_train_epoch_start",
+    "on_validation_end",
+    "on_validation_epoch_end",
+)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_callback_that_saves_by_hand(hook: str, tmp_path: Path) -> None:
+    """Its place is between others, so hooks of callbacks behind it are still to be called, and then the module's."""
+    found = resumed_differences(tmp_path, lambda folder: [SavesIn(folder, hook)], val_check_interval=3, max_epochs=2)
+    assert found == {}, next(iter(found.items()))
