@@ -27,15 +27,12 @@ class AddedGroups:
             return [[] for _ in added]
         names = {id(p): name for name, p in self._module.named_parameters()}
         return [
-            [
-                {"names": [names.get(id(p), "") for p in group["params"]], "settings": _plain(group)}
-                for group in groups
-            ]
+            [{"names": [names.get(id(p), "") for p in group["params"]], "settings": _plain(group)} for group in groups]
             for groups in added
         ]
 
     def load_state_dict(self, state: list[list[dict[str, Any]]], trainer: Trainer) -> None:
-        """Add the same groups, before the optimizers' state is loaded; as the run that saved them did, by ``add_param_group``."""
+        """Add the same groups as that run did, by ``add_param_group``, before the optimizers' state is loaded."""
         parameters = dict(self._module.named_parameters())
         for optimizer, groups in zip(self._optimizers, state, strict=False):
             for group in groups:
@@ -44,7 +41,9 @@ class AddedGroups:
                     optimizer.add_param_group({**group["settings"], "params": known})
         for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
             if hasattr(callback, "_internal_optimizer_metadata"):
-                callback._restarting = False  # it would replace all groups, and with them those of optimizers around others
+                callback._restarting = (
+                    False  # it would replace all groups, and with them those of optimizers around others
+                )
 
 
 def _plain(group: dict[str, Any]) -> dict[str, Any]:
