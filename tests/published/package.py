@@ -14,12 +14,13 @@ class Package:
         distribution: its name on the package index.
         model: the module that is trained, in words, for the page.
         build: builds the module and its training loader from a known seed, the same each time.
+        imports: the name that it is imported by, where that is not the distribution's.
         requirements: what pip installs for it; none means the distribution alone.
         flags: options of pip, such as ``--no-deps``, where its requirements contradict the versions that are tested.
         trainer: which of Lightning's two names the package imports.
         settings: further arguments of the Trainer.
         trusted: whether its checkpoints hold objects of its own, which plain Lightning cannot load with ``weights_only=True``.
-        fit: runs the package's own ``fit`` with these callbacks; None where it has none.
+        fit: runs the package's own ``fit`` with these callbacks, and returns the trained module; None where it has none.
         refused: by the technique, what the error must say; a refusal that is not listed here is a failure.
         idle: techniques that leave this module as it is, with the reason.
         note: a remark for the page.
@@ -28,6 +29,7 @@ class Package:
     distribution: str
     model: str
     build: Callable[[], tuple[Any, Any]]
+    imports: str = ""
     requirements: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
     trainer: str = "lightning.pytorch"
@@ -37,6 +39,11 @@ class Package:
     refused: Mapping[str, str] = field(default_factory=dict)
     idle: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
+
+    @property
+    def imported(self) -> str:
+        """The name that it is imported by."""
+        return self.imports or self.distribution.replace("-", "_")
 
 
 class _Captured(BaseException):
