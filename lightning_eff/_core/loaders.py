@@ -384,4 +384,3 @@ class ResumableLoader(LoaderProxy):
     def reloaded(self) -> int | None:
         """The epoch in which the resumed run had loaded its loaders."""
         return None if self._resume is None else self._resume.get("reloaded")
-

@@ -199,7 +199,7 @@ class Rematerialization(Technique):
     def on_model(self, session: Session) -> None:
         if not session.fitting:
             return
-        stack = self._stack = session.stack(self.layers, who="Rematerialization")
+        stack = self._stack = session.stack(self.layers, who="Rematerialization", chain=False)
         if self.policy in ("sqrt", "optimal") and len({id(block) for block in stack.blocks}) < len(stack):
             raise ValueError(
                 f"Rematerialization(policy={self.policy!r}): {stack} holds the same block several times; expected"

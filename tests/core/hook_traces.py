@@ -202,8 +202,9 @@ class Files(pl.Callback):
         def save_too(path: Any, *args: Any, **kwargs: Any) -> None:
             self.count += 1
             save(path, *args, **kwargs)
-            copy = self.folder / f"{self.count:03d}.ckpt"
-            copy.write_bytes(Path(path).read_bytes())
+            if trainer.is_global_zero:
+                copy = self.folder / f"{self.count:03d}.ckpt"
+                copy.write_bytes(Path(path).read_bytes())
 
         trainer.save_checkpoint = save_too
 
@@ -249,7 +250,7 @@ def run(
 def resumed_differences(folder: Path, savers: Callable[[Path], list[pl.Callback]], **settings: Any) -> dict[str, Any]:
     """For some checkpoints of a run, the first event in which a run that resumes from it differs."""
     kept = folder / "kept"
-    kept.mkdir()
+    kept.mkdir(exist_ok=True)
     whole, saved = run(kept, lambda: savers(folder / "a"), **settings)
     assert saved, "the schedule saved nothing"
     found: dict[str, Any] = {}

@@ -6,6 +6,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from tests import processes
 from tests.core.hook_traces import SavesIn, Trace, Traced, model_checkpoint, resumed_differences
 
 pytestmark = pytest.mark.filterwarnings(
@@ -93,3 +94,8 @@ def test_a_callback_that_saves_by_hand(hook: str, tmp_path: Path) -> None:
     """Its place is between others, so hooks of callbacks behind it are still to be called, and then the module's."""
     found = resumed_differences(tmp_path, lambda folder: [SavesIn(folder, hook)], val_check_interval=3, max_epochs=2)
     assert found == {}, next(iter(found.items()))
+
+
+def test_two_processes() -> None:
+    """Each rank has logged values, batches and sums of its own, within accumulation windows too."""
+    assert processes.launch("tests.core.resume_jobs") == [{"steps": "{}", "by_hand": "{}"}] * 2

@@ -111,7 +111,10 @@ class _Nothing:
 def _watch(iterator: Any, made: MadeBatches) -> None:
     if not hasattr(type(iterator), "_next_data"):
         return
-    itself, next_data = weakref.ref(iterator), type(iterator)._next_data  # no cycle: workers end with the last reference
+    itself, next_data = (
+        weakref.ref(iterator),
+        type(iterator)._next_data,
+    )  # no cycle: workers end with the last reference
 
     def noted() -> Any:
         iterator = itself()
@@ -131,5 +134,8 @@ def sketch(batch: Any) -> list[float]:
         if tensor.device.type == "cpu" and not tensor.is_sparse and not tensor.is_quantized and tensor.numel():
             flat = tensor.detach().flatten()
             some = flat[:: max(len(flat) // 8, 1)][:8]
-            numbers += [float(len(flat)), *(float(value) for value in (some.abs() if some.is_complex() else some).tolist())]
+            numbers += [
+                float(len(flat)),
+                *(float(value) for value in (some.abs() if some.is_complex() else some).tolist()),
+            ]
     return numbers

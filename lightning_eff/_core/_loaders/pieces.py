@@ -168,11 +168,11 @@ def _inside(value: Any, depth: int = 2) -> list[Any]:
     return []
 
 
-def record(loader: Any, sampler: Any, tell_epochs: Callable[[], list[Any]]) -> RecordingSampler:
-    """A :class:`RecordingSampler` over ``sampler`` in its place in ``loader``."""
+def record(sources: Iterable[DataLoader[Any]], sampler: Any, tell_epochs: Callable[[], list[Any]]) -> RecordingSampler:
+    """A :class:`RecordingSampler` over ``sampler``, from which ``sources`` take their indices."""
     recorder = RecordingSampler(sampler, settled=is_settled(sampler))
     recorder.tell_epochs = tell_epochs
-    for holder in holders(loader):
+    for holder in sources:
         put_sampler(holder, recorder)
     return recorder
 

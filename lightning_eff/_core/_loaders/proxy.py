@@ -68,13 +68,15 @@ class LoaderProxy:
         self._keeps = keeps_state(loader)
         self._pieces = Pieces(loader)
         if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset) and not self._keeps:
-            inner = getattr(loader, sampler_name(loader))
+            inner = users_own(getattr(loader, sampler_name(loader)))
             if choosable:
-                self.chosen = ChosenBatches(inner, batched=loader.batch_sampler is not None)
-            self._recorder = record(loader, inner if self.chosen is None else self.chosen, self._pieces.epochs)
+                size = len(loader.dataset) if has_length(loader.dataset) else 0
+                self.chosen = ChosenBatches(inner, batched=loader.batch_sampler is not None, size=size)
+            sources = holders(loader)
+            self._recorder = record(sources, inner if self.chosen is None else self.chosen, self._pieces.epochs)
             if iterates_itself(loader):
                 self._made = MadeBatches()
-                self._watched = [Watched(holder, self._made) for holder in holders(loader)]
+                self._watched = [Watched(holder, self._made) for holder in sources]
 
     def __getattr__(self, name: str) -> Any:
         if name in _OWN or (name.startswith("__") and name.endswith("__")):

@@ -100,9 +100,11 @@ class TrainLoaders:
                 return dataloader
             if self.take is not None:
                 self.take(dataloader, not self._loaders)
-            again = any(dataloader is user for user in self._users)  # one loader in two places: each has its own place in it
+            again = any(
+                dataloader is user for user in self._users
+            )  # one loader in two places: each has its own place in it
             loader = ResumableLoader(
-                copy(dataloader) if again else dataloader,
+                _twin(dataloader) if again else dataloader,
                 self,
                 choosable=self.take is not None,
                 iterations=self._iterations.get(id(dataloader), 0),
@@ -123,7 +125,9 @@ class TrainLoaders:
             return False
         for loader in self._loaders:
             loader.go_on_after_epoch()
-        self._iterations = {id(user): loader.iterations for user, loader in zip(self._users, self._loaders, strict=True)}
+        self._iterations = {
+            id(user): loader.iterations for user, loader in zip(self._users, self._loaders, strict=True)
+        }
         self.unwrap()
         self.states = []
         return True
@@ -262,3 +266,10 @@ class TrainLoaders:
     def alone(self) -> bool:
         """Whether there is one training loader."""
         return len(self._loaders) == 1
+
+
+def _twin(loader: Any) -> Any:
+    """A loader over the same data and samplers, of which this package has changed nothing."""
+    twin = copy(loader)
+    getattr(twin, "__dict__", {}).pop("_get_iterator", None)
+    return twin

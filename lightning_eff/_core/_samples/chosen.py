@@ -32,6 +32,26 @@ def share(values: Tensor, rank: int, world_size: int, *, drop_last: bool) -> Ten
     return values[rank::world_size]
 
 
+_TIMES = 10  # how often an epoch may go over the data before its sampler counts as endless
+
+
+class EndlessSampler(ValueError):
+    """A sampler yields indices without end, so an epoch has no samples to choose from."""
+
+    def __init__(self, name: str, count: int) -> None:
+        super().__init__(
+            f"the loader's sampler ({name}) had not ended after {count:,} items, so an epoch has no end. Give the loader a"
+            " sampler that ends with the epoch"
+        )
+
+
+def _length(sampler: Any) -> int:
+    try:
+        return len(sampler)
+    except (TypeError, NotImplementedError):
+        return 0
+
+
 def _is_many(indices: Any) -> bool:
     """Whether a sampler yielded a batch's indices, and not one index."""
     return isinstance(indices, Sequence) and not isinstance(indices, str) or bool(getattr(indices, "ndim", 0))
@@ -64,10 +84,12 @@ class ChosenBatches:
         original: the user's, as Lightning has made it.
         batched: whether it is a batch sampler. A sampler of a loader without batches may yield lists of indices too
             (``DataLoader(batch_size=None, sampler=BatchSampler(...))``), which the data set then fetches at once.
+        size: samples of the data set.
     """
 
-    def __init__(self, original: Any, *, batched: bool) -> None:
+    def __init__(self, original: Any, *, batched: bool, size: int = 0) -> None:
         self.original = original
+        self._most = _TIMES * size + 1000
         self.batched = batched or isinstance(original, BatchSampler)
         self._make: Callable[[list[int]], Any] = list  # a batch's indices, in the form in which the original gives them
         self.emitted = 0  # batches that were handed out in this epoch, to workers too
@@ -76,7 +98,16 @@ class ChosenBatches:
         self._weights: list[Tensor] | None = None
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("original", "batched", "emitted", "_make", "_own", "_batches", "_weights"):
+        if name.startswith("__") or name in (
+            "original",
+            "batched",
+            "emitted",
+            "_most",
+            "_make",
+            "_own",
+            "_batches",
+            "_weights",
+        ):
             raise AttributeError(name)
         return getattr(self.original, name)
 
@@ -100,19 +131,34 @@ class ChosenBatches:
     def plain(self) -> Tensor:
         """The indices that the original yields in this epoch on this process, shape (n,), long; it is iterated for it."""
         if not self.batched:
-            emitted = list(self.original)
+            emitted = self._emitted(self.original)
             self.batched = bool(emitted) and _is_many(emitted[0])
             self._own = [as_list(indices) if self.batched else [int(indices)] for indices in emitted]
             self._make = _maker(emitted[0]) if self.batched else list
         elif type(self.original) is BatchSampler:  # whose last batch may be dropped, and yet be chosen from
-            order = torch.tensor([int(index) for index in self.original.sampler], dtype=torch.long)
+            order = torch.tensor([int(index) for index in self._emitted(self.original.sampler)], dtype=torch.long)
             self._own = self._cut(order)
             return order
         else:
-            emitted = list(self.original)
+            emitted = self._emitted(self.original)
             self._own = [as_list(batch) for batch in emitted]
             self._make = _maker(emitted[0]) if emitted else list
         return _flat(self._own)
+
+    def _emitted(self, sampler: Any) -> list[Any]:
+        """All that ``sampler`` yields.
+
+        Raises:
+            EndlessSampler: if that has no end.
+        """
+        found: list[Any] = []
+        left = max(self._most, _TIMES * _length(sampler))
+        for indices in sampler:
+            found.append(indices)
+            left -= 1
+            if left < 0:
+                raise EndlessSampler(type(sampler).__name__, len(found))
+        return found
 
     @property
     def distributed(self) -> "DistributedSampler[Any] | None":

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_eff._core._run.own_state import has_state
-from lightning_eff._core._samples.chosen import interleaved, share
+from lightning_eff._core._samples.chosen import EndlessSampler, interleaved, share
 from lightning_eff._core.loaders import ResumableLoader
 
 if TYPE_CHECKING:
@@ -110,7 +110,11 @@ class EpochsOfRun:
         number = self._number()
         loader.take_up_samplers()
         loader.set_epoch(number)
-        orders = session.gather(loader.chosen.plain())
+        try:
+            plain = loader.chosen.plain()
+        except EndlessSampler as error:
+            raise ValueError(f"{self._who}: {error}, or remove {self._who}.") from error
+        orders = session.gather(plain)
         order, size = interleaved(orders), len(loader.dataset)
         distributed = loader.chosen.distributed
         if distributed is not None and not distributed.drop_last:

@@ -20,6 +20,7 @@ from lightning_eff._core._run.recording import users_own
 _MOST_OBJECTS = 200_000  # of a data set that are looked at, a second or so of time
 _LONG = 4096
 
+
 @dataclass(frozen=True)
 class Freedom:
     """What may change.
