@@ -3,6 +3,7 @@
 import random
 from pathlib import Path
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -10,7 +11,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
-import lightning.pytorch as pl
 from lightning_eff import ExactResume
 from lightning_eff._core._loaders.held import Held
 from tests.models import trainer

@@ -6,11 +6,12 @@
 ``page``: write docs/works_with.md from the outcomes.
 """
 
+import importlib
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
@@ -23,15 +24,14 @@ from tests.published import installing, outcomes, page
 ROOT = Path(__file__).parent.parent.parent
 
 
-def _run_in_a_process(name: str, techniques: list[str]) -> dict[str, Any]:
-    """One package's outcomes, found in a process of its own: packages change global settings, and some of them crash."""
+def _run_in_a_process(name: str) -> dict[str, Any]:
+    """One package's outcomes, found in a fork of this process: packages change global settings, and some of them crash."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "outcomes.json"
-        command = [sys.executable, "-W", "ignore", "-m", "tests.published", "one", name, str(out), *techniques]
-        done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
-        if out.exists():
-            return json.loads(out.read_text())
-        return {"failed": f"the process ended with exit code {done.returncode}"}
+        child = multiprocessing.get_context("fork").Process(target=_one, args=(name, out, []))
+        child.start()
+        child.join()
+        return json.loads(out.read_text()) if out.exists() else {"failed": f"the process ended with {child.exitcode}"}
 
 
 def _one(name: str, out: Path, techniques: list[str]) -> None:
@@ -41,7 +41,9 @@ def _one(name: str, out: Path, techniques: list[str]) -> None:
     package = outcomes.package(name)
     try:
         found: dict[str, Any] = {
-            "techniques": {key: asdict(value) for key, value in engine.check(package, techniques or list(TRIED)).items()},
+            "techniques": {
+                key: asdict(value) for key, value in engine.check(package, techniques or list(TRIED)).items()
+            },
             "own_fit": {} if techniques else {key: asdict(value) for key, value in engine.own_fit(package).items()},
         }
     except Exception as error:
@@ -57,16 +59,21 @@ def _versions() -> dict[str, str]:
 
 def run(names: list[str]) -> None:
     """Run the check on these packages and write what came of it; others stay as they are committed."""
+    importlib.import_module("tests.published.engine")  # once, before the processes fork
     table = outcomes.committed()
     for name in names or outcomes.names():
         package = outcomes.package(name)
-        row: dict[str, Any] = {"model": package.model, "trainer": package.trainer, "install": installing.command(package)}
+        row: dict[str, Any] = {
+            "model": package.model,
+            "trainer": package.trainer,
+            "install": installing.command(package),
+        }
         if missing := installing.missing(package):
             print(f"{package.distribution}: NOT INSTALLED, skipped. {missing}")
             row["not_installed"] = missing
         else:
             row["version"] = importlib.metadata.version(package.distribution)
-            row |= _run_in_a_process(name, [])
+            row |= _run_in_a_process(name)
         table["packages"][package.distribution] = row
         table["versions"] = _versions()
         table["date"] = datetime.now(UTC).date().isoformat()

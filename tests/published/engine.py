@@ -57,7 +57,10 @@ def fit(package: Package, tried: Tried | None, folder: Path, resume: Path | None
     before = traces(module)
     saving = pl.callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=SAVED, save_top_k=-1)
     settings = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False} | {
-        "enable_model_summary": False, "max_epochs": -1, "max_steps": STEPS, "limit_val_batches": 0,
+        "enable_model_summary": False,
+        "max_epochs": -1,
+        "max_steps": STEPS,
+        "limit_val_batches": 0,
         "num_sanity_val_steps": 0,
     }
     trainer = pl.Trainer(
@@ -77,7 +80,9 @@ def traces(module: nn.Module) -> dict[str, Any]:
     """What a technique might leave behind: names on instances, classes, hooks and frozen parameters."""
     found: dict[str, Any] = {}
     for name, part in module.named_modules():
-        hooks = {key: len(value) for key, value in vars(part).items() if key.endswith("hooks") and hasattr(value, "__len__")}
+        hooks = {
+            key: len(value) for key, value in vars(part).items() if key.endswith("hooks") and hasattr(value, "__len__")
+        }
         own = {key for key in vars(part) if key not in ("_modules", "_parameters", "_buffers")}
         found[name] = {type(part).__qualname__, *own, *(f"{key}: {n}" for key, n in hooks.items() if n)}
     found |= {f"parameter {name}": p.requires_grad for name, p in module.named_parameters()}
@@ -131,7 +136,9 @@ class Check:
             raise Failed("no checkpoint was saved")
         checkpoint = torch.load(saved, weights_only=not self.package.trusted)
         if self.package.trusted:
-            torch.save({key: checkpoint[key] for key in ("state_dict", "callbacks", "optimizer_states")}, folder / "own.ckpt")
+            torch.save(
+                {key: checkpoint[key] for key in ("state_dict", "callbacks", "optimizer_states")}, folder / "own.ckpt"
+            )
             torch.load(folder / "own.ckpt", weights_only=True)
         self._loads(tried, checkpoint["state_dict"])
         try:
@@ -149,7 +156,11 @@ class Check:
     def _acts(self, name: str, tried: Tried, whole: dict[str, Tensor]) -> None:
         differs = _differs(self.plain, whole)
         if tried.close and differs:
-            differs = "" if all(torch.allclose(whole[k].float(), v.float(), 1e-4, 1e-6) for k, v in self.plain.items()) else differs
+            differs = (
+                ""
+                if all(torch.allclose(whole[k].float(), v.float(), 1e-4, 1e-6) for k, v in self.plain.items())
+                else differs
+            )
         if tried.exact and differs:
             raise Failed(f"changes what is trained: {differs}")
         if not tried.exact and not differs and name not in self.package.idle:
@@ -178,7 +189,9 @@ class Check:
             missing, unexpected = plain.load_state_dict(state, strict=False)
             frozen = {key for key, p in plain.named_parameters() if not p.requires_grad}
             if unexpected or set(missing) - frozen:
-                raise Failed(f"checkpoint does not load into apply(plain): missing {missing[:3]}, unexpected {unexpected[:3]}")
+                raise Failed(
+                    f"checkpoint does not load into apply(plain): missing {missing[:3]}, unexpected {unexpected[:3]}"
+                )
             return
         try:
             plain.load_state_dict(state)
@@ -224,7 +237,13 @@ def check(package: Package, names: Sequence[str]) -> dict[str, Outcome]:
 
 
 #: What is tried through a package's own fit, too.
-OWN_FIT = ("ExactResume", "ExponentialMovingAverage", "ReplaceOptimizer", "LearningRateSchedule", "SharpnessAwareMinimization")
+OWN_FIT = (
+    "ExactResume",
+    "ExponentialMovingAverage",
+    "ReplaceOptimizer",
+    "LearningRateSchedule",
+    "SharpnessAwareMinimization",
+)
 
 
 def own_fit(package: Package) -> dict[str, Outcome]:

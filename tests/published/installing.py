@@ -26,7 +26,10 @@ def missing(package: Package) -> str:
     except importlib.metadata.PackageNotFoundError:
         return "The package is not installed."
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", f"import {package.imported}"], capture_output=True, text=True, check=False
+        [sys.executable, "-W", "ignore", "-c", f"import {package.imported}"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return "" if done.returncode == 0 else f"import {package.imported} fails: {done.stderr.strip().splitlines()[-1]}"
 

@@ -23,6 +23,7 @@ class Package:
         fit: runs the package's own ``fit`` with these callbacks, and returns the trained module; None where it has none.
         refused: by the technique, what the error must say; a refusal that is not listed here is a failure.
         idle: techniques that leave this module as it is, with the reason.
+        known: techniques that fail on it today, with what is wrong: known defects, which the page lists.
         note: a remark for the page.
     """
 
@@ -38,6 +39,7 @@ class Package:
     fit: Callable[[list[Any]], Any] | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
     idle: Mapping[str, str] = field(default_factory=dict)
+    known: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
 
     @property
@@ -58,7 +60,14 @@ def captured(start: Callable[[], Any]) -> tuple[Any, Any]:
     """
     found = {}
 
-    def fit(self: Any, model: Any, train_dataloaders: Any = None, val_dataloaders: Any = None, datamodule: Any = None, **_: Any):
+    def fit(
+        self: Any,
+        model: Any,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: Any = None,
+        **_: Any,
+    ):
         raise _Captured(model, datamodule if train_dataloaders is None else train_dataloaders)
 
     trainers = [importlib.import_module(name).Trainer for name in ("lightning.pytorch", "pytorch_lightning")]

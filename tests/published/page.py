@@ -11,19 +11,20 @@ _MARKS = {"works": "yes", "refused": "refused", "failed": "**fails**"}
 
 _HEAD = """# Works with
 
-Published packages whose modules we train with our techniques, without a change to the package. `make published` repeats this check.
-Each technique trains the package's own module for 12 steps through a `Trainer` of the name that the package imports. The check asks for
-five things:
+These published packages train with our techniques, and no package is changed for it. `make published` repeats the check.
+Each technique trains the package's own module for 12 steps, through a `Trainer` of the name that the package imports.
+The check asks for five things:
 
-- Training runs, and the weights show that the technique acted. Techniques that promise plain training give its weights bit for bit.
+- Training runs, and the weights show that the technique acted. Techniques that promise the weights of plain training give
+  them bit for bit.
 - A run that resumes from a checkpoint in the middle of an epoch ends with the same weights, bit for bit.
-- The checkpoint loads strictly into the plain module, or into `lightning_eff.apply(plain, technique)` for techniques that change the
-  parameters.
-- The checkpoint's state loads under `weights_only=True`.
+- The checkpoint loads strictly into the plain module, or into `lightning_eff.apply(plain, technique)` where the technique
+  changes the parameters.
+- The state of the techniques loads under `weights_only=True`.
 - Nothing stays on the module after the run.
 
-"yes" means that all five hold. "refused" means that the technique raises an error before the first step is taken, because the module
-lacks what it acts on. The reasons are listed below the table. A refusal with a wrong reason counts as a failure.
+"yes" means that all five hold. "refused" means that the technique raises an error, because the module lacks what the
+technique acts on. The reasons are listed below the table. An error with a wrong reason counts as a failure.
 """
 
 
@@ -31,7 +32,16 @@ def text(table: dict[str, Any]) -> str:
     """The page's text."""
     rows = {name: row for name, row in table["packages"].items() if "techniques" in row}
     absent = {name: row for name, row in table["packages"].items() if "techniques" not in row}
-    parts = [_HEAD, _measured(table), _packages(rows), _matrix(rows), _own_fits(rows), _reasons(rows), _failures(rows), _absent(absent)]
+    parts = [
+        _HEAD,
+        _measured(table),
+        _packages(rows),
+        _matrix(rows),
+        _own_fits(rows),
+        _reasons(rows),
+        _failures(rows),
+        _absent(absent),
+    ]
     return "\n".join(part for part in parts if part)
 
 
@@ -58,18 +68,28 @@ def _matrix(rows: dict[str, Any]) -> str:
 
 
 def _mark(outcome: dict[str, Any] | None) -> str:
-    return "" if outcome is None else _MARKS[outcome["outcome"]] + ("*" if outcome["outcome"] == "works" and outcome["reason"] else "")
+    return (
+        ""
+        if outcome is None
+        else _MARKS[outcome["outcome"]] + ("*" if outcome["outcome"] == "works" and outcome["reason"] else "")
+    )
 
 
 def _own_fits(rows: dict[str, Any]) -> str:
     with_fit = {name: row["own_fit"] for name, row in rows.items() if row.get("own_fit")}
     if not with_fit:
         return ""
-    lines = ["## Through the package's own fit", "", "Some packages have a `fit` or `train` of their own, which takes `callbacks=`."]
+    lines = [
+        "## Through the package's own fit",
+        "",
+        "Some packages have a `fit` or `train` of their own, which takes `callbacks=`.",
+    ]
     lines += ["These techniques are also tried through it.", ""]
     techniques = list(dict.fromkeys(key for found in with_fit.values() for key in found))
     lines += [f"| package | {' | '.join(f'`{key}`' for key in techniques)} |", "|---|" + "---|" * len(techniques)]
-    lines += [f"| {name} | {' | '.join(_mark(found.get(key)) for key in techniques)} |" for name, found in with_fit.items()]
+    lines += [
+        f"| {name} | {' | '.join(_mark(found.get(key)) for key in techniques)} |" for name, found in with_fit.items()
+    ]
     return "\n".join([*lines, ""])
 
 
@@ -90,7 +110,12 @@ def _reasons(rows: dict[str, Any]) -> str:
             elif outcome["outcome"] == "works" and outcome["reason"]:
                 by_reason.setdefault(outcome["reason"], []).append(f"`{technique}`*")
         if by_reason:
-            lines += [f"**{name}**", "", *(f"- {', '.join(names)}: {reason}." for reason, names in by_reason.items()), ""]
+            lines += [
+                f"**{name}**",
+                "",
+                *(f"- {', '.join(names)}: {reason}." for reason, names in by_reason.items()),
+                "",
+            ]
     return "\n".join(lines)
 
 
@@ -98,7 +123,10 @@ def _failures(rows: dict[str, Any]) -> str:
     lines = [
         f"- **{name}**, `{technique}`: {outcome['reason'][:300].replace('<', '&lt;')}"
         for name, row in rows.items()
-        for technique, outcome in {**row["techniques"], **{f"{k}, own fit": v for k, v in row.get("own_fit", {}).items()}}.items()
+        for technique, outcome in {
+            **row["techniques"],
+            **{f"{k}, own fit": v for k, v in row.get("own_fit", {}).items()},
+        }.items()
         if outcome["outcome"] == "failed"
     ]
     return "\n".join(["## Known failures", "", *lines, ""]) if lines else ""

@@ -17,7 +17,7 @@ class Tried:
         plugin: whether it is a precision plugin, which goes into ``plugins=``.
         exact: whether the trained weights must be those of plain Lightning, bit for bit.
         close: whether it is exact but for rounding.
-        architecture: whether it changes the parameters, so that checkpoints load into ``lightning_eff.apply(plain, technique)``.
+        architecture: whether it changes the parameters, so that checkpoints load into ``apply(plain, technique)``.
         anywhere: whether every module has what it acts on, so that a refusal is always wrong.
     """
 
@@ -34,9 +34,7 @@ TRIED: dict[str, Tried] = {
     "ExactResume": Tried(eff.ExactResume, "resuming", exact=True, anywhere=True),
     "EfficiencyMonitor": Tried(eff.EfficiencyMonitor, "monitor", exact=True, anywhere=True),
     "GradientNoiseScale": Tried(lambda: eff.GradientNoiseScale(half_life=5), "noise scale", exact=True),
-    "ReplaceOptimizer": Tried(
-        lambda: eff.ReplaceOptimizer("lightning_eff.Adan", lr=1e-3), "optimizer", anywhere=True
-    ),
+    "ReplaceOptimizer": Tried(lambda: eff.ReplaceOptimizer("lightning_eff.Adan", lr=1e-3), "optimizer", anywhere=True),
     "ReplaceOptimizer(Muon)": Tried(lambda: eff.ReplaceOptimizer("lightning_eff.Muon", lr=1e-2), "optimizer"),
     "EightBitOptimizer": Tried(lambda: eff.EightBitOptimizer(min_size=48), "8-bit optimizer"),
     "GradientCentralization": Tried(eff.GradientCentralization, "optimizer"),
@@ -44,9 +42,7 @@ TRIED: dict[str, Tried] = {
         lambda: eff.LearningRateSchedule("wsd", warmup=0.2, decay=0.5), "schedule", anywhere=True
     ),
     "BatchSizeWarmup": Tried(lambda: eff.BatchSizeWarmup(1, 0.4, full=2), "batch size"),
-    "ExponentialMovingAverage": Tried(
-        lambda: eff.ExponentialMovingAverage(3.0, tail=0.75), "averaging", anywhere=True
-    ),
+    "ExponentialMovingAverage": Tried(lambda: eff.ExponentialMovingAverage(3.0, tail=0.75), "averaging", anywhere=True),
     "Lookahead": Tried(lambda: eff.Lookahead(interval=5), "averaging", anywhere=True),
     "StochasticWeightAveraging": Tried(
         lambda: eff.StochasticWeightAveraging(start=0.5, cycle=2, low=0.1, rate=0.8), "averaging"

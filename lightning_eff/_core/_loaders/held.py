@@ -136,7 +136,7 @@ _GENERATORS = ("numpy", "legacy", "python", "torch")
 _TAKEN: dict[str, Any] = {
     "numpy": lambda value: _plain_numbers(value.bit_generator.state),
     "legacy": _legacy,
-    "python": lambda value: list(value.getstate()[:1]) + [list(value.getstate()[1]), value.getstate()[2]],
+    "python": lambda value: [list(part) if isinstance(part, tuple) else part for part in value.getstate()],
     "torch": lambda value: value.get_state(),
     "array": lambda value: torch.from_numpy(np.array(value)),
     "tensor": lambda value: value.detach().clone(),

@@ -42,7 +42,9 @@ def is_settled(sampler: Any) -> bool:
 
 
 def _is_known(sampler: Any) -> bool:
-    return type(sampler).__iter__ in _SETTLED or type(sampler).__module__.startswith(("lightning.", "pytorch_lightning."))
+    return type(sampler).__iter__ in _SETTLED or type(sampler).__module__.startswith(
+        ("lightning.", "pytorch_lightning.")
+    )
 
 
 def iterates_itself(loader: Any) -> bool:

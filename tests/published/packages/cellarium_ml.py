@@ -16,8 +16,10 @@ def build():
 
     def collate(items):
         return {
-            "x_ng": torch.stack([item["x_ng"] for item in items]), "y_n": torch.tensor([item["y_n"] for item in items]),
-            "var_names_g": genes, "y_categories": kinds,
+            "x_ng": torch.stack([item["x_ng"] for item in items]),
+            "y_n": torch.tensor([item["y_n"] for item in items]),
+            "var_names_g": genes,
+            "y_categories": kinds,
         }
 
     model = LogisticRegression(n_obs=24, var_names_g=genes, y_categories=kinds)

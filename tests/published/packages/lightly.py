@@ -14,8 +14,14 @@ def build():
         def __init__(self):
             super().__init__()
             self.backbone = nn.Sequential(
-                nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16),
-                nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+                nn.Conv2d(1, 8, 3, padding=1),
+                nn.BatchNorm2d(8),
+                nn.ReLU(),
+                nn.Conv2d(8, 16, 3, padding=1),
+                nn.BatchNorm2d(16),
+                nn.ReLU(),
+                nn.AdaptiveAvgPool2d(1),
+                nn.Flatten(),
             )
             self.projection_head = SimCLRProjectionHead(16, 16, 8)
             self.criterion = NTXentLoss()

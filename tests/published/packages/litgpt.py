@@ -14,8 +14,17 @@ def build():
         def __init__(self):
             super().__init__()
             config = Config(
-                block_size=16, vocab_size=64, padded_vocab_size=64, n_layer=4, n_head=2, n_embd=32, rotary_percentage=1.0,
-                parallel_residual=False, norm_class_name="RMSNorm", mlp_class_name="LLaMAMLP", intermediate_size=64,
+                block_size=16,
+                vocab_size=64,
+                padded_vocab_size=64,
+                n_layer=4,
+                n_head=2,
+                n_embd=32,
+                rotary_percentage=1.0,
+                parallel_residual=False,
+                norm_class_name="RMSNorm",
+                mlp_class_name="LLaMAMLP",
+                intermediate_size=64,
             )
             self.model = litgpt.GPT(config)
 
@@ -34,4 +43,6 @@ def build():
     return LitLLM(), torch.utils.data.DataLoader(tokens, batch_size=4, shuffle=True)
 
 
-PACKAGE = Package("litgpt", "GPT with rotary positions, in the LightningModule of its README", build, flags=("--no-deps",))
+PACKAGE = Package(
+    "litgpt", "GPT with rotary positions, in the LightningModule of its README", build, flags=("--no-deps",)
+)

@@ -15,10 +15,16 @@ def fit(callbacks, **settings):
     problem.discretise_domain(24, "grid")
     solver = PINN(problem, FeedForward(2, 1, inner_size=16, n_layers=3))
     settings = {"max_epochs": 2, "accelerator": "cpu", "logger": False, "enable_progress_bar": False, **settings}
-    Trainer(solver, batch_size=4, train_size=1.0, callbacks=list(callbacks), enable_model_summary=False, **settings).train()
+    Trainer(
+        solver, batch_size=4, train_size=1.0, callbacks=list(callbacks), enable_model_summary=False, **settings
+    ).train()
     return solver
 
 
 PACKAGE = Package(
-    "pina-mathlab", "PINN on the Poisson equation, batches of conditions", lambda: captured(lambda: fit([])), fit=fit, trusted=True
+    "pina-mathlab",
+    "PINN on the Poisson equation, batches of conditions",
+    lambda: captured(lambda: fit([])),
+    fit=fit,
+    trusted=True,
 )

@@ -21,16 +21,28 @@ def fit(callbacks, **settings):
         ),
         optimizer_config=OptimizerConfig(),
         trainer_config=TrainerConfig(
-            batch_size=4, max_epochs=2, accelerator="cpu", progress_bar="none", checkpoints=None, early_stopping=None,
-            load_best=False, trainer_kwargs={"enable_model_summary": False, **settings},
+            batch_size=4,
+            max_epochs=2,
+            accelerator="cpu",
+            progress_bar="none",
+            checkpoints=None,
+            early_stopping=None,
+            load_best=False,
+            trainer_kwargs={"enable_model_summary": False, **settings},
         ),
-        verbose=False, suppress_lightning_logger=True,
+        verbose=False,
+        suppress_lightning_logger=True,
     )
     model.fit(train=table, validation=table, callbacks=list(callbacks), seed=7)
     return model.model
 
 
 PACKAGE = Package(
-    "pytorch-tabular", "FT-Transformer, classification, on its TabularDatamodule", lambda: captured(lambda: fit([])),
-    flags=("--no-deps",), trainer="pytorch_lightning", fit=fit, trusted=True,
+    "pytorch-tabular",
+    "FT-Transformer, classification, on its TabularDatamodule",
+    lambda: captured(lambda: fit([])),
+    flags=("--no-deps",),
+    trainer="pytorch_lightning",
+    fit=fit,
+    trusted=True,
 )
