@@ -54,6 +54,7 @@ def fit(package: Package, tried: Tried | None, folder: Path, resume: Path | None
     module, loader = built(package)
     one = tried.build() if tried is not None else None
     plugin = tried is not None and tried.plugin
+    beside = [eff.ExactResume()] if tried is not None and tried.beside else []
     before = traces(module)
     saving = pl.callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=SAVED, save_top_k=-1)
     settings = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False} | {
@@ -65,7 +66,7 @@ def fit(package: Package, tried: Tried | None, folder: Path, resume: Path | None
     }
     trainer = pl.Trainer(
         **{**settings, **package.settings},
-        callbacks=[saving, *([eff.ExactResume()] if plugin else [one] if one is not None else [])],
+        callbacks=[saving, *beside, *([one] if one is not None and not plugin else [])],
         **({"plugins": [one]} if plugin else {}),
     )
     pl.seed_everything(SEED, verbose=False)
