@@ -43,6 +43,11 @@ MEASURED = (
     "its plan for policy='optimal' is made of measured times, and anew where the network or the batches grow, and what is"
     " compressed depends on it, so that a resumed run would be another one; expected policy='full', 'sqrt' or 'selective'"
 )
+FREEZING = ("LayerFreezing", "GreedyLayerwise")  #: frozen blocks keep no activations
+OF_ALL = (
+    "the plan for policy='optimal' is made for blocks that keep activations, of which frozen blocks keep none; expected"
+    " policy='full', 'sqrt' or 'selective'"
+)
 
 
 class Rematerialization(Technique):
@@ -137,7 +142,7 @@ class Rematerialization(Technique):
         self.policy: Policy = policy
         self.offload = offload
         if policy == "optimal":  # the other policies' plans are the same whenever they are made
-            vars(self)["conflicts"] = dict.fromkeys(COMPRESSING, MEASURED)
+            vars(self)["conflicts"] = {**dict.fromkeys(COMPRESSING, MEASURED), **dict.fromkeys(FREEZING, OF_ALL)}
         self.memory_budget = None if memory_budget is None else parse_budget(memory_budget)
         self.layers = layers
         self._reset()

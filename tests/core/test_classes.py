@@ -80,7 +80,9 @@ def test_a_rounded_layer_is_still_a_linear_layer(bits: Any) -> None:
     assert float((net(x, c) - plain(x, c)).detach().norm() / plain(x, c).detach().norm()) < 0.1
 
 
-@pytest.mark.parametrize("technique", [eff.LowRankLinear(2, min_features=8), eff.ButterflyLinear(2, rank=1, min_features=8)])
+@pytest.mark.parametrize(
+    "technique", [eff.LowRankLinear(2, min_features=8), eff.ButterflyLinear(2, rank=1, min_features=8)]
+)
 def test_layers_whose_weight_changes_keep_their_class(technique: Any) -> None:
     plain = Asking(lambda m: isinstance(m, nn.Linear))
     net = eff.apply(copy.deepcopy(plain), technique)

@@ -84,8 +84,8 @@ class AttentionWindowWarmup(Technique):
         start: tokens that a query sees at first, >= 1.
         until: fraction of the budget in [0, 1] from which on attention is whole; 0 is plain training.
         multiple_of: tokens, >= 1, of which windows between are multiples; a compiled kernel is tuned once for each.
-        evaluate: what validation sees within the fit: ``"full"``, the plain module, as a checkpoint is used, or
-            ``"present"``, the window of the moment, which training has known.
+        evaluate: what validation sees: ``"full"``, the plain module, as a checkpoint is used, or ``"present"``, the window
+            that training has by then. ``"present"`` also holds in ``trainer.validate`` after a fit or with ``ckpt_path``.
 
     Raises:
         ValueError: if an argument is out of its range; at setup, if the module is an encoder-decoder of Hugging Face or
@@ -165,7 +165,7 @@ class AttentionWindowWarmup(Technique):
 
     @override
     def on_open(self, session: Session) -> None:
-        if session.fitting and self.evaluate == "present":
+        if self.evaluate == "present":  # after a fit, and from a checkpoint, the window that training had by then
             module = session.module
             session.patches.set(module, "validation_step", self._windowed(module.validation_step))
 
@@ -255,7 +255,8 @@ class AttentionWindowWarmup(Technique):
     def _windowed(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def validation_step(*args: Any, **kwargs: Any) -> Any:
-            if self._u >= self.until:
+            has_trained = self.session.fitting or self._seen
+            if self._u >= self.until or not has_trained:
                 return original(*args, **kwargs)
             with self._mode():
                 return original(*args, **kwargs)
