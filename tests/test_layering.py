@@ -313,8 +313,8 @@ def test_only_one_module_asks_whether_something_is_of_a_class_of_lightnings() ->
 
 
 def asked_of_one_package(tree: ast.AST) -> list[int]:
-    """Lines with isinstance, issubclass, ``type(x) is`` or ``except`` of a Lightning class, or with Lightning's own
-    ``is_overridden``."""
+    """Lines with isinstance, issubclass, ``type(x) is`` or ``except`` of a Lightning class, with Lightning's own
+    ``is_overridden``, or with the name of one package alone."""
     theirs: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "lightning":
@@ -336,6 +336,9 @@ def asked_of_one_package(tree: ast.AST) -> list[int]:
             asked = set() if named(node) & {"like", "both"} else named(node)
         elif isinstance(node, ast.ExceptHandler) and node.type is not None:
             asked = named(node.type)
+        elif isinstance(node, ast.Constant) and node.value == "lightning.":  # of ``__module__``
+            found.append(node.lineno)
+            continue
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightning."):
             asked = {alias.name for alias in node.names} & {"is_overridden"}
             theirs |= asked
@@ -364,8 +367,9 @@ except pl.utilities.exceptions.MisconfigurationException: pass
 from lightning.pytorch.utilities.model_helpers import is_overridden
 x is like(y, T)
 is_a(x, T)
+type(x).__module__.startswith("lightning.")
 """
-    assert sorted(asked_of_one_package(ast.parse(code))) == [5, 6, 7, 8, 10, 11]
+    assert sorted(asked_of_one_package(ast.parse(code))) == [5, 6, 7, 8, 10, 11, 14]
 
 
 def test_files_stay_small() -> None:

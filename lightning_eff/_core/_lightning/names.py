@@ -19,6 +19,8 @@ from lightning_eff._core._lightning.imports import once_imported
 #: The packages by both names: the one that this package is written with, and the one that it may meet.
 NAMES = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
 OWN, OTHER = "lightning.pytorch", "pytorch_lightning"
+#: Lightning's packages on the disk.
+ROOTS = ("lightning", "pytorch_lightning", "lightning_fabric")
 
 T = TypeVar("T")
 T2 = TypeVar("T2")

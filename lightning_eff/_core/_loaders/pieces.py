@@ -14,6 +14,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from lightning_eff._core._lightning.names import is_lightnings
 from lightning_eff._core._loaders.held import Held
 from lightning_eff._core._run.own_state import has_state, is_torchdata
 from lightning_eff._core._run.recording import RecordingSampler, users_own
@@ -42,9 +43,7 @@ def is_settled(sampler: Any) -> bool:
 
 
 def _is_known(sampler: Any) -> bool:
-    return type(sampler).__iter__ in _SETTLED or type(sampler).__module__.startswith(
-        ("lightning.", "pytorch_lightning.")
-    )
+    return type(sampler).__iter__ in _SETTLED or is_lightnings(type(sampler))
 
 
 def iterates_itself(loader: Any) -> bool:
