@@ -1,4 +1,4 @@
-"""Samplers of lists with ``batch_size=None``: the dataset fetches whole batches, and samples are chosen as with a batch size."""
+"""Samplers of lists with ``batch_size=None``: the dataset fetches whole batches, and samples are chosen as in batches."""
 
 from collections.abc import Callable
 from typing import Any
