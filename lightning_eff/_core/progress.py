@@ -13,9 +13,11 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lightning_eff._core._lightning.names import is_a, of_both
 from lightning_eff._core._run.checks import is_plain
 
 
+@of_both
 class Clock(Callback):
     """A callback that measures the run's budget in a unit of its own; where a trainer has one, it alone counts."""
 
@@ -95,7 +97,7 @@ class Progress:
         return next((c for c in self._trainer.callbacks if isinstance(c, Clock)), None)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _timer(self) -> Timer | None:
-        timers = [c for c in self._trainer.callbacks if isinstance(c, Timer) and c._duration is not None]  # pyright: ignore[reportAttributeAccessIssue]
+        timers = [c for c in self._trainer.callbacks if is_a(c, Timer) and c._duration is not None]  # pyright: ignore[reportAttributeAccessIssue]
         return min(timers, key=lambda timer: timer._duration or 0.0, default=None)
 
 

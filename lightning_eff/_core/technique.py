@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import of_both
 from lightning_eff._core._run._silent.silence import BATCH_HOOKS, driving
 from lightning_eff._core.search_space import SearchSpace, Survey
 from lightning_eff._core.session import Session
@@ -38,6 +39,7 @@ class Control:
     arms: Callable[[Any], Mapping[str, Callback]] = _no_arms
 
 
+@of_both
 class Technique(Callback):
     """A callback that changes how an unchanged LightningModule trains, through the ways in of ``_core`` alone.
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import is_exactly
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
@@ -105,7 +106,7 @@ class GradientNoiseScale(Technique):
     @override
     def check(self, session: Session) -> None:
         strategy = session.trainer.strategy
-        if session.trainer.world_size > 1 and type(strategy) is not DDPStrategy:
+        if session.trainer.world_size > 1 and not is_exactly(strategy, DDPStrategy):
             raise ValueError(
                 f"{WHO}: got strategy {type(strategy).__name__}; expected DDPStrategy, after whose backward pass every rank has"
                 " the mean gradient. Use strategy='ddp' or take the technique out."

@@ -195,7 +195,7 @@ class Resume:
         self.state, rank = state, self._trainer.global_rank
         self._rng = state["rng"][rank]
         self._own = state["own"][rank] if "own" in state else {}  # checkpoints of earlier versions have none
-        self._exactly = self.loaders.ends_epoch_first = self._exact(state)
+        self._exactly = self._exact(state)
         self.loaders.take_up(state["loaders"])
 
     def attach(
@@ -254,7 +254,6 @@ class Resume:
         """All hooks of the run's start have been called: on resume, take up everything else."""
         state, self.state = self.state, {}
         assert self.loaders is not None
-        self.loaders.ends_epoch_first = False
         if not state:
             return
         trainer = self._trainer

@@ -29,11 +29,6 @@ class LoaderHost(Protocol):
         """This process's global rank."""
         ...
 
-    @property
-    def ends_epoch_first(self) -> bool:
-        """Whether a resumed run has yet to end the epoch in which its checkpoint was saved."""
-        ...
-
     def gather(self, value: Any) -> list[Any]:
         """``value`` of every rank, in rank order, on every rank."""
         ...
@@ -48,4 +43,31 @@ class LoaderHost(Protocol):
 
     def begin_iterations(self) -> None:
         """Call :meth:`ResumableLoader.begin` of all the run's loaders, in their order, as plain Lightning begins them."""
+        ...
+
+    def resume_rng(self) -> None:
+        """Take up the random state of a resumed run, if that has not been done."""
+        ...
+
+    def check_choice(self, loader: Any) -> None:
+        """Raise ``ValueError`` if the samples that were chosen do not reach the batches of ``loader``."""
+        ...
+
+    def consumed(self, loader: Any) -> bool:
+        """Whether ``loader`` has ended once in this epoch, and Lightning cycles it beside longer ones."""
+        ...
+
+    @property
+    def started(self) -> bool:
+        """Whether the run has taken up what a checkpoint says, and trains."""
+        ...
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether Lightning fetches a batch ahead of the one that is trained on, since the epoch has no known length."""
+        ...
+
+    @property
+    def reloaded(self) -> int | None:
+        """The epoch in which the loaders were loaded."""
         ...

@@ -112,7 +112,7 @@ class LabelSmoothing(Technique):
     @override
     def attach(self, session: Session) -> None:
         self._reset()
-        self._targets = Targets(session, WHO, self.labels)
+        self._targets = Targets(session, WHO, self.labels, alone="loss")
         session.chain.add(Stage.REWEIGHT, self._link, order=-1)  # labels are made by then, outside of others there
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
