@@ -97,6 +97,11 @@ class ResumedFit:
                     loop.on_advance_end()
                 return
             # that run ended in mid-epoch and this one does not
+        elif epoch._num_ready_batches_reached():
+            self._finish_batch(loop._data_fetcher)  # no batch is fetched, and no samples are chosen, before the next epoch
+            epoch.on_iteration_done()
+            loop.on_advance_end()
+            return
         loop._restart_stage = self._names.RestartStage.RESTARTED_MID_EPOCH
         loop.on_advance_start()
         with self._trainer.profiler.profile("run_training_epoch"):
