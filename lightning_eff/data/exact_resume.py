@@ -25,8 +25,8 @@ class ExactResume(Technique):
     Plain modules and precision plugins alone resume exactly with it, from a checkpoint saved after any batch, also in
     mid-epoch and within an accumulation window. A checkpoint holds, of every rank: where the training loaders are and how
     their samplers began the epoch, the state of Python's, NumPy's and torch's random generators, logged values, and within an
-    accumulation window the gradients summed so far (as large as the weights; after an optimizer step none). Those gradients are
-    saved rather than made again from the window's beginning, since the window's batches have moved BatchNorm statistics already.
+    accumulation window the gradients summed so far (as large as the weights; after an optimizer step none). Those gradients
+    are saved rather than made again from the window's beginning, since its batches have moved BatchNorm statistics already.
 
     A resumed run first does what Lightning still had to do when it saved: the hooks of later callbacks and of the module,
     validation, schedulers, early stopping and logging. Where such a hook reads the batch, the checkpoint holds the batch too.

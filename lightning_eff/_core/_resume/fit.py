@@ -98,7 +98,8 @@ class ResumedFit:
                 return
             # that run ended in mid-epoch and this one does not
         elif epoch._num_ready_batches_reached():
-            self._finish_batch(loop._data_fetcher)  # no batch is fetched, and no samples are chosen, before the next epoch
+            # no batch is fetched, and no samples are chosen, before the next epoch
+            self._finish_batch(loop._data_fetcher)
             epoch.on_iteration_done()
             loop.on_advance_end()
             return
