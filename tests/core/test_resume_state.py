@@ -234,6 +234,7 @@ def test_metrics_that_share_a_state() -> None:
             held["all"].update(scores, labels)
             held["seen"].update(scores)
         if i == 2:
+            assert kept.state_dict()["all.BinaryRecall"]["_update_count"] == 3
             taken.load_state_dict(kept.state_dict(), torch.device("cpu"))
     expected: Any = {**whole["all"].compute(), "seen": whole["seen"].compute()}
     found: Any = {**again["all"].compute(), "seen": again["seen"].compute()}
