@@ -230,7 +230,7 @@ def run(
     trace = Trace()
     pl.seed_everything(7 if resume else 3, verbose=False)
     module, marks = make(trace), Marks(trace)
-    module.scheduler = scheduler
+    vars(module)["scheduler"] = scheduler
     own = [] if resume else [Files(folder)]
     settings = {"max_epochs": 3, "log_every_n_steps": 2, **settings}
     trainer = pl.Trainer(

@@ -167,7 +167,7 @@ class Resume:
         saver = None if position is None else position.saver
         return {
             callback.state_key: [
-                self._trainer.global_step if callback is saver else callback._last_global_step_saved,
+                self._trainer.global_step if callback is saver else getattr(callback, "_last_global_step_saved", 0),
                 bool(getattr(callback, "_defer_save_until_validation", False)),
             ]
             for callback in self._trainer.checkpoint_callbacks
