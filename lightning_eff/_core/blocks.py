@@ -284,7 +284,7 @@ class BlockStack:
         self._scales |= scales
         self._reshaping |= reshaping
         if self.verifying is not None:
-            self.verifying.adds |= scales
+            self.verifying.adds |= scales or bool(skips)
             self.verifying.skips |= scales if skips is None else skips
             self.verifying.reshaping |= reshaping
         if not self._watched:

@@ -133,7 +133,7 @@ RELOADED: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("kind", RELOADED)
 @pytest.mark.parametrize("every", [1, 2])
 def test_reloaded_loaders_give_plain_lightnings_batches(kind: str, every: int) -> None:
-    settings = {"max_epochs": 4, "reload_dataloaders_every_n_epochs": every}
+    settings: dict[str, Any] = {"max_epochs": 4, "reload_dataloaders_every_n_epochs": every}
     plain = fit(RELOADED[kind](), **settings)
     assert len(plain.seen) == 12
     check_alike(plain, fit(RELOADED[kind](), Nop(), **settings))
@@ -163,7 +163,7 @@ def test_epochs_of_reloading_are_counted_on(tmp_path: Path) -> None:
 
 
 class Fails(pl.Callback):
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+    def on_train_batch_end(self, *args: Any) -> None:
         raise RuntimeError("stop here")
 
 

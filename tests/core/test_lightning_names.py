@@ -134,21 +134,6 @@ assert isinstance(cli.trainer.callbacks[0], lightning_eff.SequenceLengthWarmup)
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, cwd=ROOT, env=environment)
 
 
-def test_clipping_beside_a_plugin_is_done_under_either_name(tmp_path: Path) -> None:
-    """A plugin of the one package passes over the clipping of the other's modules, and says nothing."""
-    from tests import runs
-    from tests.pl import runs as other_runs
-
-    finals = []
-    for of in (runs, other_runs):
-        plugin = lightning_eff.S2FP8Precision()
-        net, t = of.fit("tiny_gpt", list, plugins=[plugin], gradient_clip_val=1e-3, max_steps=4)
-        finals.append(of.final_state(net, t))
-    assert runs.differences(*finals) == []
-    unclipped = runs.final_state(*runs.fit("tiny_gpt", list, plugins=[lightning_eff.S2FP8Precision()], max_steps=4))
-    assert runs.differences(finals[0], unclipped) != []
-
-
 def test_a_module_and_a_trainer_of_different_packages_are_refused_by_lightning_and_nothing_is_left() -> None:
     from tests.models import loader, trainer
     from tests.pl.models import module

@@ -1,8 +1,8 @@
-"""Loaders with an iteration of their own: indices belong to the batch that is yielded, and a run resumes with the same batches."""
+"""Loaders with an iteration of their own: indices belong to the yielded batch, and a run resumes with the same batches."""
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ class Repeats(DataLoader[Any]):
 class LooksAhead(DataLoader[Any]):
     """Three batches are made before the first is yielded, and they come in reversed order."""
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Any:
         batches = super().__iter__()
         while held := list(itertools.islice(batches, 3)):
             while held:
@@ -61,7 +61,7 @@ class LooksAhead(DataLoader[Any]):
 class DropsAtRandom(DataLoader[Any]):
     """Draws between batches, while training draws from the same generators."""
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Any:
         for batch in super().__iter__():
             if random.random() < 0.7 or torch.rand(()) < 0.5:
                 yield batch
@@ -75,7 +75,7 @@ class Rotates(DataLoader[Any]):
 
     begun = 0
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Any:
         batches, start = list(super().__iter__()), self.begun
         self.begun += 1
         yield from batches[start:]
@@ -113,7 +113,7 @@ class Copies(DataLoader[Any]):
 
 
 class WritesInto(DataLoader[Any]):
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Any:
         for batch in super().__iter__():
             for value in batch.values():
                 value.copy_(value.flip(0))
@@ -121,7 +121,7 @@ class WritesInto(DataLoader[Any]):
 
 
 class Replaces(DataLoader[Any]):
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Any:
         for batch in super().__iter__():
             batch.update({key: value.flip(0) for key, value in batch.items()})
             yield batch
@@ -133,7 +133,7 @@ class Elsewhere(DataLoader[Any]):
 
 
 class Merges(DataLoader[Any]):
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Any:
         batches = super().__iter__()
         for first, second in zip(batches, batches, strict=True):
             yield {key: torch.cat([first[key], second[key]]) for key in first}
@@ -152,7 +152,7 @@ class OneIterator(DataLoader[Any]):
         self.number = len(sampler)  # pyright: ignore[reportArgumentType]
         self.iterator = super().__iter__()
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Any:
         for _ in range(self.number):
             yield next(self.iterator)
 
@@ -172,12 +172,12 @@ UNKNOWN: dict[str, Callable[[], Any]] = {
 class Net(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Dropout(0.1))
+        self.f, self.drop = torch.nn.Linear(2, 3), torch.nn.Dropout(0.1)
         self.seen: list[Tensor] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.seen.append(torch.cat([batch["at"][:, None], batch["x"]], dim=1))
-        return torch.nn.functional.cross_entropy(self.net(batch["x"]), batch["y"])
+        return torch.nn.functional.cross_entropy(self.drop(self.f(batch["x"])), batch["y"])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01)
@@ -231,9 +231,9 @@ def test_what_needs_indices_is_refused_at_the_first_batch(kind: str) -> None:
 
 
 def test_a_choice_that_does_not_reach_the_batches_is_refused() -> None:
-    with pytest.raises(ValueError, match="SampleSubset: the loader's sampler .* had not ended"):
+    with pytest.raises(ValueError, match=r"SampleSubset: the loader's sampler .* had not ended"):
         fit(UNKNOWN["one iterator"](), SampleSubset(0.5))
-    with pytest.raises(ValueError, match="SampleSubset: Elsewhere.__iter__ does not take its batches from"):
+    with pytest.raises(ValueError, match=r"SampleSubset: Elsewhere\.__iter__ does not take its batches from"):
         fit(Elsewhere(Numbered(), 4), SampleSubset(0.5))
     loader = Merges(Numbered(), 4)
     assert len(fit(loader, SampleSubset(0.5), epochs=1).seen) == 1  # of 12 samples in 3 batches: one pair
@@ -260,14 +260,14 @@ def test_resume_sees_the_batches_that_were_to_come(kind: str, tmp_path: Path) ->
         resumed = fit(RESUMED[kind](), Nop(), resume=tmp_path / f"step={step}.ckpt")
         assert len(resumed.seen) == count - step, step
         assert all(map(torch.equal, whole.seen[step:], resumed.seen)), step
-        assert torch.equal(whole.net[0].weight, resumed.net[0].weight), step
+        assert torch.equal(whole.f.weight, resumed.f.weight), step
 
 
 def test_a_loader_that_does_not_repeat_itself_is_told_of(tmp_path: Path) -> None:
     other = iter(range(1, 100))
 
     class Moves(DataLoader[Any]):
-        def __iter__(self) -> Iterator[Any]:
+        def __iter__(self) -> Any:
             batches = list(super().__iter__())
             start = next(other) % len(batches)
             yield from batches[start:]

@@ -92,7 +92,8 @@ class Watched:
 
     def __call__(self) -> Any:
         holder = self._holder()
-        iterator = type(holder)._get_iterator(holder)  # pyright: ignore[reportArgumentType]
+        assert holder is not None, "a loader outlives its own method"
+        iterator = type(holder)._get_iterator(holder)
         _watch(iterator, self._made)
         return iterator
 

@@ -70,7 +70,8 @@ class LoaderProxy:
         if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset) and not self._keeps:
             inner = users_own(getattr(loader, sampler_name(loader)))
             if choosable:
-                size = len(loader.dataset) if has_length(loader.dataset) else 0
+                data: Any = loader.dataset
+                size = len(data) if has_length(data) else 0
                 self.chosen = ChosenBatches(inner, batched=loader.batch_sampler is not None, size=size)
             sources = holders(loader)
             self._recorder = record(sources, inner if self.chosen is None else self.chosen, self._pieces.epochs)

@@ -37,7 +37,8 @@ def watch(optimizer: Optimizer, found: Watch) -> None:
     if _WATCHES not in vars(optimizer):
         vars(optimizer)[_WATCHES] = []
         first = optimizer.register_step_pre_hook(_before_step)
-        optimizer._optimizer_step_pre_hooks.move_to_end(first.id, last=False)  # before steps are scaled
+        hooks: Any = optimizer._optimizer_step_pre_hooks
+        hooks.move_to_end(first.id, last=False)  # before steps are scaled
         optimizer.register_state_dict_pre_hook(_look)
         optimizer.register_load_state_dict_post_hook(settle)
     vars(optimizer)[_WATCHES].append(found)
@@ -83,8 +84,9 @@ def after_closure(
 
     Lightning computes the gradients within the closure, so its hooks, which may write learning rates, run there too.
     """
-    positional = len(args) > 1 and args[1] is not None
-    closure = args[1] if positional else keywords.get("closure")
+    optimizer, *rest = args
+    positional = bool(rest) and rest[0] is not None
+    closure = rest[0] if positional else keywords.get("closure")
     if closure is None:
         return None
 
@@ -93,7 +95,7 @@ def after_closure(
         act()
         return loss
 
-    return ((args[0], closing, *args[2:]), keywords) if positional else (args, {**keywords, "closure": closing})
+    return ((optimizer, closing, *rest[1:]), keywords) if positional else (args, {**keywords, "closure": closing})
 
 
 class Known:

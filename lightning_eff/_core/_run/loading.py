@@ -138,7 +138,7 @@ class TrainLoaders:
         for loader, state in zip(self._loaders, states, strict=False):
             loader.load_state_dict(state)
         fetcher = self._trainer.fit_loop._data_fetcher
-        if self._loaders and getattr(fetcher, "batches", None):
+        if self._loaders and fetcher is not None and getattr(fetcher, "batches", None):
             iter(fetcher)  # the batch that was fetched ahead is another epoch's
 
     def unwrap(self) -> None:

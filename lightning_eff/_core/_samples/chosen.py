@@ -54,7 +54,7 @@ def _length(sampler: Any) -> int:
 
 def _is_many(indices: Any) -> bool:
     """Whether a sampler yielded a batch's indices, and not one index."""
-    return isinstance(indices, Sequence) and not isinstance(indices, str) or bool(getattr(indices, "ndim", 0))
+    return (isinstance(indices, Sequence) and not isinstance(indices, str)) or bool(getattr(indices, "ndim", 0))
 
 
 def as_list(indices: Any) -> Any:

@@ -8,6 +8,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_eff._core._branches.side_by_side import side_by_side
+from lightning_eff._core._stack.finding import listed, stacks
 from lightning_eff._core._stack.running import running
 from lightning_eff._core._stack.verifying import Verifying
 from lightning_eff._core.blocks import BlockStack, Candidate, find_stack, find_stages
@@ -21,16 +22,26 @@ class Stacks:
         self.module, self.sizes, self.fitting = module, sizes, fitting
         self._stacks: dict[str, BlockStack] = {}
 
-    def stack(self, layers: str | None, *, who: str, chain: bool = True) -> BlockStack:
+    def stack(self, layers: str | None, *, who: str, chain: bool = True, parts: bool = False) -> BlockStack:
         """The stack of blocks at ``layers`` (or the longest): one object for all techniques that act on it.
 
         Args:
             layers: its dotted path; None looks for it.
             who: the technique's name, for messages.
             chain: each block must feed the next one, which the first training steps show. Otherwise any list will do.
+            parts: the first steps may run a single block, and then do not show it, so it is looked at before.
+
+        Raises:
+            ValueError: if there is no such stack, or its blocks run side by side.
         """
-        without = functools.partial(side_by_side, self.module) if chain else tuple
+        without = functools.partial(side_by_side, self.module, always=parts) if chain else tuple
         found = find_stack(self.module, layers, who=who, in_runs=True, without=without)
+        if parts and self.fitting and found.path in without():
+            chains = [c for c in stacks(self.module) if c.path not in without()]
+            raise ValueError(
+                f"{who}(layers={layers!r}): the blocks of {found} run side by side, and {who} needs blocks that each feed"
+                f" the next one. Leave layers out, or name a stack. Stacks: {listed(chains)}."
+            )
         return self._stack(found, who, chain=chain)
 
     def stages(self, layers: str | Sequence[str] | None, *, who: str) -> list[BlockStack]:

@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import pickle
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any

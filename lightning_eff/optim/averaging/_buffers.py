@@ -55,7 +55,7 @@ def compute(module: nn.Module, where: dict[str, tuple[str, ...]]) -> None:
         held = [buffers[name] for name in names]
         first = [b.clone() for b in held]
         moved = 0.0
-        with torch.random.fork_rng(devices=[]), _training(owner):
+        with torch.random.fork_rng(devices=[]), _mode(owner, training=True):
             for _ in range(_TURNS):
                 before = [b.clone() for b in held]
                 for run in _computations(owner):
@@ -68,8 +68,9 @@ def compute(module: nn.Module, where: dict[str, tuple[str, ...]]) -> None:
         if not moved < 0.1:
             for b, kept in zip(held, first, strict=True):
                 b.copy_(kept)
-        for hook in _hooks(owner):  # its weight is no parameter, and is computed before a forward pass
-            hook(owner, None)
+        with _mode(owner, training=False):
+            for hook in _hooks(owner):  # its weight is no parameter, and is computed before a forward pass
+                hook(owner, None)
 
 
 def _hooks(owner: nn.Module) -> list[Any]:
@@ -85,15 +86,16 @@ def _computations(owner: nn.Module) -> Iterator[Callable[[], Any]]:
             yield partial(hook, owner, None)
 
 
-class _training:
-    """Within, a module and those in it are in training mode."""
+class _mode:
+    """Within, a module and those in it are in training mode, or are not."""
 
-    def __init__(self, owner: nn.Module) -> None:
+    def __init__(self, owner: nn.Module, training: bool) -> None:
+        self._training = training
         self._modes = [(m, m.training) for m in owner.modules()]
 
     def __enter__(self) -> None:
         for m, _ in self._modes:
-            m.training = True
+            m.training = self._training
 
     def __exit__(self, *_: object) -> None:
         for m, training in self._modes:

@@ -1,4 +1,4 @@
-"""Optimizers that train at other weights than they evaluate, and want ``train()`` and ``eval()`` called, as schedule-free ones."""
+"""Optimizers that train at other weights than they evaluate, as schedule-free ones: ``train()`` and ``eval()`` are called."""
 
 from copy import deepcopy
 from typing import Any
@@ -49,12 +49,12 @@ class Modes:
         original = strategy.lightning_module_state_dict
 
         def evaluated() -> dict[str, Any]:
-            trained = self.weights()
+            trained, settings = self.weights(), self._settings()
             self.evaluate()
             try:
                 return deepcopy(original())  # tied weights stay one tensor
             finally:
-                if any(not torch.equal(self._weights[name], w) for name, w in trained.items()):
+                if settings != self._settings():  # else it was so before
                     self.train()
                     self.put(trained)
 
@@ -62,6 +62,11 @@ class Modes:
 
     def __bool__(self) -> bool:
         return bool(self._held)
+
+    def _settings(self) -> list[str]:
+        """What the groups hold beside parameters, the mode among it."""
+        groups = [group for o in self._held for group in o.param_groups]
+        return [repr({k: v for k, v in group.items() if k != "params"}) for group in groups]
 
     def train(self) -> None:
         """The weights that gradients are taken at."""
