@@ -230,7 +230,7 @@ def run(
     trace = Trace()
     pl.seed_everything(7 if resume else 3, verbose=False)
     module, marks = make(trace), Marks(trace)
-    module.scheduler = scheduler
+    vars(module)["scheduler"] = scheduler
     own = [] if resume else [Files(folder)]
     settings = {"max_epochs": 3, "log_every_n_steps": 2, **settings}
     trainer = pl.Trainer(
@@ -247,7 +247,9 @@ def run(
     return trace, marks.saved
 
 
-def resumed_differences(folder: Path, savers: Callable[[Path], list[pl.Callback]], **settings: Any) -> dict[str, Any]:
+def resumed_differences(
+    folder: Path, savers: Callable[[Path], list[pl.Callback]], *, few: bool = False, **settings: Any
+) -> dict[str, Any]:
     """For some checkpoints of a run, the first event in which a run that resumes from it differs."""
     kept = folder / "kept"
     kept.mkdir(exist_ok=True)
@@ -255,7 +257,7 @@ def resumed_differences(folder: Path, savers: Callable[[Path], list[pl.Callback]
     assert saved, "the schedule saved nothing"
     found: dict[str, Any] = {}
     count = len(saved)
-    for number in sorted({1, count // 3 or 1, count // 2 + 1, 2 * count // 3 or 1, count}):
+    for number in sorted({1, count // 2} if few else {1, count // 3 or 1, count // 2 + 1, 2 * count // 3 or 1, count}):
         before = saved[number - 1]
         torch.load(kept / f"{number:03d}.ckpt", weights_only=True)
         again, _ = run(kept, lambda: savers(folder / "b"), resume=kept / f"{number:03d}.ckpt", **settings)

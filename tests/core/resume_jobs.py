@@ -42,7 +42,7 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     root = Path(sys.argv[1])
-    settings: dict[str, Any] = {"strategy": "ddp", "devices": 2, "make": InProcesses, "max_epochs": 2}
+    settings: dict[str, Any] = {"strategy": "ddp", "devices": 2, "make": InProcesses, "max_epochs": 2, "few": True}
     found: dict[str, Any] = {}
     for name, savers in {
         "steps": lambda folder: model_checkpoint(folder, every_n_train_steps=1),

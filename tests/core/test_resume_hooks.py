@@ -70,7 +70,7 @@ class ByHand(Traced):
     def configure_optimizers(self) -> Any:
         made = [torch.optim.SGD(part.parameters(), lr=0.01) for part in (self.net[0], self.net[2])]
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(made[1], patience=0, factor=0.7, threshold=0.05)
-        return made, [{"scheduler": plateau, "monitor": "val_loss"}]
+        return made, [plateau]
 
 
 def test_several_optimizers_stepped_by_hand(tmp_path: Path) -> None:

@@ -18,8 +18,11 @@ from lightning.pytorch.callbacks import (
 )
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import CatMetric, MetricCollection
+from torchmetrics.classification import BinaryPrecision, BinaryRecall
 
 from lightning_eff import EightBitOptimizer, ExactResume, GradientNoiseScale, Mixup, ReplaceOptimizer, ScheduleFree
+from lightning_eff._core._resume.logged import Metrics
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Checkpoint directory",
@@ -214,6 +217,32 @@ def test_a_batch_that_no_checkpoint_can_hold_is_told_once(tmp_path: Path) -> Non
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         fit([ExactResume()], resume=tmp_path / "step=3.ckpt", make=Looks, train=loader(collate_fn=Sample))
+
+
+def test_metrics_that_share_a_state() -> None:
+    """The members of a collection's compute group: one is updated, and the others are told later."""
+
+    def made() -> nn.ModuleDict:
+        return nn.ModuleDict({"all": MetricCollection([BinaryPrecision(), BinaryRecall()]), "seen": CatMetric()})
+
+    g = torch.Generator().manual_seed(0)
+    batches = [(torch.rand(8, generator=g), torch.randint(0, 2, (8,), generator=g)) for _ in range(5)]
+    whole, again = made(), made()
+    kept, taken = Metrics(whole), Metrics(again)
+    for i, (scores, labels) in enumerate(batches):
+        for held in (whole, again) if i >= 3 else (whole,):
+            held["all"].update(scores, labels)
+            held["seen"].update(scores)
+        if i == 2:
+            assert kept.state_dict()["all.BinaryRecall"]["_update_count"] == 3
+            taken.load_state_dict(kept.state_dict(), torch.device("cpu"))
+    expected: Any = {**whole["all"].compute(), "seen": whole["seen"].compute()}
+    found: Any = {**again["all"].compute(), "seen": again["seen"].compute()}
+    assert differing(expected, found) == []
+    scores, labels = (torch.cat(part) for part in zip(*batches, strict=True))
+    hits = float(((scores >= 0.5) & (labels == 1)).sum())
+    assert float(found["BinaryRecall"]) == pytest.approx(hits / float(labels.sum()))
+    assert torch.equal(found["seen"], scores)
 
 
 class Midway(pl.Callback):
