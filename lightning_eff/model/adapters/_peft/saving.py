@@ -51,4 +51,6 @@ def states_of(module: nn.Module, layers: Mapping[str, Any], modules: Sequence[st
         found |= projections_of(layers)
     tensors = {name: p.detach().cpu().contiguous() for name, p in found.items()}
     several = Counter(t.data_ptr() for t in tensors.values())
-    return {name: t.clone() if several[t.data_ptr()] > 1 else t for name, t in tensors.items()}  # none is shared in a file
+    return {
+        name: t.clone() if several[t.data_ptr()] > 1 else t for name, t in tensors.items()
+    }  # none is shared in a file
