@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_eff._core._architecture.classes import check_classes
 from lightning_eff._core._architecture.record import frozen, swapped
 from lightning_eff._core._architecture.watch import BypassWatch
+from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._optim.combined import CombinedOptimizer
 from lightning_eff._core._optim.forgotten import forget
 from lightning_eff._core._optim.scheduled import schedulers_of
@@ -57,7 +58,7 @@ class Undoable(Protocol):
 def check(session: "Session", who: str) -> None:
     """Raise ``ValueError`` where a run cannot have its module changed."""
     trainer = session.trainer
-    if isinstance(trainer.strategy, DeepSpeedStrategy):
+    if is_a(trainer.strategy, DeepSpeedStrategy):
         raise ValueError(
             f"{who}: got strategy {type(trainer.strategy).__name__}, which may divide parameters as they are made;"
             " expected a single"
@@ -66,7 +67,7 @@ def check(session: "Session", who: str) -> None:
             f" {who}(...))) without {who} among the callbacks."
         )
     callbacks = list(trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
-    if any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks):
+    if any(is_a(callback, StochasticWeightAveraging) for callback in callbacks):
         raise ValueError(
             f"{who}: Lightning's StochasticWeightAveraging copies the module at setup, wherever it stands, before it is"
             " changed, and would average other parameters than are trained; expected lightning_eff's own. Or change the"
@@ -74,7 +75,7 @@ def check(session: "Session", who: str) -> None:
         )
     first = min(callbacks.index(technique) for technique in session.techniques)
     for callback in callbacks[:first]:
-        if isinstance(callback, WeightAveraging):
+        if is_a(callback, WeightAveraging):
             raise ValueError(
                 f"{who}: {type(callback).__name__} stands before it among the callbacks, and copies the module before it is"
                 f" changed; expected it behind. Move {type(callback).__name__} to the end of the list."

@@ -258,7 +258,6 @@ class DataPruning(SampleChooser):
         found = None
         if self._passes_over_data:
             scorer = self._scorer()
-            scorer.checked = self._looked
             found, embeddings, self._labels = score_all(session, scorer, epoch.size)
             self._passes += 1
             if embeddings is not None:
