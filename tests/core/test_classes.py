@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_eff as eff
+from lightning_eff._core._architecture import run
 from tests.models import trainer
 
 
@@ -133,7 +134,7 @@ def test_a_module_that_branches_on_the_class_is_refused_in_the_first_step(case: 
     asks, technique, settings, message = REFUSED[case]
     net = Asking(asks, **settings)
     with pytest.raises(ValueError, match=message):
-        trainer(technique(), max_steps=3).fit(net, DataLoader(data(), 4))
+        trainer(technique(), max_steps=2).fit(net, DataLoader(data(), 4))
 
 
 class Late(Asking):
@@ -150,20 +151,27 @@ class Late(Asking):
 
 
 @pytest.mark.filterwarnings("ignore:.*returned .None")
-def test_it_waits_for_a_loss_and_leaves_no_trace() -> None:
+def test_it_waits_for_a_loss_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="LoRA: Late computes something else"):
         trainer(eff.LoRA(2, names=["layers.*"]), max_steps=3).fit(
             Late(lambda m: type(m) is nn.Linear), DataLoader(data(), 4)
         )
     ends = []
     for looks in (True, False):
+        if not looks:
+            monkeypatch.setattr(run, "check_classes", lambda step, batch: None)
         net = Late(lambda m: isinstance(m, nn.Linear))
-        technique = eff.LoRA(2, names=["layers.*"])
-        net = net if looks else eff.apply(net, technique)
-        torch.manual_seed(3)
-        if looks:
-            eff.apply(net, technique)
-        trainer(*([technique] if looks else []), max_steps=3).fit(net, DataLoader(data(), 4))
+        pl.seed_everything(3, verbose=False)
+        trainer(eff.LoRA(2, names=["layers.*"]), max_steps=3).fit(net, DataLoader(data(), 4))
         ends.append((net.steps, torch.cat([p.detach().flatten() for p in net.parameters()])))
     assert ends[0][0] == ends[1][0] == 3
     assert torch.equal(ends[0][1], ends[1][1])
+
+
+def test_a_penalty_on_the_weights_of_linear_layers_is_no_branch() -> None:
+    class Decayed(Asking):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            exact = [m.weight for m in self.modules() if type(m) is nn.Linear]
+            return super().training_step(batch, batch_idx) + sum(w.square().sum() for w in exact)
+
+    trainer(eff.LoRA(2, names=["layers.*"]), max_steps=2).fit(Decayed(lambda m: False), DataLoader(data(), 4))

@@ -24,7 +24,8 @@ def check_classes(step: Step, batch: Any) -> None:
 
     A module may ask ``type(layer) is nn.Linear`` or ``isinstance(layer, nn.LayerNorm)`` and compute something else once
     the layer is of another class. The step runs twice beside the run, without a trace: with the replacements, and with
-    objects of the replaced classes that call them. What each replacement is given, and the loss, must be the same.
+    objects of the replaced classes that call them. What each replacement is given must be the same, and so must be
+    what the modules around it return. The loss is not compared: a penalty on weights may count other weights now.
 
     Args:
         step: the first step that returns a loss.
@@ -60,23 +61,26 @@ _Call = tuple[str, list[tuple[list[int], Tensor]]]
 def _pass(
     step: Step, batch: Any, places: list[tuple[str, nn.Module, Swap]], *, grad: bool, plain: bool
 ) -> list[_Call] | None:
-    """What each replacement is given in one pass, in order, and the loss; None where the pass raises."""
+    """What each replacement is given in one pass, and modules around return, in order; None where the pass raises."""
     calls: list[_Call] = []
     with ExitStack() as scope:
         scope.enter_context(torch.set_grad_enabled(grad))
         scope.enter_context(rng.fork())
         scope.enter_context(silent(step.module))
         scope.enter_context(looking_on())
+        around = {path[:i] for path, _, _ in places for i in (0, *(i for i, c in enumerate(path) if c == "."))}
+        for path in sorted(around):
+            hook = step.module.get_submodule(path).register_forward_hook(_noting_output(path, calls))
+            scope.callback(hook.remove)
         for path, m, _ in places:
             hook = m.register_forward_pre_hook(_noting(path, calls), with_kwargs=True)
             scope.callback(hook.remove)
         if plain:
             scope.enter_context(_of_plain_classes(step.module, places))
         try:
-            output = step.chain.call(step, batch, stages=())
+            step.chain.call(step, batch, stages=())
         except Exception:  # the real step tells why
             return None
-        calls.append(("", _sketches(output)))
     step.chain.cost.forward_passes += 1
     return calls
 
@@ -84,6 +88,13 @@ def _pass(
 def _noting(path: str, calls: list[_Call]) -> Callable[..., None]:
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls.append((path, _sketches((args, kwargs))))
+
+    return note
+
+
+def _noting_output(path: str, calls: list[_Call]) -> Callable[..., None]:
+    def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        calls.append((path, _sketches(output)))
 
     return note
 
@@ -142,8 +153,8 @@ def _compare(
     if path is None:
         return
     of = {at: (m, swap) for at, m, swap in places}
-    m, swap = of.get(path) or (places[0][1], places[0][2])
-    path = path or places[0][0]
+    path = next((at for at in of if at == path or at.startswith(f"{path}." if path else "")), places[0][0])
+    m, swap = of[path]
     raise ValueError(
         f"{swap.by}: {type(module).__name__} computes something else when {path} is a {type(m).__name__} in place of"
         f" {type(swap.was).__name__}, because its forward pass asks for the layer's class. Leave {path} out of {swap.by},"
@@ -152,7 +163,7 @@ def _compare(
 
 
 def _first_difference(ours: list[_Call], theirs: list[_Call]) -> str | None:
-    """Where two passes part: the path of the first layer that is given something else; empty if the loss alone differs."""
+    """Where two passes part: the path of the first layer that is given, or of the module that returns, something else."""
     for (path, given), (other, wanted) in zip(ours, theirs, strict=False):
         if path != other:
             return other or path

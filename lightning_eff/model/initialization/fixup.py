@@ -54,9 +54,9 @@ class Fixup(OfBranches):
     weights of norms that were never trained, with which it computes something else.
 
     Branches are found before anything has run, by a pass over an input that is made up, in a Trainer as in
-    ``lightning_eff.apply``. The classifier may be out of that pass's sight: in a Trainer the first batch's loss tells which
-    it is. A head that shares its weight with an embedding stays as it is. Scalars are for linear maps and convolutions; they
-    and the multiplier do not decay. The paper gives them a tenth of the rate, which is the optimizer's affair.
+    ``lightning_eff.apply``. That pass may not reach the classifier. In a Trainer the first batch's loss tells which it
+    is. A head that shares its weight with an embedding stays as it is. Scalars are for linear maps and convolutions;
+    they and the multiplier do not decay. The paper gives them a tenth of the rate, which is the optimizer's affair.
 
     ``lightning_eff.export`` folds the multiplier into the last weight, and scalars into biases. That says why not where a map
     has no bias that could take them, and where a convolution pads with zeros, which its input's scalar does not change:
