@@ -1,5 +1,6 @@
 """Efficient-training techniques for PyTorch Lightning, stacked onto an unchanged LightningModule."""
 
+import functools as _functools
 import typing as _typing
 
 from lightning_eff import _lazy, _public
@@ -25,5 +26,6 @@ def _import_techniques() -> None:
             __getattr__(name)
 
 
-_lazy.once_imported("lightning.pytorch.strategies", _lazy.register_strategies)
-_lazy.once_imported("lightning.pytorch.cli", _import_techniques)
+for _package in ("lightning.pytorch", "pytorch_lightning"):
+    _lazy.once_imported(f"{_package}.strategies", _functools.partial(_lazy.register_strategies, _package))
+    _lazy.once_imported(f"{_package}.cli", _import_techniques)

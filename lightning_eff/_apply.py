@@ -7,12 +7,12 @@ from weakref import WeakSet
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_eff import _public
 from lightning_eff._core._architecture.run import configuring
 from lightning_eff._core._architecture.technique import Architecture, change
+from lightning_eff._core._lightning.names import is_a, is_overridden
 from lightning_eff._core._run.checks import check_pairs
 
 M = TypeVar("M", bound=nn.Module)
@@ -63,7 +63,7 @@ def apply(module: M, *techniques: Architecture, batch: Any = None) -> M:
     check_pairs(working)
     of_run = configuring()
     in_it = module in _CONFIGURED or (of_run is not None and of_run[0] is module)
-    if isinstance(module, LightningModule) and not in_it and is_overridden("configure_model", module):
+    if is_a(module, LightningModule) and not in_it and is_overridden("configure_model", module):
         _CONFIGURED.add(module)
         try:
             module.configure_model()

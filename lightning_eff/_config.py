@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 import yaml
@@ -18,13 +18,28 @@ from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff import _public
+from lightning_eff._core._lightning.names import (
+    OTHER,
+    OWN,
+    adapt,
+    adapted,
+    both,
+    is_exactly,
+    is_lightnings,
+    is_subclass,
+    like,
+    module_like,
+    package_of,
+    renamed,
+)
 from lightning_eff._errors import ConfigError, UsageError, check_configs, did_you_mean
 from lightning_eff._faults import ENTRY, Fault, entry_key, faults, misshapen
+from lightning_eff._packages import package_of_module
 
 #: Where each kind of class belongs in a config.
 _PLACES = (
@@ -51,6 +66,13 @@ class ConfigParser(LightningArgumentParser):
         super().__init__(*args, **{"allow_abbrev": False, "prog": "lightning-eff", **kwargs})
 
     @override
+    def add_lightning_class_args(self, lightning_class: Any, nested_key: str, *args: Any, **kwargs: Any) -> list[str]:
+        if nested_key == "data" and lightning_class in both(LightningDataModule):  # one of either package will do
+            kinds: Any = both(LightningDataModule)
+            return self.add_subclass_arguments(kinds, nested_key, fail_untyped=False, required=False)
+        return super().add_lightning_class_args(lightning_class, nested_key, *args, **kwargs)
+
+    @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:
             super().error(message, ex)
@@ -70,25 +92,42 @@ class EpochBar(RichProgressBar):
 class ConfigCLI(LightningCLI):
     """LightningCLI over any module and data named by class path; short names of everything exported are known.
 
+    Module and Trainer are of one package: pytorch_lightning's LightningCLI reads the configs of a module that is written with
+    it.
+
     Args:
         args: those of the command line.
         last: callbacks that come after all others, the progress bar too.
         kwargs: LightningCLI's.
     """
 
-    def __init__(self, args: list[str], last: Sequence[Callback] = (), **kwargs: Any) -> None:
+    @override
+    def __new__(cls, args: list[str], *others: Any, **kwargs: Any) -> Self:
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
+        return super().__new__(adapted(cls, package_of_module(args)))
+
+    def __init__(self, args: list[str], last: Sequence[Callback] = (), **kwargs: Any) -> None:
         self.last = last
         # without a class of datamodules any one may be named, and none need be: a module may have loaders of its own
-        super().__init__(LightningModule, subclass_mode_model=True, parser_class=ConfigParser, args=args, **kwargs)
+        kinds: dict[str, Any] = {
+            "model_class": like(self, LightningModule),
+            "parser_class": adapted(ConfigParser, package_of(self)),
+        }
+        super().__init__(**kinds, subclass_mode_model=True, args=args, **kwargs)
+
+    @override
+    def instantiate_classes(self) -> None:
+        super().instantiate_classes()
+        if self.datamodule is not None:
+            adapt(self.datamodule, self.model)
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         trainer = super().instantiate_trainer(**kwargs)
         for bar in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
-            if type(bar) is RichProgressBar:
-                bar.__class__ = EpochBar  # with the settings that it was given
+            if is_exactly(bar, RichProgressBar):
+                bar.__class__ = adapted(EpochBar, package_of(bar))  # with the settings that it was given
         trainer.callbacks.extend(self.last)  # pyright: ignore[reportAttributeAccessIssue]
         return trainer
 
@@ -101,8 +140,9 @@ class ConfigCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         trainer = self.config[str(self.subcommand)].get("trainer")
         name = None if trainer is None else trainer.get("strategy")
-        if isinstance(name, str) and name != "auto" and name.lower() not in StrategyRegistry:
-            known = ["auto", *StrategyRegistry.available_strategies()]
+        registry = module_like(self, "lightning.pytorch.strategies").StrategyRegistry
+        if isinstance(name, str) and name != "auto" and name.lower() not in registry:
+            known = ["auto", *registry.available_strategies()]
             near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5) or known[:6]
             raise UsageError(
                 f"trainer.strategy: got {name!r}, which is no strategy's name nor a class path."
@@ -115,6 +155,9 @@ def explained(message: str, parser: Any) -> str:
     """jsonargparse's ``message`` in one paragraph, with the nearest names that would have been right."""
     found = faults(message)
     telling = [fault for fault in found if not _NOISE.match(fault.text)] or found[:1]
+    for fault in found:
+        if (match := _MISPLACED.match(fault.text)) and (other := _of_the_other(match[1] or fault.given, match[2])):
+            return f"{fault.key}: {other}"
     for fault in telling:
         if (entry := misshapen(fault)) is not None:
             return f"{fault.key}: {_of_entry(entry)}"
@@ -218,7 +261,7 @@ def _unknown_class(name: str, key: str) -> str:
         return _misplaced(name, "")
     known = {name for name in _public.HOMES if inspect.isclass(_public.found(name))}
     for base, _, _ in _PLACES:
-        known |= {cls.__name__ for cls in _subclasses(base) if not cls.__name__.startswith("_")}
+        known |= {cls.__name__ for kind in both(base) for cls in _subclasses(kind) if not cls.__name__.startswith("_")}
     if hasattr(torch.optim, name):
         return _misplaced(f"torch.optim.{name}", "")
     return (
@@ -231,13 +274,28 @@ def _unknown_class(name: str, key: str) -> str:
 def _misplaced(path: str, expected: str) -> str:
     cls = _imported(path)
     for base, kind, place in _PLACES:
-        if inspect.isclass(cls) and issubclass(cls, base):
+        if inspect.isclass(cls) and is_subclass(cls, base):
             way = ""
             if base is Optimizer:
                 inner = {"class_path": path if "." in path else f"lightning_eff.{path}"}
                 way = f": {_in_a_line({'class_path': 'ReplaceOptimizer', 'init_args': {'optimizer': inner}})}"
             return f"{path} is {kind}; expected it under {place}{way}."
     return f"{path} is no {expected or 'class that belongs here'}."
+
+
+def _of_the_other(path: str, expected: str) -> str | None:
+    """What is to be done where a class is of the expected kind, but written with the other one of Lightning's packages."""
+    try:
+        cls = _imported(path)
+    except (ImportError, AttributeError, KeyError):
+        return None
+    base = next((base for base, _, _ in _PLACES if base.__name__ == expected), None)
+    if base is None or not inspect.isclass(cls) or not is_subclass(cls, base):
+        return None
+    package = package_of(cls)
+    right = OWN if package == OTHER else OTHER
+    way = f"Write {renamed(cls, right)}" if is_lightnings(cls) else f"Derive it from {renamed(base, right)}"
+    return f"{path} is a class of {package}, but the module is of {right}. {way}."
 
 
 def _unannotated(path: str, returns: str) -> str:
@@ -283,7 +341,7 @@ def _unknown_argument(name: str, class_path: str) -> str:
         taken = _arguments(cls)
     except (ImportError, AttributeError, ValueError):
         cls, taken = None, []
-    if any(cls is base for base, _, _ in _PLACES):
+    if any(cls in both(base) for base, _, _ in _PLACES):
         return f"got {name!r} without the class whose argument it is; expected class_path beside init_args."
     if cls is not None and inspect.isclass(cls) and issubclass(cls, Optimizer):
         taken = taken[1:]  # which begin with what it updates

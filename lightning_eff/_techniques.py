@@ -9,9 +9,10 @@ def technique_classes() -> list[Any]:
     """Every exported technique, by name: the classes of callbacks, precision plugins and strategies."""
     from lightning.pytorch.strategies import Strategy
 
+    from lightning_eff._core._lightning.names import is_subclass
     from lightning_eff._core.technique import Technique
     from lightning_eff._core.wrapping import WrappingPrecision
 
     exported = (_public.found(name) for name in sorted(_public.HOMES))
-    how = Technique | WrappingPrecision | Strategy
-    return [cls for cls in exported if isinstance(cls, type) and issubclass(cls, how)]
+    how = (Technique, WrappingPrecision, Strategy)
+    return [cls for cls in exported if isinstance(cls, type) and is_subclass(cls, *how)]

@@ -9,12 +9,14 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import of_both
 from lightning_eff._core.batches import num_samples, num_tokens, tensors
 from lightning_eff._core.counting import counting
 from lightning_eff._core.progress import in_flight
 from lightning_eff._core.technique import techniques_of
 
 
+@of_both
 class TrainingReport(Callback):
     """Prints a closing report on rank 0; the command line adds it to every fit.
 

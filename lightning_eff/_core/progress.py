@@ -13,9 +13,11 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lightning_eff._core._lightning.names import is_a, of_both
 from lightning_eff._core._run.checks import is_plain
 
 
+@of_both
 class Clock(Callback):
     """A callback that measures the run's budget in a unit of its own; where a trainer has one, it alone counts."""
 
@@ -95,7 +97,7 @@ class Progress:
         return next((c for c in self._trainer.callbacks if isinstance(c, Clock)), None)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _timer(self) -> Timer | None:
-        timers = [c for c in self._trainer.callbacks if isinstance(c, Timer) and c._duration is not None]  # pyright: ignore[reportAttributeAccessIssue]
+        timers = [c for c in self._trainer.callbacks if is_a(c, Timer) and c._duration is not None]  # pyright: ignore[reportAttributeAccessIssue]
         return min(timers, key=lambda timer: timer._duration or 0.0, default=None)
 
 
@@ -190,8 +192,8 @@ def open_gradients(
 
 
 @torch.no_grad()
-def take_up(trainer: Trainer, module: LightningModule, saved: dict[str, Any]) -> None:
-    """On resume, as training starts: the gradients that :func:`open_gradients` returned, and the epoch that begins.
+def take_up(trainer: Trainer, module: LightningModule, saved: dict[str, Any], *, count: bool) -> None:
+    """On resume, as training starts: the gradients that :func:`open_gradients` returned, and with ``count`` the next epoch.
 
     Lightning 2.6 begins an epoch of a run that resumes from the end of one without counting that it is ready and started. A
     run that is interrupted again at the end of that epoch then resumes with one epoch fewer than it had.
@@ -201,6 +203,6 @@ def take_up(trainer: Trainer, module: LightningModule, saved: dict[str, Any]) ->
             p.grad = saved[name].to(p.device, copy=True)
     loop = trainer.fit_loop
     counts = loop.epoch_progress.total.state_dict()
-    if loop.restarted_mid_epoch and counts["processed"] == counts["started"]:
+    if count and loop.restarted_mid_epoch and counts["processed"] == counts["started"]:
         loop.epoch_progress.increment_ready()
         loop.epoch_progress.increment_started()

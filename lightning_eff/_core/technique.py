@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import of_both
 from lightning_eff._core._run._silent.silence import BATCH_HOOKS, driving
 from lightning_eff._core.search_space import SearchSpace, Survey
 from lightning_eff._core.session import Session
@@ -38,6 +39,7 @@ class Control:
     arms: Callable[[Any], Mapping[str, Callback]] = _no_arms
 
 
+@of_both
 class Technique(Callback):
     """A callback that changes how an unchanged LightningModule trains, through the ways in of ``_core`` alone.
 
@@ -141,6 +143,9 @@ class Technique(Callback):
 
     def on_batch_end(self, session: Session, batch_idx: int) -> None:
         """After each micro-batch, before checkpoints and validation."""
+
+    def on_rest_of_validation(self, session: Session) -> None:
+        """A run resumes within the last hooks of a validation, and this technique's ``on_validation_end`` is to come."""
 
     def on_blocks_changed(self, session: Session) -> None:
         """Another technique changed which blocks the network has, or overwrote weights."""
@@ -258,6 +263,10 @@ class OtherWeights(Technique):
     def detach(self, session: Session) -> None:
         if session.fitting and not self._finished:
             self.take_out(session)
+
+    @override
+    def on_rest_of_validation(self, session: Session) -> None:
+        self.put_in(session)
 
     def _finish(self) -> None:
         if self._session is not None and self._session.fitting and not self.neutral:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff._core import rng
+from lightning_eff._core._lightning.names import adapt, is_a, of_both
 from lightning_eff._core.search_space import SearchSpace, Survey
 
 NAMES: dict[str, Callable[[], Precision]] = {
@@ -45,6 +46,7 @@ def is_unrounded() -> bool:
     return bool(_UNROUNDED)
 
 
+@of_both
 class WrappingPrecision(Precision):
     """Hands every call on to an inner plugin. Subclasses override what they add, and call ``super()``.
 
@@ -82,7 +84,7 @@ class WrappingPrecision(Precision):
                 f"{who}({argument}={inner!r}): expected one of {', '.join(NAMES)}, or a Precision plugin, such as"
                 " MixedPrecision('16-mixed', 'cuda')."
             )
-        if not isinstance(inner, str | Precision) or isinstance(inner, type(self)):
+        if not (isinstance(inner, str) or is_a(inner, Precision)) or isinstance(inner, type(self)):
             raise TypeError(
                 f"{who}({argument} of {type(inner).__name__}): expected a precision's name, or a plugin that is no {who}"
                 " itself."
@@ -118,7 +120,7 @@ class WrappingPrecision(Precision):
 
     def _place(self) -> None:
         """A plugin made from its name is of the device that the module is on by now."""
-        if self._named and isinstance(self.inner, MixedPrecision) and self._module is not None:
+        if self._named and is_a(self.inner, MixedPrecision) and self._module is not None:
             self.inner.device = next((p.device.type for p in self._module.parameters()), "cpu")
 
     @override
@@ -131,6 +133,8 @@ class WrappingPrecision(Precision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
+        adapt(self, module)
+        adapt(self.inner, module)
         self._module = module = self.inner.convert_module(module)
         return module
 

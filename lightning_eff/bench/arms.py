@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_eff._core import rng
+from lightning_eff._core._lightning.names import NAMES, is_a, like, package_of
 from lightning_eff._core.technique import Technique
 from lightning_eff.bench.pace import Incomparable
 from lightning_eff.bench.pacer import Pacer
@@ -116,9 +117,9 @@ def stand_ins(technique: Technique) -> Mapping[str, Any]:
 def ready(built: Built, pacer: Pacer) -> None:
     """Hand the trainer over to the bench: its own callbacks for pacing, logging and saving are left out."""
     trainer = built.trainer
-    callbacks = [c for c in trainer.callbacks if not isinstance(c, LEFT_OUT)]  # pyright: ignore[reportAttributeAccessIssue]
+    callbacks = [c for c in trainer.callbacks if not is_a(c, *LEFT_OUT)]  # pyright: ignore[reportAttributeAccessIssue]
     trainer.callbacks = [pacer, *callbacks]  # pyright: ignore[reportAttributeAccessIssue]
-    trainer.loggers = [DummyLogger()]
+    trainer.loggers = [like(trainer, DummyLogger)()]
     trainer.num_sanity_val_steps = 0
     trainer.val_check_interval, trainer.check_val_every_n_epoch = 1.0, 1  # the pacer says when
     trainer.fit_loop.epoch_loop.val_loop.verbose = False
@@ -129,19 +130,22 @@ def _from_function(name: str, function: Callable[..., Any]) -> Built:
     expected = (
         "a new Trainer and a new LightningModule, and a LightningDataModule or fit's arguments in a dict if needed"
     )
-    if not isinstance(built, tuple) or len(built) not in (2, 3) or not isinstance(built[0], Trainer):
+    if not isinstance(built, tuple) or len(built) not in (2, 3) or not is_a(built[0], Trainer):
         raise Incomparable(f"{name}: its function returned {type(built).__name__}; expected a tuple of {expected}.")
     trainer, module = built[:2]
-    if not isinstance(getattr(module, "_orig_mod", module), LightningModule):  # torch.compile wraps it
+    if not is_a(getattr(module, "_orig_mod", module), LightningModule):  # torch.compile wraps it
         raise Incomparable(f"{name}: its function returned a {type(module).__name__} as module; expected {expected}.")
+    if package_of(trainer) != (package := package_of(getattr(module, "_orig_mod", module))):
+        raise Incomparable(
+            f"{name}: its function returned a {package_of(trainer)} Trainer and a {package} module, which Lightning cannot"
+            f" train together. Make the Trainer with `from {package} import Trainer`."
+        )
     if trainer.fit_loop.epoch_loop.total_batch_idx > 0 or any(isinstance(c, Pacer) for c in _callbacks(trainer)):
         raise Incomparable(f"{name}: its function returned a Trainer that has run before; expected {expected}.")
     data = built[2] if len(built) == 3 else {}
     if isinstance(data, Mapping):
         return Built(trainer, module, dict(data))
-    return Built(
-        trainer, module, {"datamodule" if isinstance(data, LightningDataModule) else "train_dataloaders": data}
-    )
+    return Built(trainer, module, {"datamodule" if is_a(data, LightningDataModule) else "train_dataloaders": data})
 
 
 def _from_configs(paths: Sequence[str], seed: int) -> Built:
@@ -258,7 +262,7 @@ def undisturbed() -> Iterator[None]:
     """Without Lightning's chatter; random state and the seed in the environment are afterwards as they were."""
     import warnings
 
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    loggers = [logging.getLogger(name) for names in NAMES.items() for name in names]
     levels = [logger.level for logger in loggers]
     seeds = {name: os.environ.get(name) for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")}
     for logger in loggers:

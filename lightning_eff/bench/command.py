@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_eff._core._lightning.names import is_subclass
 from lightning_eff._errors import Arguments, told
 
 _DESCRIPTION = """\
@@ -209,7 +210,7 @@ def _logger(text: str, out: Path) -> Any:
         found = getattr(importlib.import_module(module or "lightning.pytorch.loggers"), name)
     except (ImportError, AttributeError):
         found = None
-    if not (isinstance(found, type) and issubclass(found, Logger)):
+    if not (isinstance(found, type) and is_subclass(found, Logger)):
         raise ValueError(
             f"Got --logger {text!r}; expected a Lightning logger: the name of one in lightning.pytorch.loggers, such as"
             " CSVLogger, or the dotted path of another class."

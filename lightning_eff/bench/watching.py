@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import is_overridden
 from lightning_eff._core.batches import tensors
 from lightning_eff._core.patches import Patches
 from lightning_eff.bench.pace import Incomparable

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._optim.scaled_steps import ScaledSteps
 from lightning_eff._core.batches import join, like, plain
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
@@ -202,7 +203,7 @@ class BatchSizeWarmup(Technique):
     @override
     def check(self, session: Session) -> None:
         for callback in session.trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
-            if isinstance(callback, GradientAccumulationScheduler | StochasticWeightAveraging):
+            if is_a(callback, GradientAccumulationScheduler, StochasticWeightAveraging):
                 raise ValueError(
                     f"{WHO} and {type(callback).__name__} cannot train together: both change the trainer's"
                     " accumulate_grad_batches. Take one of them out of the trainer's callbacks."
@@ -259,7 +260,7 @@ class BatchSizeWarmup(Technique):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        if not self.neutral:
+        if not self.neutral and not trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue] -- one batch to try
             self._check_epoch(trainer.num_training_batches)
 
     @override

@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._optim.rates import Rates
 from lightning_eff._core.batches import num_tokens
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
@@ -140,7 +142,7 @@ class LearningRateSchedule(Technique):
         self._reset()
 
     def _reset(self) -> None:
-        self._rates = Rates()
+        self._rates = Rates("LearningRateSchedule")
         self._tokens = 0
         self._last: dict[str, float | int] = {}
 
@@ -158,7 +160,7 @@ class LearningRateSchedule(Technique):
                 " budget to spend the rate on. Set one of max_steps, max_epochs and max_time, or max_tokens= here."
             )
         for other in session.trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
-            if isinstance(other, StochasticWeightAveraging):
+            if is_a(other, StochasticWeightAveraging):
                 raise ValueError(
                     "LearningRateSchedule and StochasticWeightAveraging cannot train together: both set the rate. Take one"
                     " of them out of the trainer's callbacks, or use LatestWeightAveraging."
@@ -176,6 +178,12 @@ class LearningRateSchedule(Technique):
     @override
     def on_optimizers(self, session: Session) -> None:
         self._rates.made(session)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        if self._session is not None and not self.neutral:
+            self._rates.begin(self._session)  # before any hook of a batch can write others
 
     @override
     def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
@@ -207,6 +215,10 @@ class LearningRateSchedule(Technique):
         session.progress.tokens = self._tokens
         if self.max_tokens is not None and self._tokens >= self.max_tokens:
             session.trainer.should_stop = True
+
+    @override
+    def detach(self, session: Session) -> None:
+        self._rates.held.release()
 
     # -- what is kept
 

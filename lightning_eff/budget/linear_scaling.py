@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._optim.scaled_steps import ScaledSteps
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
@@ -147,7 +148,7 @@ class LinearScaling(Technique):
     @override
     def check(self, session: Session) -> None:
         for callback in session.trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
-            if isinstance(callback, GradientAccumulationScheduler):
+            if is_a(callback, GradientAccumulationScheduler):
                 raise ValueError(
                     f"{WHO} and GradientAccumulationScheduler cannot train together: the batch would change in mid-run, and"
                     " the rate would leap with it. Set the Trainer's accumulate_grad_batches, or take BatchSizeWarmup in"

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core.blocks import BlockStack, refuse_compiled_around
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, needs_blocks, needs_memory_bound
 from lightning_eff._core.session import Session
@@ -163,7 +164,7 @@ class Rematerialization(Technique):
     @override
     def check(self, session: Session) -> None:
         strategy = session.trainer.strategy
-        if isinstance(strategy, FSDPStrategy) and self.policy in ("sqrt", "optimal"):
+        if is_a(strategy, FSDPStrategy) and self.policy in ("sqrt", "optimal"):
             raise ValueError(
                 f"Rematerialization(policy={self.policy!r}): got FSDPStrategy; expected a strategy under which a block's"
                 " parameters can be had for a run out of turn, because several blocks run again together. Use"
@@ -198,7 +199,7 @@ class Rematerialization(Technique):
     def on_model(self, session: Session) -> None:
         if not session.fitting:
             return
-        stack = self._stack = session.stack(self.layers, who="Rematerialization")
+        stack = self._stack = session.stack(self.layers, who="Rematerialization", chain=False)
         if self.policy in ("sqrt", "optimal") and len({id(block) for block in stack.blocks}) < len(stack):
             raise ValueError(
                 f"Rematerialization(policy={self.policy!r}): {stack} holds the same block several times; expected"
@@ -401,7 +402,7 @@ class Rematerialization(Technique):
 def _whole(session: Session) -> bool:
     """Whether each rank has all parameters, and so need not do what the others do."""
     strategy = session.trainer.strategy
-    return isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
+    return is_a(strategy, SingleDeviceStrategy, DDPStrategy) and not is_a(strategy, DeepSpeedStrategy)
 
 
 def _size(batch: Any) -> int:

@@ -14,6 +14,8 @@ from torch._C._autograd import SavedTensor
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
+from lightning_eff._core._lightning.names import both
+
 _DEPTH = 12  # of what is looked into for tensors: hooks' objects in lists in objects
 _CLOSED = (
     str,
@@ -77,10 +79,11 @@ def held_tensors(roots: Iterable[Tensor]) -> Iterator[Tensor]:
 
 def _tensors(value: Any, looked: dict[int, Any]) -> Iterator[Tensor]:
     """The tensors in ``value``; ``looked`` holds, and keeps alive, what has been looked into."""
+    closed = both(*_CLOSED)
     waiting = [(value, 0)]
     while waiting:
         value, depth = waiting.pop()
-        if isinstance(value, _CLOSED):
+        if isinstance(value, closed):
             continue
         if id(value) in looked or depth > _DEPTH:
             continue

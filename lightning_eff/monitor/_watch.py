@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_eff._core import counting as samples
+from lightning_eff._core._lightning.names import is_overridden
 from lightning_eff._core.batches import num_samples, num_tokens, tensors
 from lightning_eff._core.patches import Patches
 from lightning_eff._core.steps import Proceed, Stage, Step
@@ -104,7 +105,7 @@ class Watch:
         }
         for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
             for hook in _WITHIN:
-                if getattr(type(callback), hook) is not getattr(Callback, hook):
+                if is_overridden(hook, callback, Callback):
                     actions[f"[Callback]{callback.state_key}.{hook}"] = "other"
         return actions
 

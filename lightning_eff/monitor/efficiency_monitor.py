@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import of_both
 from lightning_eff._core._run.metrics import CurrentMetrics
 from lightning_eff.monitor import _counting as counting
 from lightning_eff.monitor._cost import Prices, run_cost, unseen
@@ -26,6 +27,7 @@ _BUSY = "torch's ExecutionTraceObserver is in use, or its record cannot be read"
 _MEMORY = ("parameters", "gradients", "optimizer", "activations")
 
 
+@of_both
 class EfficiencyMonitor(Callback):
     """Watches a fit of an unchanged module, with techniques or without, and tells what it cost.
 

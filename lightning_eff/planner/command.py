@@ -27,6 +27,7 @@ def main(argv: Sequence[str], *, debug: bool = False) -> None:
 
 
 def _run(request: Request) -> None:
+    from lightning_eff._core._lightning.names import OWN, package_of
     from lightning_eff.planner._launch.abilities import PLANNED, abilities
     from lightning_eff.planner._launch.configuration import Section, as_yaml, configuration
     from lightning_eff.planner.costs import Costs
@@ -103,6 +104,7 @@ def _run(request: Request) -> None:
             batch_size=recipe.batch_size,
             layers=profile.stack,
             configs=options.config,
+            package=package_of(recipe.module) or OWN,
         )
         split = Costs(profile, accelerator, assumptions).split(at.num_stages)
         found = configuration(at, split, request.devices, section)

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import yaml
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import is_overridden, like
 from lightning_eff._core.batches import num_samples
 from lightning_eff.bench.arms import undisturbed
 
@@ -134,7 +134,7 @@ def _recipe(
     section = {} if trainer is None else dict(trainer)
     steps = int(section.get("max_steps") or -1)
     with undisturbed():
-        module.trainer = Trainer(
+        module.trainer = like(module, Trainer)(
             accelerator="cpu",
             devices=1,
             logger=False,

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import Connected, of_both
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_processes
 from lightning_eff.strategies import _names
 from lightning_eff.strategies._communication.codecs import QuantizedCodec, SignCodec
@@ -36,7 +37,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-class CompressedDDPStrategy(DDPStrategy):
+@of_both
+class CompressedDDPStrategy(Connected, DDPStrategy):
     """Lightning's DDP with a communication hook that sends fewer bytes, whose state is in the checkpoints.
 
     ``strategy="ddp_powersgd"``, ``"ddp_bf16"``, ``"ddp_onebit"`` and ``"ddp_qsgd"`` name it with its defaults.

@@ -17,6 +17,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import Connected, of_both
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, needs_processes
 from lightning_eff.strategies import _names
 from lightning_eff.strategies._communication.exchange import log_traffic
@@ -41,7 +42,8 @@ def _pointless(profile: RunProfile) -> str | None:
     return needs_processes(profile)
 
 
-class DeepSpeedEffStrategy(DeepSpeedStrategy):
+@of_both
+class DeepSpeedEffStrategy(Connected, DeepSpeedStrategy):
     """Lightning's DeepSpeedStrategy, set up so that a module with an ordinary ``configure_optimizers`` trains as it is.
 
     **1-bit optimizers.** ``strategy="deepspeed_onebit_adam"``, ``"deepspeed_zero_one_adam"`` or ``"deepspeed_onebit_lamb"``

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_processes
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
@@ -136,7 +137,7 @@ class DropSlowest(Technique):
                 f"DropSlowest(slowest={self.slowest}): got {ranks} processes; expected fewer that may be left behind, because"
                 f" at least one must be waited for. Use slowest={ranks - 1} or less."
             )
-        if isinstance(strategy, DDPStrategy) and strategy._ddp_kwargs.get("static_graph"):
+        if is_a(strategy, DDPStrategy) and strategy._ddp_kwargs.get("static_graph"):
             raise ValueError(
                 "DropSlowest: got DDP with static_graph=True; expected False, because a micro-batch that is left out has"
                 " another graph. Take static_graph out."
@@ -223,7 +224,7 @@ class DropSlowest(Technique):
         if trainer.fit_loop.epoch_loop._should_accumulate():
             return torch.zeros((), device=module.device, requires_grad=True)
         strategy = trainer.strategy
-        unused = isinstance(strategy, DDPStrategy) and bool(strategy._ddp_kwargs.get("find_unused_parameters"))
+        unused = is_a(strategy, DDPStrategy) and bool(strategy._ddp_kwargs.get("find_unused_parameters"))
         return nothing([p for p in module.parameters() if p.requires_grad and (p.grad is not None or not unused)])
 
     def _announce(self, session: Session) -> None:

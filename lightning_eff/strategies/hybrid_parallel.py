@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import adapted, like, package_of
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_processes
 from lightning_eff.strategies import _names
 from lightning_eff.strategies._hybrid import layout
@@ -224,7 +225,7 @@ class HybridParallelStrategy(SavingStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        self._launcher = WatchedLauncher(
+        self._launcher = adapted(WatchedLauncher, package_of(self))(
             self.cluster_environment, self.num_processes, self.num_nodes, lambda: self._watch
         )
 
@@ -290,7 +291,7 @@ class HybridParallelStrategy(SavingStrategy):
         self._reset_optimizers_and_schedulers()
         assert self._replica is not None
         with self._replica.whole():
-            Strategy.setup_optimizers(self, trainer)
+            like(self, Strategy).setup_optimizers(self, trainer)
             check_optimizers(self.optimizers, self.layout, replicated=self._replica.replicated, who=WHO)
             self._replica.take_optimizers(self.optimizers)
 

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import is_a, like
 from lightning_eff._core._run.checks import is_checkpointed_reentrantly
 from lightning_eff._core._stack.thawing import thawing
 from lightning_eff._core._stack.unused import look_for_unused, refuse_static_graph
@@ -203,9 +204,9 @@ class JointSpar(Technique):
     def check(self, session: Session) -> None:
         strategy = session.trainer.strategy
         refuse_static_graph(session, who=WHO)
-        if isinstance(strategy, DDPStrategy) and (
+        if is_a(strategy, DDPStrategy) and (
             strategy._ddp_comm_hook is not None
-            or type(strategy)._register_ddp_hooks is not DDPStrategy._register_ddp_hooks
+            or type(strategy)._register_ddp_hooks is not like(strategy, DDPStrategy)._register_ddp_hooks
         ):
             raise ValueError(
                 f"{WHO}: {type(strategy).__name__} has a communication hook already, and DDP takes one; expected DDP without"
@@ -217,7 +218,7 @@ class JointSpar(Technique):
         self._reset()
         session.chain.add(Stage.JOIN, self._link, order=-1)  # of all passes of a step
         strategy = session.trainer.strategy
-        if not isinstance(strategy, DDPStrategy):
+        if not is_a(strategy, DDPStrategy):
             return
         if look_for_unused(session):
             rank_zero_info(f"{WHO}: DDP runs with find_unused_parameters=True, for the layers that are not drawn.")

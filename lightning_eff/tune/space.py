@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import Strategy
 
 from lightning_eff._catalogue.facts import speed
 from lightning_eff._core._architecture.technique import Architecture
+from lightning_eff._core._lightning.names import is_subclass
 from lightning_eff._core.search_space import Choice, Integer, Range, RunProfile, SearchSpace, Uniform, frozen
 from lightning_eff._errors import UsageError, did_you_mean
 from lightning_eff._techniques import technique_classes
@@ -41,7 +42,7 @@ class Candidate:
     @property
     def place(self) -> str:
         """Its place under ``trainer`` in a config."""
-        return next(place for base, place in _PLACES if issubclass(self.cls, base))
+        return next(place for base, place in _PLACES if is_subclass(self.cls, base))
 
     @property
     def foreign(self) -> bool:

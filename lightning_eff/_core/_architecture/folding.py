@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_eff._core._architecture import unfinished
 from lightning_eff._core._architecture.record import APPLIED, FROZEN, Swap, swap_of, tensors_of
+from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core.session import is_open
 
 M = TypeVar("M", bound=nn.Module)
@@ -75,7 +76,7 @@ def _check(module: nn.Module) -> None:
             " leaves a plain"
             " module that is right."
         )
-    if any(isinstance(m, LightningModule) and m._trainer is not None and is_open(m._trainer) for m in module.modules()):
+    if any(is_a(m, LightningModule) and m._trainer is not None and is_open(m._trainer) for m in module.modules()):
         raise ValueError(
             f"{who} is being trained; expected a module whose run is over. Call it after the fit, or load a checkpoint"
             " of the run"

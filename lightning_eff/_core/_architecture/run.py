@@ -13,8 +13,10 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_eff._core._architecture.classes import check_classes
 from lightning_eff._core._architecture.record import frozen, swapped
 from lightning_eff._core._architecture.watch import BypassWatch
+from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._optim.combined import CombinedOptimizer
 from lightning_eff._core._optim.forgotten import forget
 from lightning_eff._core._optim.scheduled import schedulers_of
@@ -56,7 +58,7 @@ class Undoable(Protocol):
 def check(session: "Session", who: str) -> None:
     """Raise ``ValueError`` where a run cannot have its module changed."""
     trainer = session.trainer
-    if isinstance(trainer.strategy, DeepSpeedStrategy):
+    if is_a(trainer.strategy, DeepSpeedStrategy):
         raise ValueError(
             f"{who}: got strategy {type(trainer.strategy).__name__}, which may divide parameters as they are made;"
             " expected a single"
@@ -65,7 +67,7 @@ def check(session: "Session", who: str) -> None:
             f" {who}(...))) without {who} among the callbacks."
         )
     callbacks = list(trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
-    if any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks):
+    if any(is_a(callback, StochasticWeightAveraging) for callback in callbacks):
         raise ValueError(
             f"{who}: Lightning's StochasticWeightAveraging copies the module at setup, wherever it stands, before it is"
             " changed, and would average other parameters than are trained; expected lightning_eff's own. Or change the"
@@ -73,7 +75,7 @@ def check(session: "Session", who: str) -> None:
         )
     first = min(callbacks.index(technique) for technique in session.techniques)
     for callback in callbacks[:first]:
-        if isinstance(callback, WeightAveraging):
+        if is_a(callback, WeightAveraging):
             raise ValueError(
                 f"{who}: {type(callback).__name__} stands before it among the callbacks, and copies the module before it is"
                 f" changed; expected it behind. Move {type(callback).__name__} to the end of the list."
@@ -98,6 +100,7 @@ class ArchitectureOfRun:
         self._watched = not is_plain(
             session.trainer.strategy
         )  # parameters of others are not what the forward pass uses
+        self._compares = session.trainer.ckpt_path is None  # the run that saved the checkpoint was looked at
         module = session.module
         configure = module.configure_model
 
@@ -129,8 +132,12 @@ class ArchitectureOfRun:
         self._watched = True
         if compiled_around(step.module, [m for _, m, _ in swapped(step.module)]):
             return proceed(batch)  # what a compiled graph calls, it calls for no module
+        if self._compares and step.module.automatic_optimization:
+            check_classes(step, batch)
         with BypassWatch(self._session.module):
-            return proceed(batch)
+            output = proceed(batch)
+        self._watched = output is not None  # a step that returns nothing may have called nothing
+        return output
 
 
 def _adopting(module: LightningModule) -> Callable[..., Any]:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -18,6 +17,7 @@ from lightning_eff._core import rng
 from lightning_eff._core._branches.finding import branches, heads, outputs
 from lightning_eff._core._branches.graph import Graph, Node, TooLarge
 from lightning_eff._core._branches.guessing import Call, calls_of, hidden_states, step_batches
+from lightning_eff._core._lightning.names import is_a, is_overridden
 from lightning_eff._core._stack.compiled import uncompiled
 from lightning_eff._core._stack.finding import candidates
 from lightning_eff._core.steps import in_evaluation, silent, takes_index
@@ -117,13 +117,19 @@ def _maps(module: nn.Module) -> str:
     return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "") if names else "none"
 
 
-def attempts(module: nn.Module, batch: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Passes that ``module`` may run, the likeliest first, each with what it is in words; for use within :func:`aside`."""
+def attempts(module: nn.Module, batch: Any, *, blocks: bool = True) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Passes that ``module`` may run, the likeliest first, each with what it is in words; for use within :func:`aside`.
+
+    Args:
+        module: the module.
+        batch: of its own data; None to make some up.
+        blocks: also run the blocks of its stack one after another, whatever the module itself does with them.
+    """
     if batch is not None:
         yield "the batch that was given", lambda: _on_batch(module, batch)
         return
     example = getattr(module, "example_input_array", None)
-    if isinstance(module, LightningModule) and example is not None:
+    if is_a(module, LightningModule) and example is not None:
         yield "forward on example_input_array", lambda: _handed(module, example)
     for path, part in _parts(module):
         for what, call in calls_of(part):
@@ -131,11 +137,11 @@ def attempts(module: nn.Module, batch: Any) -> Iterator[tuple[str, Callable[[], 
                 f"{path or 'the module'} ({type(part).__name__}) on {what}",
                 lambda part=part, call=call: _made(part, call),
             )
-    for stack in candidates(module)[:2]:
-        blocks = [m for m in stack.container._modules.values() if m is not None]
-        for what, hidden in hidden_states(blocks[0]):
-            yield f"the blocks at {stack} on {what}", lambda blocks=blocks, hidden=hidden: _through(blocks, hidden)
-    if isinstance(module, LightningModule) and is_overridden("training_step", module) and module.automatic_optimization:
+    for stack in candidates(module)[:2] if blocks else ():
+        chain = [m for m in stack.container._modules.values() if m is not None]
+        for what, hidden in hidden_states(chain[0]):
+            yield f"the blocks at {stack} on {what}", lambda chain=chain, hidden=hidden: _through(chain, hidden)
+    if is_a(module, LightningModule) and is_overridden("training_step", module) and module.automatic_optimization:
         for what, made in step_batches(module):
             yield f"training_step on {what}", lambda made=made: _on_batch(module, made)
 
@@ -145,7 +151,7 @@ def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     path, part = "", module
     while True:
         own = type(part).forward is not nn.Module.forward
-        if own and not (isinstance(part, LightningModule) and not is_overridden("forward", part)):
+        if own and not (is_a(part, LightningModule) and not is_overridden("forward", part)):
             yield path, part
         inner = max(part.named_children(), key=lambda child: _size(child[1]), default=None)
         if inner is None or 2 * _size(inner[1]) < _size(part) or isinstance(inner[1], nn.ModuleList | nn.ModuleDict):
@@ -170,7 +176,7 @@ def _handed(module: nn.Module, example: Any) -> Any:
 
 
 def _on_batch(module: nn.Module, batch: Any) -> Any:
-    if isinstance(module, LightningModule) and is_overridden("training_step", module):
+    if is_a(module, LightningModule) and is_overridden("training_step", module):
         step = module.training_step
         return step(batch, *((0,) if takes_index(step) else ()))
     return _handed(

@@ -10,6 +10,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_eff._core._lightning.names import is_a
+
 
 class Needing(Protocol):
     """What a technique says that it needs and cannot stand, as ``Technique`` documents it."""
@@ -80,7 +82,7 @@ def check_optimizers(module: LightningModule, optimizers: Sequence[Optimizer], t
 
 def is_plain(strategy: Strategy) -> bool:
     """Whether every rank holds the whole module, as plain tensors."""
-    return isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
+    return is_a(strategy, SingleDeviceStrategy, DDPStrategy) and not is_a(strategy, DeepSpeedStrategy)
 
 
 def check_pairs(techniques: Sequence[Needing]) -> None:

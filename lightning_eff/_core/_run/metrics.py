@@ -9,6 +9,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.logger_connector impo
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import adapted, package_of
 from lightning_eff._core._run.member import Member
 
 Source = Callable[[], dict[str, float]]
@@ -41,7 +42,7 @@ class CurrentMetrics:
         owner: Any = trainer
         connector = owner._logger_connector
         if not isinstance(connector, _Connector):
-            beside = object.__new__(_Connector)
+            beside = object.__new__(adapted(_Connector, package_of(connector)))
             beside.__dict__ = connector.__dict__  # the same state, whichever of the two is asked
             beside._current, beside._original = [], connector
             owner._logger_connector = connector = beside

@@ -7,6 +7,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_eff._core._lightning.names import is_a
+
 
 def gathered(world_size: int, value: Any) -> list[Any]:
     """``value`` of every rank, in rank order, on every rank."""
@@ -20,7 +22,7 @@ def gathered(world_size: int, value: Any) -> list[Any]:
 def wrap_again(trainer: Trainer, module: LightningModule) -> None:
     """Let DDP, if that is the strategy, see anew which parameters of ``module`` take gradients."""
     strategy = trainer.strategy
-    if isinstance(strategy, DDPStrategy):
+    if is_a(strategy, DDPStrategy):
         strategy.model = module
         strategy.configure_ddp()
 

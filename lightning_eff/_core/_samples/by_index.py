@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_eff._core import rng
 from lightning_eff._core._run._silent.unlogged import unlogged
@@ -176,11 +176,14 @@ def _own(session: Session, loader: ResumableLoader, among: Sequence[int] | None 
 
 def _over(loader: ResumableLoader, own: list[int], *, batch_size: int | None, collate: Any) -> Iterator[Any]:
     """What a loader like the user's gives of the samples ``own``, in their order."""
+    at_once = (
+        batch_size is not None and loader.batch_sampler is None and (loader.chosen is None or loader.chosen.batched)
+    )
     return iter(
         DataLoader(
             loader.dataset,
-            batch_size=batch_size,
-            sampler=own,
+            batch_size=None if at_once else batch_size,  # where the data set fetches a whole batch by its indices
+            sampler=BatchSampler(own, batch_size, drop_last=False) if at_once and batch_size else own,
             collate_fn=collate,
             num_workers=loader.num_workers,
             worker_init_fn=loader.worker_init_fn,

@@ -188,6 +188,7 @@ class Mixing(Augmentation):
         who, targets = type(self).__name__, self._targets
         labels = targets.labels(step, batch)
         if not labels:  # the step skips this batch
+            self._note(0.0)
             return proceed(batch)
         self._look_once(lambda: self._look(step, batch, labels))
         self._look_for_rest(step, batch, labels)
@@ -201,9 +202,10 @@ class Mixing(Augmentation):
             change = only_classes(TargetCall.plain, who=who)
             return proceed(batch) if targets.checked else targets.run(step, batch, proceed, change)
         mixture, partner, share = made
-        self._note(1.0 - float((share if share.ndim == 1 else share[:, 0]).mean()))
         others = self.others(labels, partner)
         output = targets.run(step, mixture, proceed, only_classes(self.weighing(share), who=who), others)
+        mean = float((share if share.ndim == 1 else share[:, 0]).mean())
+        self._note(0.0 if output is None else 1.0 - mean)  # a resumed run finds no labels in a step that it begins with
         if targets.compared and not self._told:
             self._told = True
             larger = "the larger" if self.larger_first else "not always the larger"

@@ -118,6 +118,8 @@ class LabelSmoothing(Technique):
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
         labels = self._targets.labels(step, batch)
         if not labels:  # the step skips this batch
+            self._calls = 0
+            self._batches += 1
             return proceed(batch)
         if not self._looked:
             on_all_ranks(self.session, lambda: check_labels(labels, who=WHO))

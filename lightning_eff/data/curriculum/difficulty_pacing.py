@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._samples.by_index import losses_of_each_sample, of_each_sample
 from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scorer
@@ -170,7 +171,7 @@ class DifficultyPacing(SampleChooser):
                     )
         if sample_loss is not None and not callable(sample_loss):
             raise ValueError(f"{WHO}({sample_loss=}): expected a function of (module, batch), or None.")
-        if reference is not None and sample_loss is None and not isinstance(reference, LightningModule):
+        if reference is not None and sample_loss is None and not is_a(reference, LightningModule):
             raise ValueError(
                 f"{WHO}(reference={type(reference).__name__}(...)): expected a LightningModule, whose training_step returns"
                 " the loss. Give sample_loss= beside it, a function of (module, batch)."

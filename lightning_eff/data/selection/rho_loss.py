@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._run.checks import is_checkpointed_reentrantly
 from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scores, agree
@@ -116,7 +117,7 @@ class RHOLoss(Choosing):
             raise ValueError(
                 f"RHOLoss({lr=}): expected a finite number > 0, the rate of the irreducible model's AdamW."
             )
-        if model is not None and (irreducible is not None or not isinstance(model, LightningModule)):
+        if model is not None and (irreducible is not None or not is_a(model, LightningModule)):
             raise ValueError(
                 f"RHOLoss(model={type(model).__name__}(...)): expected a LightningModule whose training_step takes the same"
                 " batches, and no irreducible= beside it, which would leave it nothing to find."
@@ -195,8 +196,13 @@ class RHOLoss(Choosing):
         indices = step.indices
         if indices is not None and len(indices) == size and all(isinstance(i, int) for i in indices):
             return None
+        if indices is None:
+            return ValueError(
+                f"RHOLoss: it is not known which samples a batch holds, because {self.session.loaders.why_unknown}. Pass a"
+                " torch.utils.data.DataLoader over a dataset with __getitem__ and __len__, or use OrderedSGD, which needs none."
+            )
         return ValueError(
-            f"RHOLoss: the loader gave {'no' if indices is None else len(indices)} indices for a batch of {size} samples;"
+            f"RHOLoss: the loader gave {len(indices)} indices for a batch of {size} samples;"
             " expected one integer for each, by which its irreducible loss is known. Give the loader a batch_size and a"
             " collate_fn that makes one sample of each index."
         )

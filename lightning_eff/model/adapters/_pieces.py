@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 
 from lightning_eff._core._architecture.record import swapped
+from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._run.checks import is_plain
 from lightning_eff._core.session import Session
 
@@ -36,7 +37,7 @@ def local(t: Tensor) -> Tensor:
 
 def divides(session: Session) -> bool:
     """Whether the strategy is one that may divide parameters."""
-    return isinstance(session.trainer.strategy, ModelParallelStrategy)
+    return is_a(session.trainer.strategy, ModelParallelStrategy)
 
 
 def plans(session: Session) -> bool:
@@ -57,7 +58,7 @@ def check_strategy(session: Session, *, who: str, save: str, undivided: Mapping[
     name = type(strategy).__name__
     if is_plain(strategy):
         return
-    if not isinstance(strategy, ModelParallelStrategy):
+    if not is_a(strategy, ModelParallelStrategy):
         raise ValueError(
             f"{who}: got strategy {name}, which divides parameters in its own way; expected a single device, DDP,"
             " ModelParallelStrategy (FSDP2) or HybridParallelStrategy. Use one of these."

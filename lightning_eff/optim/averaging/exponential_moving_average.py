@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._run.checks import is_plain
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.optim.averaging._batch_norm import batch_norms
+from lightning_eff.optim.averaging._buffers import is_statistic
 from lightning_eff.optim.averaging._engine import AveragedWeights, check_bn_batches, pieces, rivals
 
 TAIL_BLEND = 0.6  # the average's share at the end of a run of which the tail is averaged: modded-nanogpt's
@@ -77,10 +79,11 @@ class ExponentialMovingAverage(AveragedWeights):
     """Validate, test and keep a moving average of the weights, while training goes on from the raw ones.
 
     After each optimizer step ``a <- s a + (1 - s) w`` with ``s = 2^(-1 / half_life)``, of every parameter that takes
-    gradients, and of the buffers that a checkpoint holds, BatchNorm's statistics among them; it starts from the first
-    weights that it sees. With ``tail`` only the last share of the run is averaged, and what is shown is a blend of the
-    average and the present weights: the average lags behind, the more so the faster the weights still move. With a rate that
-    is wholly decayed little is left to gain.
+    gradients, and of BatchNorm's running statistics; it starts from the first weights that it sees. Other buffers, such as
+    counts, masks, codebooks and scales of quantisers, are shown as training left them, and the vectors of spectral
+    normalisation are computed at the averaged weights. With ``tail`` only the last share of the run is averaged, and what is
+    shown is a blend of the average and the present weights: the average lags behind, the more so the faster the weights still
+    move. With a rate that is wholly decayed little is left to gain.
 
     While the trainer validates, and from the end of fit on, the module holds the average, and so does every checkpoint's
     ``state_dict``; the raw weights are in this callback's state, and a resumed fit goes on from them. A checkpoint that is
@@ -187,7 +190,7 @@ class ExponentialMovingAverage(AveragedWeights):
     def check(self, session: Session) -> None:
         super().check(session)
         strategy = session.trainer.strategy
-        if not is_plain(strategy) and not isinstance(strategy, ModelParallelStrategy):
+        if not is_plain(strategy) and not is_a(strategy, ModelParallelStrategy):
             raise ValueError(
                 f"ExponentialMovingAverage: got strategy {type(strategy).__name__}; expected a single device, DDP, or one that"
                 " shards by FSDP2, where a process's piece of a parameter is a tensor of its own: ModelParallelStrategy or"
@@ -235,8 +238,8 @@ class ExponentialMovingAverage(AveragedWeights):
             if (p.requires_grad or name in self._held) and name not in self._left_out and p.is_floating_point():
                 yield name, held[name]
         for name, b in session.module.named_buffers():
-            begins = not self._taken and name in self._kept and b.is_floating_point()
-            if name in self._held or (begins and bool(b.isfinite().all())):  # a mask of infinities has no average
+            begins = not self._taken and name in self._kept and is_statistic(name) and b.is_floating_point()
+            if name in self._held or begins:
                 yield name, held[name]
 
     @override

@@ -6,9 +6,9 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
+from lightning_eff._core._lightning.names import is_overridden, is_subclass
 from lightning_eff._core.optimizers import is_per_parameter
 from lightning_eff._core.technique import Technique
 from lightning_eff.precision.fp8 import too_small
@@ -69,7 +69,7 @@ def abilities(
     """
     found: dict[str, str] = dict.fromkeys(without, "left out by --without")
     for cls in callbacks:
-        if issubclass(cls, StochasticWeightAveraging | WeightAveraging | ModelPruning):
+        if is_subclass(cls, StochasticWeightAveraging, WeightAveraging, ModelPruning):
             found.setdefault("divided", f"{cls.__name__} needs the parameters whole")
         if issubclass(cls, Technique) and not cls.any_strategy:
             found.setdefault("hybrid", f"{cls.__name__} needs a single device or DDP")

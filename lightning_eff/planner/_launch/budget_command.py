@@ -140,6 +140,7 @@ def measured(configs: Sequence[str]) -> dict[str, Any]:
     from lightning.pytorch import Trainer
     from torch.utils.data import DataLoader
 
+    from lightning_eff._core._lightning.names import like
     from lightning_eff._core.batches import num_tokens
     from lightning_eff.monitor.efficiency_monitor import EfficiencyMonitor
     from lightning_eff.planner.recipe import read_recipe
@@ -156,7 +157,7 @@ def measured(configs: Sequence[str]) -> dict[str, Any]:
     quiet: dict[str, Any] = dict.fromkeys(
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
     )
-    trainer = Trainer(
+    trainer = like(recipe.module, Trainer)(
         max_steps=_STEPS, precision=recipe.precision, devices=1, callbacks=[seen], limit_val_batches=0, **quiet
     )
     batches: Any = [recipe.batch] * _STEPS

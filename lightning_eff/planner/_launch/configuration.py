@@ -12,8 +12,6 @@ from lightning_eff.planner._launch.abilities import PLANNED
 from lightning_eff.planner.layouts import Layout
 from lightning_eff.strategies.hybrid_parallel import HybridParallelStrategy
 
-_DDP = "lightning.pytorch.strategies.DDPStrategy"
-
 
 @dataclass(frozen=True)
 class Section:
@@ -28,6 +26,7 @@ class Section:
         batch_size: that it has.
         layers: dotted path of the stack of blocks, or None.
         configs: paths of the configs.
+        package: the name of Lightning that the module is written with.
     """
 
     callbacks: Sequence[Mapping[str, Any]]
@@ -37,6 +36,7 @@ class Section:
     batch_size: int
     layers: str | None
     configs: Sequence[str]
+    package: str = "lightning.pytorch"
 
 
 def loader_batch(layout: Layout) -> int:
@@ -44,18 +44,21 @@ def loader_batch(layout: Layout) -> int:
     return layout.micro_batch * (layout.num_microbatches if layout.pp > 1 else 1)
 
 
-def strategy(layout: Layout, split: Sequence[range], layers: str | None) -> dict[str, Any] | str:
+def strategy(layout: Layout, split: Sequence[range], section: Section) -> dict[str, Any] | str:
     """The strategy with every argument; on one accelerator Lightning's "auto", which knows the device.
 
     Args:
         layout: which.
         split: the blocks of each stage.
-        layers: dotted path of the stack of blocks.
+        section: of the recipe.
     """
     if layout.plain:
         if layout.gpus == 1:
             return "auto"
-        return {"class_path": _DDP, "init_args": {"gradient_as_bucket_view": True}}
+        return {
+            "class_path": f"{section.package}.strategies.DDPStrategy",
+            "init_args": {"gradient_as_bucket_view": True},
+        }
     signature = inspect.signature(HybridParallelStrategy.__init__).parameters
     arguments = {name: p.default for name, p in signature.items() if p.default is not p.empty}
     arguments |= {
@@ -63,7 +66,7 @@ def strategy(layout: Layout, split: Sequence[range], layers: str | None) -> dict
         "shard": False if layout.shard == "none" else layout.shards or True,
         "tensor_parallel_size": layout.tp,
         "pipeline_parallel_size": layout.pp,
-        "layers": layers,
+        "layers": section.layers,
         "sequence_parallel": False,
     }
     if layout.pp > 1:
@@ -127,7 +130,7 @@ def configuration(layout: Layout, split: Sequence[range], devices: int, section:
         "accelerator": "gpu",
         "num_nodes": layout.gpus // devices,
         "devices": devices,
-        "strategy": strategy(layout, split, section.layers),
+        "strategy": strategy(layout, split, section),
         "precision": precision,
         "plugins": plugins or None,
         "callbacks": [*kept, *callbacks(layout, section.layers)] or None,

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core.patches import Patches
 from lightning_eff._core.wrapping import WrappingPrecision, is_unrounded
 from lightning_eff.precision._linear.maps import LinearMap, Rule, block_of, linear_maps, sort_out
@@ -119,7 +120,7 @@ class LinearPrecision(WrappingPrecision):
 
     def _check(self, module: nn.Module) -> None:
         who = type(self).__name__
-        if isinstance(getattr(getattr(module, "_trainer", None), "strategy", None), DeepSpeedStrategy):
+        if is_a(getattr(getattr(module, "_trainer", None), "strategy", None), DeepSpeedStrategy):
             raise ValueError(
                 f"{who}: got DeepSpeedStrategy, which casts and steps by its own rules; expected a single device, DDP or"
                 " ModelParallelStrategy. Take another strategy, or the plugin out."

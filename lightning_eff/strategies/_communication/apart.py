@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import is_a, like
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import OtherWeights
 
@@ -101,9 +102,9 @@ class Apart(OtherWeights):
                 f"{type(self).__name__}: got precision {session.trainer.precision!r}, whose gradient scaler would skip steps"
                 " on one rank and not on another; expected a precision without one. Use precision='bf16-mixed'."
             )
-        if isinstance(strategy, DDPStrategy) and (
+        if is_a(strategy, DDPStrategy) and (
             strategy._ddp_comm_hook is not None
-            or type(strategy)._register_ddp_hooks is not DDPStrategy._register_ddp_hooks
+            or type(strategy)._register_ddp_hooks is not like(strategy, DDPStrategy)._register_ddp_hooks
         ):
             raise ValueError(
                 f"{type(self).__name__}: {type(strategy).__name__} has a communication hook already, and DDP takes one;"
@@ -116,7 +117,7 @@ class Apart(OtherWeights):
         from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post_local_sgd
 
         strategy = session.trainer.strategy
-        if not isinstance(strategy, DDPStrategy):
+        if not is_a(strategy, DDPStrategy):
             return
         wrap, load, state_dict = strategy.configure_ddp, strategy.load_checkpoint, strategy.lightning_module_state_dict
 

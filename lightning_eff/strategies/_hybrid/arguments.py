@@ -8,9 +8,9 @@ from typing import Any, Literal, cast
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import LBFGS, Optimizer
 
+from lightning_eff._core._lightning.names import is_a, is_overridden
 from lightning_eff._core.wrapping import WrappingPrecision
 from lightning_eff.strategies._hybrid.layout import Layout, check_shard, check_size
 
@@ -170,7 +170,7 @@ def check_run(trainer: Trainer, module: LightningModule, layout: Layout, *, repl
                 f" precision='bf16-mixed', or {who}(shard=False) without tensor and pipeline parallelism."
             )
     for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
-        if divided and fitting and isinstance(callback, StochasticWeightAveraging | WeightAveraging | ModelPruning):
+        if divided and fitting and is_a(callback, StochasticWeightAveraging, WeightAveraging, ModelPruning):
             raise ValueError(
                 f"{who}: got {type(callback).__name__}, which needs the module's parameters whole and in one process; with"
                 f" {layout} each process has a part. Take the callback out, or {who}(shard=False) without tensor and"

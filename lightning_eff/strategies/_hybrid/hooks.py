@@ -6,6 +6,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_eff._core._lightning.names import both
 from lightning_eff.strategies._hybrid.arguments import innermost
 from lightning_eff.strategies._hybrid.layout import Layout
 from lightning_eff.strategies._hybrid.norms import FUNCTIONS, Places
@@ -55,7 +56,7 @@ def check_hooks(trainer: Trainer, module: LightningModule, layout: Layout, *, wh
         names = tuple(name for name in _OTHERS if "validation" in name or "test" in name)
     owners = [module, *trainer.callbacks]  # pyright: ignore[reportAttributeAccessIssue]
     for owner in owners:
-        reader = Reader.of(module, owner, FUNCTIONS.values())
+        reader = Reader.of(module, owner, both(*FUNCTIONS.values()))
         for name, functions in hooks_of(owner, names):
             reads = reader.read(functions)
             _check(f"{type(owner).__name__}.{name}", name, reads, trainer, layout, who=who)

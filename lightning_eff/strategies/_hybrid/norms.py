@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.grads import grad_norm
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
+from lightning_eff._core._lightning.names import both
 from lightning_eff.strategies._hybrid.gradients import clip_by_value, scale
 from lightning_eff.strategies._hybrid.shards import local
 
@@ -174,7 +175,7 @@ class Places:
 
     def __init__(self, namespaces: Iterable[dict[str, Any]], cells: Iterable[CellType]) -> None:
         self._now: Within | None = None
-        instead = {id(f): (f, self._instead(name, f)) for name, f in FUNCTIONS.items()}
+        instead = {id(f): (f, self._instead(name, f)) for name, given in FUNCTIONS.items() for f in both(given)}
         self._dicts: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._cells: list[tuple[CellType, Any, Any]] = []
         every = [m.__dict__ for m in list(sys.modules.values()) if isinstance(getattr(m, "__dict__", None), dict)]

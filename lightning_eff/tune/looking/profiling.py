@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import of_both
 from lightning_eff._core.batches import num_samples, tensors
 from lightning_eff._core.blocks import stacks
 from lightning_eff._core.losses import LossNotVisible, ObserveLosses, check_visible, loss_of
@@ -87,6 +88,7 @@ class Found:
         return cls(**{**record, **lists, "run": RunProfile(**record["run"])})
 
 
+@of_both
 class Look(Callback):
     """Looks at the module, the first batches and the optimizers of a run, and changes nothing.
 

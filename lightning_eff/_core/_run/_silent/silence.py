@@ -6,6 +6,7 @@ from typing import TypeVar
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
+from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._run.member import Member
 from lightning_eff._core.patches import Patches
 
@@ -39,7 +40,7 @@ def silence(
     The first technique's hooks drive the run, unless nobody works in it; even then a checkpoint within an accumulation
     window, or within a step that is optimized by hand, must know how far the step is.
     """
-    scheduled = any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
+    scheduled = any(is_a(c, GradientAccumulationScheduler) for c in trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
     windows = scheduled or trainer.accumulate_grad_batches > 1 or not module.automatic_optimization
     driven = bool(working) or windows
     for technique in techniques:

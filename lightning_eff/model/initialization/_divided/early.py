@@ -10,6 +10,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_eff._core._lightning.names import is_a, like
 from lightning_eff._core._run.checks import is_plain
 from lightning_eff._core.passes import training_batches
 from lightning_eff._core.patches import Patches
@@ -21,7 +22,7 @@ _TRIED = 8  # batches, where the step passes over the first
 def check_strategy(session: Session, *, who: str) -> None:
     """Raise ``ValueError`` under a strategy of which it is not known when it divides weights."""
     strategy = session.trainer.strategy
-    if not is_plain(strategy) and not isinstance(strategy, ModelParallelStrategy):
+    if not is_plain(strategy) and not is_a(strategy, ModelParallelStrategy):
         raise ValueError(
             f"{who}: got strategy {type(strategy).__name__}, which divides weights in its own way; expected a single device,"
             " DDP, ModelParallelStrategy or HybridParallelStrategy, which divides them by FSDP2. Use one of these; or fit for a"
@@ -87,7 +88,7 @@ def _own_sampler(session: Session) -> Iterator[None]:
     """A strategy with one replica of the data in several processes leaves the loader its own sampler; so do we, before it."""
     trainer, patches = session.trainer, Patches()
     strategy = trainer.strategy
-    if isinstance(strategy, ModelParallelStrategy) and strategy.distributed_sampler_kwargs["num_replicas"] == 1:
+    if is_a(strategy, ModelParallelStrategy) and strategy.distributed_sampler_kwargs["num_replicas"] == 1:
         patches.set(trainer._accelerator_connector, "use_distributed_sampler", False)
     try:
         yield
@@ -107,7 +108,7 @@ def as_one_process(session: Session) -> Iterator[None]:
 
     with ExitStack() as scope:
         scope.callback(setattr, strategy, "precision_plugin", plugin)
-        strategy.precision_plugin = Precision()
+        strategy.precision_plugin = like(strategy, Precision)()
         scope.callback(patches.restore)
         patches.set(strategy, "batch_to_device", batch_to_device)
         yield
@@ -117,7 +118,7 @@ def by_replica(session: Session, value: Any) -> list[Any]:
     """``value`` of each replica's first process, which all of its processes have: of every rank, but under a hybrid."""
     strategy = session.trainer.strategy
     rank = session.rank
-    if isinstance(strategy, ModelParallelStrategy):
+    if is_a(strategy, ModelParallelStrategy):
         rank = int(strategy.distributed_sampler_kwargs["rank"])
     found: dict[int, Any] = {}
     for replica, one in session.gather((rank, value)):

@@ -2,8 +2,8 @@
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_eff._core._lightning.names import is_exactly, is_overridden
 from lightning_eff._core._stack.compiled import compiled_around
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Technique
@@ -16,7 +16,7 @@ def dense_for(session: Session) -> str:
     """Why gradients of the table are dense in this run; empty where they are sparse."""
     trainer, module = session.trainer, session.module
     plugin = trainer.strategy.precision_plugin
-    if type(trainer.strategy) is not SingleDeviceStrategy:
+    if not is_exactly(trainer.strategy, SingleDeviceStrategy):
         return f"{type(trainer.strategy).__name__} exchanges whole ones"
     if not module.automatic_optimization:
         return "under manual optimization the module may read them"

@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.optim import Optimizer
 
+from lightning_eff._core._lightning.names import is_exactly
 from lightning_eff.strategies._hybrid.saving import checkpoint as formats
 from lightning_eff.strategies._hybrid.saving.gathering import Gathering
 from lightning_eff.strategies._hybrid.saving.optimizer_state import NamedOptimizer
@@ -96,7 +97,7 @@ class Files:
                 f"{self._who}: {path} is a folder without {formats.META}; expected a file, or a folder that a strategy wrote"
                 " as a checkpoint and finished writing. Resume from another checkpoint."
             )
-        if path.is_file() and type(io) is TorchCheckpointIO:
+        if path.is_file() and is_exactly(io, TorchCheckpointIO):
             try:  # every rank reads the pieces that it needs
                 return torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
             except RuntimeError as error:

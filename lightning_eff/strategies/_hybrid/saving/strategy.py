@@ -10,13 +10,16 @@ from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import Connected, is_a, like, of_both
+
 if TYPE_CHECKING:
     from lightning_eff.strategies._hybrid.replica import Replica
 
 _KEY = "lightning_eff_hybrid"  # in checkpoints: what random numbers of a pipeline's steps follow from
 
 
-class SavingStrategy(ModelParallelStrategy):
+@of_both
+class SavingStrategy(Connected, ModelParallelStrategy):
     """Saves and loads what the processes of a run hold together, through its :class:`Replica`."""
 
     _replica: "Replica | None"
@@ -38,7 +41,7 @@ class SavingStrategy(ModelParallelStrategy):
         assert self._replica is not None
         if self._save_distributed_checkpoint:
             return {}
-        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        inner = optimizer._optimizer if is_a(optimizer, LightningOptimizer) else optimizer
         return self._replica.files.optimizer_state(inner)
 
     @override
@@ -48,7 +51,7 @@ class SavingStrategy(ModelParallelStrategy):
             checkpoint[_KEY] = self._replica.pipeline.state_dict()
         if not self._save_distributed_checkpoint:
             self._replica.files.clear_way(Path(self.broadcast(filepath)))
-            Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+            like(self, Strategy).save_checkpoint(self, checkpoint, filepath, storage_options)
             return
         if storage_options is not None:
             raise TypeError(

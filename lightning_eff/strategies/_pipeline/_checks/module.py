@@ -3,6 +3,7 @@
 import lightning.pytorch as pl
 from torch import nn
 
+from lightning_eff._core._lightning.names import is_a, is_overridden
 from lightning_eff.strategies._pipeline.order import SPLIT_BACKWARD
 from lightning_eff.strategies._pipeline.stack import Stack
 
@@ -15,7 +16,7 @@ def check_module(module: nn.Module, *, who: str) -> None:
             f"{who}: {name} has automatic_optimization=False; expected True, because the schedule runs the"
             " backward pass of each micro-batch itself. Use automatic optimization, or pipeline_parallel_size=1."
         )
-    if isinstance(module, pl.LightningModule) and type(module).backward is not pl.LightningModule.backward:
+    if is_a(module, pl.LightningModule) and is_overridden("backward", module):
         raise ValueError(
             f"{who}: {name} overrides backward; expected LightningModule's own, because the schedule runs the"
             " backward pass of each micro-batch itself. Take the override out, or use pipeline_parallel_size=1."

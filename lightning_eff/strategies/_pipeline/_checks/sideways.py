@@ -31,7 +31,7 @@ from lightning_eff.strategies._pipeline.view import Marks, uncut
 
 _DEEP = 4
 _OURS = ("lightning_eff.", "torchmetrics.")
-_THEIRS = ("torch.", "torchao.", "torchvision.", "lightning.")
+_THEIRS = ("torch.", "torchao.", "torchvision.", "lightning.", "pytorch_lightning.", "lightning_fabric.")
 _PLAIN = {*nn.Module().__dict__, *pl.LightningModule().__dict__}
 
 

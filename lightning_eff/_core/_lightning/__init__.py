@@ -1,0 +1,1 @@
+"""Lightning under its two names."""

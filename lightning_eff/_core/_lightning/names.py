@@ -1,0 +1,210 @@
+"""The two names of Lightning, ``lightning.pytorch`` and ``pytorch_lightning``, and what makes both work.
+
+The two packages have the same code, but no class of one is a class of the other. Nothing outside of this module asks
+``isinstance`` of a Lightning class: it calls :func:`is_a`, which knows both. Neither package is imported here, and the
+second one never by us: it counts as soon as somebody else has imported it.
+"""
+
+import copyreg
+import importlib
+import sys
+from abc import ABCMeta
+from types import ModuleType
+from typing import Any, TypeVar, overload
+
+from typing_extensions import TypeIs, override
+
+from lightning_eff._core._lightning.imports import once_imported
+
+#: The packages by both names: the one that this package is written with, and the one that it may meet.
+NAMES = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
+OWN, OTHER = "lightning.pytorch", "pytorch_lightning"
+
+T = TypeVar("T")
+T2 = TypeVar("T2")
+C = TypeVar("C", bound=type)
+
+
+# -- which classes and objects are meant
+
+
+def _renamed(module: str, package: str) -> str | None:
+    """The name of Lightning's module ``module`` in ``package``'s family; None if it is no module of Lightning's."""
+    for names in NAMES.items():
+        for name in names:
+            if module == name or module.startswith(f"{name}."):
+                return names[package == OTHER] + module[len(name) :]
+    return None
+
+
+def is_lightnings(cls: type) -> bool:
+    """Whether Lightning itself defines ``cls``, under either name."""
+    return _renamed(cls.__module__, OWN) is not None
+
+
+def _named(cls: Any, package: str) -> Any:
+    """Lightning's class or function ``cls`` as ``package`` has it; None if it has none, or is not imported."""
+    module = _renamed(cls.__module__, package)
+    if module is None or package not in sys.modules:
+        return None
+    return getattr(sys.modules.get(module), cls.__qualname__, None)
+
+
+def renamed(cls: type, package: str) -> str:
+    """The dotted path of Lightning's class ``cls`` in ``package``."""
+    path = f"{_renamed(cls.__module__, package)}"
+    short = path.rpartition(".")[0]  # where people import it from
+    return f"{short if hasattr(sys.modules.get(short), cls.__name__) else path}.{cls.__name__}"
+
+
+def both(*what: T) -> tuple[T, ...]:
+    """Classes or functions of Lightning's, and those of the same names in the other package, if that is imported."""
+    return tuple(dict.fromkeys([*what, *(other for each in what if (other := _named(each, OTHER)) is not None)]))
+
+
+@overload
+def is_a(value: object, kind: type[T], /) -> TypeIs[T]: ...
+@overload
+def is_a(value: object, kind: type[T], other: type[T2], /) -> TypeIs[T | T2]: ...
+@overload
+def is_a(value: object, /, *kinds: type) -> bool: ...
+def is_a(value: object, *kinds: type) -> bool:
+    """``isinstance`` for classes of Lightning: ``value`` may be of the class of that name in either package."""
+    return isinstance(value, kinds) or (OTHER in sys.modules and isinstance(value, both(*kinds)))
+
+
+def is_subclass(cls: type, *kinds: type) -> bool:
+    """``issubclass`` for classes of Lightning, of either package."""
+    return issubclass(cls, kinds) or (OTHER in sys.modules and issubclass(cls, both(*kinds)))
+
+
+def is_exactly(value: object, kind: type) -> bool:
+    """Whether the type of ``value`` is Lightning's class ``kind`` itself, of either package, or made of it by :func:`adapt`."""
+    return getattr(type(value), "_adapted", type(value)) in both(kind)
+
+
+def package_of(value: object) -> str | None:
+    """The package that an object, or a class, belongs to: that of the first of its classes that Lightning defines, if any."""
+    for cls in (value if isinstance(value, type) else type(value)).__mro__:
+        if is_lightnings(cls):
+            return OWN if _renamed(cls.__module__, OWN) == cls.__module__ else OTHER
+    return None
+
+
+def like(of: object, cls: type[T]) -> type[T]:
+    """Lightning's class ``cls`` in the package that ``of``, such as a trainer or a module, belongs to."""
+    package = package_of(of)
+    return cls if package is None else _named(cls, package) or cls
+
+
+def module_like(of: object, name: str) -> ModuleType:
+    """Lightning's module ``name``, given as ``lightning.pytorch`` has it, in the package that ``of`` belongs to."""
+    return importlib.import_module(_renamed(name, package_of(of) or OWN) or name)
+
+
+def is_overridden(method: str, instance: object, parent: type | None = None) -> bool:
+    """Lightning's ``is_overridden`` for modules, data modules and callbacks of either package."""
+    from lightning.pytorch import Callback, LightningDataModule, LightningModule
+    from lightning_utilities.core.overrides import is_overridden as overridden
+
+    if instance is None:
+        return False
+    known = (LightningModule, LightningDataModule, Callback) if parent is None else (parent,)
+    kinds = [like(instance, kind) for kind in known if is_a(instance, kind)]
+    if not kinds:
+        raise ValueError(f"is_overridden({method!r}): {type(instance).__name__} is no module, data module or callback.")
+    return overridden(method, instance, kinds[0])
+
+
+# -- classes of ours that both packages take
+
+
+class _Adapted(ABCMeta):
+    """The type of classes that stand in one package's family, although they were written for the other's."""
+
+    _adapted: Any
+    _package: str
+
+    @override
+    def mro(cls) -> list[type]:
+        found = super().mro()
+        own = next(c for c in found if not isinstance(c, _Adapted))
+        package = next(c.__dict__["_package"] for c in found if "_package" in c.__dict__)
+        first = [c if (other := _named(c, package)) is None else other for c in own.__mro__]
+        left_out = {
+            c for c in found if _renamed(c.__module__, package) not in (None, c.__module__)
+        }  # super() would reach them
+        order = dict.fromkeys([*(c for c in found if isinstance(c, _Adapted)), *first, *found])
+        return [*(c for c in order if c is not object and c not in left_out), object]
+
+
+def adapted(cls: C, package: str | None) -> C:
+    """``cls``, with ``super()`` and what it inherits from Lightning taken from ``package``: a class of the same name.
+
+    It is a subclass of ``cls`` and of ``package``'s classes, and of the other package's no more.
+    """
+    if package is None or package_of(cls) in (None, package):
+        return cls
+    if is_lightnings(cls):
+        return _named(cls, package) or cls
+    for made in cls.__subclasses__():
+        if isinstance(made, _Adapted) and made.__dict__.get("_adapted") is cls and made._package == package:
+            return made  # pyright: ignore[reportReturnType]
+    bases = [other for c in cls.__mro__ if (other := _named(c, package)) is not None]
+    more = [base for base in bases[:1] if not issubclass(cls, base)]
+    # of a private module, so that jsonargparse, which looks for subclasses by their names, passes over it
+    names = {"__module__": __name__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return _Adapted(cls.__name__, (cls, *more), {**names, "_package": package, "_adapted": cls})  # pyright: ignore[reportReturnType]
+
+
+copyreg.pickle(_Adapted, lambda cls: (adapted, (cls._adapted, cls._package)))  # pyright: ignore[reportArgumentType]
+
+
+def adapt(value: object, of: object) -> None:
+    """Let ``value``, such as a plugin, inherit from the package that ``of``, such as a trainer, belongs to."""
+    package = package_of(of)
+    if package is not None and package_of(value) != package:
+        cls = getattr(type(value), "_adapted", type(value))
+        value.__class__ = cls if package_of(cls) == package else adapted(cls, package)
+
+
+_JOINING: list[Any] = []
+
+
+def of_both(cls: C) -> C:
+    """Class decorator: make ``cls``, made of a class of Lightning's, a subclass of the other package's class, too.
+
+    That package's Trainer and command line then take it. What is inherited comes from the first package all the same,
+    unless :func:`adapt` says otherwise.
+    """
+    _JOINING.append(cls)
+    if len(_JOINING) == 1:
+        once_imported(OTHER, _join)
+    elif OTHER in sys.modules:
+        _join()
+    return cls
+
+
+def _join() -> None:
+    for cls in _JOINING:
+        others = [other for base in cls.__bases__ if (other := _named(base, OTHER)) is not None]
+        new = [other for other in others if other not in cls.__mro__]
+        if new:
+            cls.__bases__ = (*cls.__bases__, *new)
+
+
+class Connected:
+    """Mixin, first among the bases of a strategy: it inherits from the package whose Trainer takes it."""
+
+    _accelerator: Any
+
+    @property
+    def accelerator(self) -> Any:
+        """What the strategy runs on; the Trainer sets it before it asks anything else of the strategy."""
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Any) -> None:
+        if accelerator is not None:
+            adapt(self, accelerator)
+        self._accelerator = accelerator
