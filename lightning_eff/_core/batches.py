@@ -246,12 +246,14 @@ def num_tokens(batch: Any) -> int:
 
     One of its dimensions counts the samples, or sequences are packed into one row: edges (2, E) of graphs are no tokens.
     """
+    every, rule = tensors(batch), CURRENT.rule
     found = [
-        t
-        for _, t in tensors(batch)
+        (path, t)
+        for path, t in every
         if t.ndim == 2 and not (t.is_floating_point() or t.is_complex()) and t.dtype.itemsize > 1
     ]
     if not found:
         return 0
-    size = num_samples(batch)
-    return next((t.numel() for t in found if size in t.shape or t.shape[0] == 1), 0)
+    size, known = num_samples(batch), None if rule is None else rule.counting_samples(every)
+    fits = [t for path, t in found if t.shape[0] == 1 or (size in t.shape and (known is None or path in known))]
+    return fits[0].numel() if fits else 0

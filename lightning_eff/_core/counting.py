@@ -119,6 +119,11 @@ class Counting:
         leading = {_shape(t)[0] for t in sizes.values() if t.ndim > 0}
         return None if len(leading) == 1 else self._told.get(kind)
 
+    def counting_samples(self, found: list[tuple[str, Tensor]]) -> set[str] | None:
+        """The paths of the tensors that have a row for each sample; None where that is not known."""
+        places = self._places.get(tuple(path for path, _ in found))
+        return None if not places else {path for path, _ in places}
+
     def doubt(self, sizes: Sequence[int], taken: int) -> None:
         """Say once that the number of samples was guessed."""
         if not self._warned and len(set(sizes)) > 2 and 2 * list(sizes).count(taken) <= len(sizes):

@@ -279,12 +279,15 @@ class Rematerialization(Technique):
         """Measure and solve."""
         assert self._batch is not None and self.memory_budget is not None, "on_batch_start has set it"
         stack = self._found()
-        stages, casts = measure(session, stack, *self._batch, self._measuring)
+        measured = measure(session, stack, *self._batch, self._measuring, together=together)
+        if measured is None:  # the step skips this batch, and the next one is looked at
+            return
+        stages, casts = measured
         if together:
             stages, casts = agreed(session, stages, casts)
         if self.offload and self._bandwidth is None:
-            measured = min(measure_bandwidth(session.module.device))
-            self._bandwidth = session.trainer.strategy.broadcast(measured) if together else measured
+            bandwidth = min(measure_bandwidth(session.module.device))
+            self._bandwidth = session.trainer.strategy.broadcast(bandwidth) if together else bandwidth
         self.plan = solve(stages, casts, self.memory_budget, num_blocks=len(stack), bandwidth=self._bandwidth)
         self._casts = casts
         self._size, self._planned = max(self._size, _size(self._batch[0])), stack.active

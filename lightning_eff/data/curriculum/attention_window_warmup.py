@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core.batches import num_samples
+from lightning_eff._core.losses import loss_of
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
@@ -234,9 +235,9 @@ class AttentionWindowWarmup(Technique):
             with mode:
                 return run(batch)
 
-        step.forward_only(batch, num_samples(batch), around, transform=False)
+        ready = loss_of(step.forward_only(batch, num_samples(batch), around, transform=False)) is not None
         self._length = max(mode.lengths, default=0)
-        if not mode.lengths:
+        if not mode.lengths and ready:  # a step that is skipped tells nothing
             beside = f" ({mode.others} calls have queries of other tokens than their keys)" if mode.others else ""
             problem = ValueError(
                 f"{who}: saw no self-attention in training_step{beside}; expected calls of"
@@ -244,13 +245,12 @@ class AttentionWindowWarmup(Technique):
                 " (B, H, L, L), outside of compiled code. Hugging Face's models take attn_implementation='sdpa'. Or take the"
                 " technique out."
             )
-        elif self._must_narrow and max(mode.lengths) <= self.start:
+        elif ready and self._must_narrow and max(mode.lengths) <= self.start:
             problem = ValueError(
                 f"{who}(start={self.start}): attention in the first batch is on {max(mode.lengths)} tokens, all of which the"
                 " first window holds; expected more. Lower start, or take the technique out."
             )
-        agree(self.session, problem)
-        self._seen = True
+        self._seen = all(agree(self.session, problem, ready))
 
     def _windowed(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
