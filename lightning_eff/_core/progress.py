@@ -192,8 +192,8 @@ def open_gradients(
 
 
 @torch.no_grad()
-def take_up(trainer: Trainer, module: LightningModule, saved: dict[str, Any]) -> None:
-    """On resume, as training starts: the gradients that :func:`open_gradients` returned, and the epoch that begins.
+def take_up(trainer: Trainer, module: LightningModule, saved: dict[str, Any], *, count: bool) -> None:
+    """On resume, as training starts: the gradients that :func:`open_gradients` returned, and with ``count`` the next epoch.
 
     Lightning 2.6 begins an epoch of a run that resumes from the end of one without counting that it is ready and started. A
     run that is interrupted again at the end of that epoch then resumes with one epoch fewer than it had.
@@ -203,6 +203,6 @@ def take_up(trainer: Trainer, module: LightningModule, saved: dict[str, Any]) ->
             p.grad = saved[name].to(p.device, copy=True)
     loop = trainer.fit_loop
     counts = loop.epoch_progress.total.state_dict()
-    if loop.restarted_mid_epoch and counts["processed"] == counts["started"]:
+    if count and loop.restarted_mid_epoch and counts["processed"] == counts["started"]:
         loop.epoch_progress.increment_ready()
         loop.epoch_progress.increment_started()

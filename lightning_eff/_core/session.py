@@ -9,23 +9,25 @@ from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_eff._core import rng
 from lightning_eff._core._architecture.record import check_checkpoint, described
+from lightning_eff._core._optim.written import look
+from lightning_eff._core._resume.resuming import Resume
 from lightning_eff._core._run._silent.silence import silence
 from lightning_eff._core._run.checks import check_optimizers, check_run, tell_of_trials
 from lightning_eff._core._run.loading import TrainLoaders
 from lightning_eff._core._run.member import Member
 from lightning_eff._core._run.metrics import CurrentMetrics, reported
-from lightning_eff._core._run.processes import gathered, tell_other_processes, wrap_again
-from lightning_eff._core._stack.running import running
+from lightning_eff._core._run.processes import gathered, wrap_again
+from lightning_eff._core._stack.asked import Stacks
 from lightning_eff._core._stack.thawing import thawing
-from lightning_eff._core.blocks import BlockStack, Candidate, find_stack, find_stages
+from lightning_eff._core.batches import tensors
+from lightning_eff._core.counting import CURRENT, Counting, counted
 from lightning_eff._core.patches import Patches
-from lightning_eff._core.progress import Progress, ends_batch, mend_loops, open_gradients, take_up
+from lightning_eff._core.progress import Progress
 from lightning_eff._core.steps import Step, StepChain
 from lightning_eff._core.surgery import Surgery
 
@@ -38,7 +40,7 @@ def is_open(trainer: Trainer) -> bool:
     return trainer in _OPEN
 
 
-class Session:
+class Session(Stacks):
     """What techniques share in one run.
 
     Attributes:
@@ -59,10 +61,9 @@ class Session:
 
     def __init__(self, trainer: Trainer, module: LightningModule, techniques: Sequence[Member], stage: str) -> None:
         self.trainer = trainer
-        self.module = module
+        self.take_module(module, sizes={}, fitting=stage == "fit")
         self.techniques = list(techniques)
         self.working = [t for t in techniques if not t.neutral]
-        self.fitting = stage == "fit"
         self.progress = Progress(trainer)
         self.chain = StepChain(module.training_step)
         self.surgery = Surgery()
@@ -70,14 +71,11 @@ class Session:
         self.seed = 0
         self.rank = trainer.global_rank
         self.views: list[Callable[[bool], AbstractContextManager[None]]] = []
-        self.sizes: dict[str, tuple[int, int]] = {}
-        self._stacks: dict[str, BlockStack] = {}
-        self.loaders = TrainLoaders(trainer, self.gather, self._take_up_rng)
+        self.resume = Resume(trainer, module, self.gather)
+        self.loaders = self.resume.loaders = TrainLoaders(trainer, self.gather, self.resume.take_up_rng)
         self._scope = ExitStack()
-        self._rng: dict[str, Any] | None = None
-        self._gradients: dict[str, Any] = {}
         self._steps_before = -1
-        self._validate_first = self._backward_done = self._logged = self._slept = False
+        self._backward_done = self._logged = self._reports = self._slept = self._batch_ended = False
         self._metrics: CurrentMetrics | None = None
 
     # -- opening and closing
@@ -108,7 +106,7 @@ class Session:
         """Put back everything that was changed. Calling it again does nothing."""
         self._scope.close()
         if self._metrics is not None:
-            self._metrics.remove(keep=self._logged and not failed)
+            self._metrics.remove(keep=self._reports and not failed)
             self._metrics = None
         for technique in self.techniques:
             if technique._session is self:
@@ -149,6 +147,7 @@ class Session:
                 check_optimizers(module, self.optimizers, self.working)
                 for technique in self.working:
                     technique.on_optimizers(self)
+                self.resume.set_up(self.optimizers)
                 for stack in self._stacks.values():
                     stack.thaw()  # until training starts, so that summaries of the model count what will be trained
                 self._settle()
@@ -156,9 +155,8 @@ class Session:
         def load_checkpoint(*args: Any, **kwargs: Any) -> dict[str, Any]:
             checkpoint = load(*args, **kwargs)
             ours, states = checkpoint.get(_KEY, {}), checkpoint.get("callbacks", {})
-            if self.fitting and ours:
-                window = ours.get("window", self.trainer.accumulate_grad_batches)
-                mend_loops(checkpoint, by_steps=self.trainer.max_steps != -1, accumulate=window)
+            if self.fitting:
+                self.resume.mend(checkpoint, ours)
             check_checkpoint(self.module, checkpoint.get("state_dict"), ours.get("architecture", []))
             for technique in self.working:
                 technique.check_checkpoint(self, states.get(technique.state_key))
@@ -171,9 +169,12 @@ class Session:
         if self.fitting:
             self._metrics = CurrentMetrics(self.trainer, self._reported)
             loop = self.trainer.fit_loop
+            self.resume.attach(self.patches, self._in_validation, self._taken_up)
             self.patches.set(loop, "setup_data", self.loaders.asking(loop.setup_data))
+            self.patches.set(loop.epoch_loop, "on_run_start", self.loaders.beginning(loop.epoch_loop.on_run_start))
             self.patches.set(strategy, "process_dataloader", self.loaders.wrap(strategy.process_dataloader))
             self.patches.set(module, "training_step", self._training(module.training_step))
+            self.patches.set(CURRENT, "rule", Counting())
             self.patches.set(module, "configure_optimizers", thawing(module.configure_optimizers, self._stacks))
         for technique in self.working:
             technique.on_open(self)
@@ -202,9 +203,10 @@ class Session:
                 batch_idx = self.trainer.fit_loop.epoch_loop.batch_idx
                 indices = self.sample_indices if isinstance(self.sample_indices, list) else None
                 step = Step(self.chain, self.module, args[1:], batch_idx, self.trainer.global_step, indices)
-                output = self.chain.run(step, args[0])
+                output = counted(self.module, tensors(args[0]), indices, lambda: self.chain.run(step, args[0]))
             else:
                 output = original(*args, **kwargs)
+            self.verify(output)
             if output is None or not self.module.automatic_optimization:
                 self.end_step()  # no backward pass comes, which would end it
             return output
@@ -240,28 +242,6 @@ class Session:
         return bool((stage := self.trainer.state.stage) and stage.evaluating)
 
     # -- what techniques ask for
-
-    def stack(self, layers: str | None, *, who: str) -> BlockStack:
-        """The stack of blocks at ``layers`` (or the longest): one object for all techniques that act on it."""
-        return self._stack(find_stack(self.module, layers, who=who, in_runs=True), who)
-
-    def stages(self, layers: str | Sequence[str] | None, *, who: str) -> list[BlockStack]:
-        """The stacks of blocks at the paths ``layers`` (or all of the class that most blocks are of), in their order."""
-        return [self._stack(found, who) for found in find_stages(self.module, layers, who=who)]
-
-    def _stack(self, found: Candidate, who: str) -> BlockStack:
-        if found.path not in self._stacks:
-            self._stacks[found.path] = BlockStack(found, self.module)
-            rank_zero_info(f"{who}: blocks found at {found}")
-        return self._stacks[found.path]
-
-    def signature(self) -> tuple[tuple[str, int, int], ...]:
-        """Which blocks the network runs at the moment: (path, blocks that run, those of them that take gradients).
-
-        One entry for each stack that a technique has asked for, by path, and then of each of ``sizes``. Within
-        ``training_step`` the blocks are those that this very step runs, without the dropped ones; elsewhere the active.
-        """
-        return (*running(self._stacks), *((name, *size) for name, size in sorted(self.sizes.items())))
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -307,31 +287,25 @@ class Session:
     # -- the course of the run, driven by the first technique's hooks
 
     def start(self) -> None:
-        """Freeze what does not run yet; on resume, take up random state, gradients, and the validation that comes next."""
+        """Freeze what does not run yet; on resume, the rest is taken up once all hooks of the start have been called."""
+        self.resume.start()
         for stack in self._stacks.values():
             stack.freeze_inactive()
-        if self._rng is None:
-            return
-        take_up(self.trainer, self.module, self._gradients)
-        self._gradients = {}
-        rng.restore(self._rng)
-        if self._validate_first:
-            trainer, loop = self.trainer, self.trainer.fit_loop.epoch_loop.val_loop
-            trainer.validating = True
-            loop.restarting = False
-            loop.run()
-            trainer.training = True
-            self._rng = rng.capture()
+        self.loaders.started = True
 
-    def _take_up_rng(self) -> None:
-        """Take up the random state again: hooks of others may have drawn numbers since :meth:`start`."""
-        if self._rng is not None:
-            rng.restore(self._rng)
-            self._rng = None
+    def _taken_up(self, state: dict[str, Any], exactly: bool) -> None:
+        """On resume: go on with what :meth:`save` saved of this object."""
+        self.progress.u, self._logged = state["u"], state["logged"]
+        self._batch_ended = exactly and state["batch_ended"]
+
+    def _in_validation(self, pending: list[Any]) -> None:
+        for technique in self.working:
+            if any(technique is callback for callback in pending):
+                technique.on_rest_of_validation(self)
 
     def begin_batch(self, batch: Any, batch_idx: int) -> None:
         self.end_step()
-        self._backward_done = False
+        self._backward_done = self._batch_ended = False
         self._steps_before = self.trainer.global_step
         self.progress.update(batch_idx)
         for technique in self.working:
@@ -356,9 +330,13 @@ class Session:
         self.end_step()
 
     def end_batch(self, batch_idx: int) -> None:
+        if self._batch_ended:
+            return  # before the checkpoint was saved
+        self._batch_ended = True
         self.end_step()
         for technique in self.working:
             technique.on_batch_end(self, batch_idx)
+        look(self.optimizers)
         self.outdate()
         self._log()
 
@@ -371,32 +349,27 @@ class Session:
         trainer = self.trainer
         if self._logged and not (trainer._logger_connector.should_update_logs or trainer.is_last_batch):
             return
-        self._logged = True
+        self._logged = self._reports = True
         metrics = self._reported()
         if metrics:
             self.module.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
 
     def _reported(self) -> dict[str, float]:
         """What the techniques report, once there has been a batch."""
-        return reported(self.working) if self._logged else {}
+        return reported(self.working) if self._reports else {}
 
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Put what a bit-exact resume needs, beside the techniques' own states, into a checkpoint."""
         if not self.fitting:
             return
-        loop = self.trainer.fit_loop
         stepped = self.trainer.global_step != self._steps_before
-        summed = open_gradients(self.trainer, self.module, stepped=stepped, backward_done=self._backward_done)
-        fetcher = loop._data_fetcher if ends_batch(self.trainer) else None
+        session = {"u": self.progress.u, "logged": self._logged, "batch_ended": self._batch_ended}
+        rest = self.resume.save(checkpoint, stepped=stepped, backward_done=self._backward_done, session=session)
         checkpoint[_KEY] = {
+            **rest,
             "seed": self.seed,
-            "rng": self.gather(rng.capture()),
-            "gradients": [] if summed is None else self.gather(summed),
             "cost": self.chain.cost.state_dict(),
-            "window": self.trainer.accumulate_grad_batches,
             "architecture": described(self.module),
-            "loaders": self.loaders.states_in(checkpoint["loops"]["fit_loop"]["state_dict"]),
-            "validate_first": fetcher is not None and bool(loop.epoch_loop._should_check_val_fx(fetcher)),
         }
 
     def load(self, checkpoint: dict[str, Any]) -> None:
@@ -404,14 +377,6 @@ class Session:
         state = checkpoint.get(_KEY)
         if not self.fitting or state is None:
             return
-        checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # theirs stand among ours
         self.seed = state["seed"]
         self.chain.cost.load_state_dict(state["cost"])
-        self._validate_first = state["validate_first"]
-        if len(state["rng"]) == self.trainer.world_size:
-            self._rng = state["rng"][self.rank]
-            gradients = state.get("gradients")  # checkpoints of earlier versions have none
-            self._gradients = gradients[self.rank] if gradients else {}
-            self.loaders.take_up(state["loaders"])
-        else:
-            tell_other_processes(len(state["rng"]), self.trainer.world_size)
+        self.resume.load(checkpoint, state)

@@ -144,6 +144,9 @@ class Technique(Callback):
     def on_batch_end(self, session: Session, batch_idx: int) -> None:
         """After each micro-batch, before checkpoints and validation."""
 
+    def on_rest_of_validation(self, session: Session) -> None:
+        """A run resumes within the last hooks of a validation, and this technique's ``on_validation_end`` is to come."""
+
     def on_blocks_changed(self, session: Session) -> None:
         """Another technique changed which blocks the network has, or overwrote weights."""
 
@@ -260,6 +263,10 @@ class OtherWeights(Technique):
     def detach(self, session: Session) -> None:
         if session.fitting and not self._finished:
             self.take_out(session)
+
+    @override
+    def on_rest_of_validation(self, session: Session) -> None:
+        self.put_in(session)
 
     def _finish(self) -> None:
         if self._session is not None and self._session.fitting and not self.neutral:

@@ -14,7 +14,8 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
 
-from lightning_eff._core.loaders import RecordingSampler, ResumableLoader
+from lightning_eff._core._run.recording import RecordingSampler
+from lightning_eff._core.loaders import ResumableLoader
 from lightning_eff.strategies._hybrid.batches import stage
 from tests.core.nop import Nop
 from tests.models import trainer
@@ -159,6 +160,16 @@ def test_sample_indices_are_those_of_the_batch() -> None:
 def test_the_proxy_is_the_loader_for_everyone_else() -> None:
     class Host:
         rank = 0
+        started, looks_ahead, reloaded = True, False, None
+
+        def resume_rng(self) -> None:
+            pass
+
+        def check_choice(self, loader: Any) -> None:
+            pass
+
+        def consumed(self, loader: Any) -> bool:
+            return False
 
         def gather(self, value: Any) -> list[Any]:
             return [value]

@@ -52,6 +52,7 @@ def _apart(loader: Any, epoch: int) -> Any:
             " beside the running epoch. Give a DataLoader over a data set that can be copied."
         ) from error
     again.__dict__.update(_iterator=None, persistent_workers=False)
+    again.__dict__.pop("_get_iterator", None)
     if is_torchdata(again):
         again.__dict__["_initial_iter_for_state_dict"] = False
         again.__dict__["next_iter_state"] = None

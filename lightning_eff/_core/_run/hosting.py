@@ -44,3 +44,30 @@ class LoaderHost(Protocol):
     def begin_iterations(self) -> None:
         """Call :meth:`ResumableLoader.begin` of all the run's loaders, in their order, as plain Lightning begins them."""
         ...
+
+    def resume_rng(self) -> None:
+        """Take up the random state of a resumed run, if that has not been done."""
+        ...
+
+    def check_choice(self, loader: Any) -> None:
+        """Raise ``ValueError`` if the samples that were chosen do not reach the batches of ``loader``."""
+        ...
+
+    def consumed(self, loader: Any) -> bool:
+        """Whether ``loader`` has ended once in this epoch, and Lightning cycles it beside longer ones."""
+        ...
+
+    @property
+    def started(self) -> bool:
+        """Whether the run has taken up what a checkpoint says, and trains."""
+        ...
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether Lightning fetches a batch ahead of the one that is trained on, since the epoch has no known length."""
+        ...
+
+    @property
+    def reloaded(self) -> int | None:
+        """The epoch in which the loaders were loaded."""
+        ...

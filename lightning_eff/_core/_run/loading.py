@@ -1,9 +1,11 @@
 """The training loaders of one run: wrapped as Lightning takes them up, begun together, put back at the end."""
 
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import CombinedLoader
 
 from lightning_eff._core.loaders import ResumableLoader
 from lightning_eff._core.progress import in_flight
@@ -20,6 +22,7 @@ class TrainLoaders:
         take: checks a loader before it is wrapped; set by that technique.
         tune: told of each loader as it is wrapped; set by the technique that chooses its settings.
         take_up_rng: called before the loaders begin an iteration, or a sampler does.
+        started: whether training has begun, and a resumed run has its random state.
 
     Args:
         trainer: the trainer.
@@ -35,24 +38,58 @@ class TrainLoaders:
         self.take: Callable[[Any, bool], None] | None = None
         self.tune: Callable[[ResumableLoader], None] | None = None
         self.take_up_rng = take_up_rng
+        self.started = False
         self._trainer, self._gather = trainer, gather
         self._loaders: list[ResumableLoader] = []
-        self._asking = self._another = False
+        self._users: list[Any] = []  # the user's loaders, in their order
+        self._combined: CombinedLoader | None = None
+        self._iterations: dict[int, int] = {}
+        self._asking = self._reloaded = False
 
     def asking(self, setup_data: Callable[[], None]) -> Callable[[], None]:
         """The fit loop's ``setup_data``, known to be under way: what it asks the strategy for are training loaders.
 
         Lightning's tuners ask for those of validation while the trainer is in training, and anew for those of training.
         """
+        loop = self._trainer.fit_loop
 
         def asking_setup_data() -> None:
-            self._asking = self._another = True
+            if loop._combined_loader is not None and not loop._should_reload_train_dl:
+                return
+            begun = self._begin_round()
+            self._asking = True
             try:
                 setup_data()
             finally:
                 self._asking = False
+                self._combined = loop._combined_loader
+            epochs = [loader.reloaded for loader in self._loaders if loader.reloaded is not None]
+            if epochs:  # Lightning counts from the epoch that the run resumes in
+                loop._last_train_dl_reload_epoch = epochs[0]
+            self._reloaded = begun and self.started
 
         return asking_setup_data
+
+    def beginning(self, on_run_start: Callable[[Any], None]) -> Callable[[Any], None]:
+        """The epoch loop's ``on_run_start``, which makes iterators in a resumed run where it would in an undisturbed one."""
+        loop = self._trainer.fit_loop
+
+        def beginning_on_run_start(data_fetcher: Any) -> None:
+            epoch = loop.epoch_loop
+            if loop.is_resuming and self.started:
+                finished = any(loader.finished and loader.chosen is None for loader in self._loaders)
+                if finished and epoch.restarted_on_train_batch_end and epoch.batch_progress.is_last_batch:
+                    # Lightning counts batches anew only where it knows the epoch's length
+                    epoch.batch_progress.reset_on_run()
+                    epoch.scheduler_progress.reset_on_run()
+                    epoch.automatic_optimization.optim_progress.reset_on_run()
+                    epoch.val_loop.batch_progress.total.reset()
+                if (finished or self._reloaded) and epoch.batch_progress.current.state_dict()["ready"] == 0:
+                    iter(data_fetcher)
+            self._reloaded = False
+            on_run_start(data_fetcher)
+
+        return beginning_on_run_start
 
     def wrap(self, process: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """The strategy's ``process_dataloader``, with a :class:`ResumableLoader` around what trains."""
@@ -61,38 +98,62 @@ class TrainLoaders:
             dataloader = process(dataloader)
             if not self._asking:
                 return dataloader
-            if self._another:
-                self._begin_round()
             if self.take is not None:
                 self.take(dataloader, not self._loaders)
-            loader = ResumableLoader(dataloader, self, choosable=self.take is not None)
+            again = any(
+                dataloader is user for user in self._users
+            )  # one loader in two places: each has its own place in it
+            loader = ResumableLoader(
+                _twin(dataloader) if again else dataloader,
+                self,
+                choosable=self.take is not None,
+                iterations=self._iterations.get(id(dataloader), 0),
+            )
             if len(self._loaders) < len(self.states):
                 loader.load_state_dict(self.states[len(self._loaders)])
             self._loaders.append(loader)
+            self._users.append(dataloader)
             if self.tune is not None:
                 self.tune(loader)
             return loader
 
         return process_dataloader
 
-    def _begin_round(self) -> None:
-        """Let go of the loaders of before, where Lightning or one of its tuners loads them anew."""
-        self._another = False
-        if self._loaders:
-            self.unwrap()
-            self.states = []
+    def _begin_round(self) -> bool:
+        """Let go of the loaders of before, where Lightning or one of its tuners loads them anew; False if there are none."""
+        if not self._loaders:
+            return False
+        for loader in self._loaders:
+            loader.go_on_after_epoch()
+        self._iterations = {
+            id(user): loader.iterations for user, loader in zip(self._users, self._loaders, strict=True)
+        }
+        self.unwrap()
+        self.states = []
+        return True
 
     def take_up(self, states: list[dict[str, Any]]) -> None:
         """Go on from what a checkpoint says: loaders to come, and those that a strategy has asked for before it is restored."""
         self.states = states
         for loader, state in zip(self._loaders, states, strict=False):
             loader.load_state_dict(state)
+        fetcher = self._trainer.fit_loop._data_fetcher
+        if self._loaders and fetcher is not None and getattr(fetcher, "batches", None):
+            iter(fetcher)  # the batch that was fetched ahead is another epoch's
 
     def unwrap(self) -> None:
         """Put the user's loaders back as they were."""
-        for loader in self._loaders:
+        for loader in reversed(self._loaders):
             loader.unwrap()
-        self._loaders = []
+        combined, users = self._combined, self._users
+        if combined is None:
+            combined = self._trainer.fit_loop._combined_loader
+        if combined is not None and len(combined.flattened) == len(users):
+            combined.flattened = [
+                user if held is loader else held
+                for held, loader, user in zip(combined.flattened, self._loaders, users, strict=True)
+            ]
+        self._loaders, self._users, self._combined = [], [], None
 
     @property
     def indices(self) -> Any:
@@ -108,6 +169,11 @@ class TrainLoaders:
     def weights(self) -> Any:
         """The weights of the current batch's samples, (B,), or None."""
         return self._loaders[0].weights if len(self._loaders) == 1 else None
+
+    @property
+    def weighted(self) -> bool:
+        """Whether a technique gave the samples of this epoch weights, whether or not those of the batch are known."""
+        return any(loader.chosen is not None and loader.chosen.weighted for loader in self._loaders)
 
     @property
     def latest(self) -> ResumableLoader | None:
@@ -132,9 +198,58 @@ class TrainLoaders:
 
     def begin_iterations(self) -> None:
         """Begin the loaders that are waited for."""
-        self.take_up_rng()
-        for loader in self._loaders:
+        self.resume_rng()
+        cycled = getattr(getattr(self._trainer.fit_loop._combined_loader, "_iterator", None), "_consumed", [])
+        for place, loader in enumerate(self._loaders):
+            if loader.consumed and place < len(cycled):
+                cycled[place] = True
             loader.begin()
+
+    def resume_rng(self) -> None:
+        """Take up the random state of a resumed run, once it trains."""
+        if self.started:
+            self.take_up_rng()
+
+    def consumed(self, loader: Any) -> bool:
+        """Whether ``loader`` has ended once in this epoch, and Lightning cycles it beside longer ones."""
+        cycled = getattr(getattr(self._trainer.fit_loop._combined_loader, "_iterator", None), "_consumed", [])
+        place = next((i for i, mine in enumerate(self._loaders) if mine is loader), len(cycled))
+        return bool(cycled[place]) if place < len(cycled) else False
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether Lightning fetches a batch ahead, since the epoch has no known length."""
+        fetcher = self._trainer.fit_loop._data_fetcher
+        return fetcher is not None and fetcher.length is None
+
+    @property
+    def reloaded(self) -> int | None:
+        """The epoch in which the loaders were loaded."""
+        epoch = self._trainer.fit_loop._last_train_dl_reload_epoch
+        return int(epoch) if epoch >= 0 else None
+
+    def check_choice(self, loader: Any) -> None:
+        """Raise ``ValueError`` if the samples that were chosen do not reach the batches of ``loader``."""
+        if loader.uses_sampler:
+            return
+        kind = type(loader.wrapped).__name__
+        raise ValueError(
+            f"{self.taken_by}: {kind}.__iter__ does not take its batches from the loader's own sampler, so the chosen samples"
+            f" do not reach the training. Pass a plain torch.utils.data.DataLoader, or remove {self.taken_by}."
+        )
+
+    @property
+    def why_unknown(self) -> str:
+        """Why the indices of the current batch are not known, as a sentence without its subject's full stop."""
+        if len(self._loaders) != 1:
+            return f"the run has {len(self._loaders)} training loaders, and indices are known for one"
+        loader = self._loaders[0].wrapped
+        if self._loaders[0].iterates_itself:
+            return (
+                f"{type(loader).__name__}.__iter__ yields other objects than the batches its DataLoader made, such as merged,"
+                " copied or changed batches"
+            )
+        return f"the training loader ({type(loader).__name__}) does not make its batches from sampled indices"
 
     def states_in(self, state: dict[str, Any]) -> list[dict[str, Any]]:
         """Take the loaders' states out of what Lightning saves of its loop, and leave what a plain Trainer would save.
@@ -151,3 +266,10 @@ class TrainLoaders:
     def alone(self) -> bool:
         """Whether there is one training loader."""
         return len(self._loaders) == 1
+
+
+def _twin(loader: Any) -> Any:
+    """A loader over the same data and samplers, of which this package has changed nothing."""
+    twin = copy(loader)
+    getattr(twin, "__dict__", {}).pop("_get_iterator", None)
+    return twin

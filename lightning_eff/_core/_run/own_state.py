@@ -11,8 +11,22 @@ from lightning_eff._core import rng
 
 
 def has_state(value: Any) -> bool:
-    """Whether ``value`` can tell where it is, and go on from there."""
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    """Whether ``value`` can tell where it is, and go on from there.
+
+    Some loaders have the two methods and no state behind them (accelerate's, around a plain ``DataLoader``).
+    """
+    if not (callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))):
+        return False
+    if not isinstance(value, DataLoader) or is_torchdata(value):
+        return True
+    try:
+        with rng.fork():
+            value.state_dict()  # pyright: ignore[reportAttributeAccessIssue]
+    except AttributeError:
+        return False
+    except Exception:
+        return True
+    return True
 
 
 def is_torchdata(loader: Any) -> bool:

@@ -1,54 +1,103 @@
-"""A sampler that remembers what it emitted."""
+"""A sampler that remembers what it emitted, for each of its iterations apart."""
 
-from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lightning_eff._core import rng
+from lightning_eff._core._loaders.draws import Draws
 from lightning_eff._core._samples.chosen import ChosenBatches
 
 
-class RecordingSampler:
-    """A sampler or batch sampler that remembers the indices it emitted, in order, until they are asked for.
+class Emission:
+    """One iteration of a sampler, which keeps each index until the batch that is made of it is there.
 
     Attributes:
-        emitted: what was emitted and not yet taken off by the reader.
-        began: the global random state from which the last iteration began.
-        begin_from: the state to begin the next iteration from, where it shall repeat an earlier one.
-        pass_over: how many indices the next iteration leaves out, since they were used.
+        count: how many indices were emitted.
+        offset: how many the sampler gave before those, which this iteration leaves out.
     """
 
-    def __init__(self, inner: Iterable[Any]) -> None:
-        self.inner = inner
-        self.emitted: deque[Any] = deque()
-        self.began: dict[str, Any] | None = None
-        self.begin_from: dict[str, Any] | None = None
-        self.pass_over = 0
+    def __init__(self, recorder: "RecordingSampler", inner: Iterator[Any]) -> None:
+        self.count = self.offset = 0
+        self._recorder, self._inner, self._began = recorder, inner, False
+        self._waiting: dict[int, Any] = {}
 
     def __iter__(self) -> Iterator[Any]:
-        return self._emit(iter(self.inner))  # some samplers draw here, before the loader draws its workers' seed
+        return self
 
-    def _emit(self, inner: Iterator[Any]) -> Iterator[Any]:
-        self.emitted.clear()
-        if self.begin_from is not None:
-            rng.restore(self.begin_from)
-            self.begin_from = None
-        self.began = rng.capture()
-        used, self.pass_over = self.pass_over, 0
-        for index in inner:
-            if used:
-                used -= 1
-                continue
-            self.emitted.append(index)
-            yield index
+    def __next__(self) -> Any:
+        if not self._began:
+            self._begin()
+        index = self._next()
+        self._waiting[self.count] = index
+        self.count += 1
+        return index
+
+    def _begin(self) -> None:
+        self._began, recorder = True, self._recorder
+        if recorder.begin_from is not None:
+            rng.restore(recorder.begin_from)
+            recorder.begin_from = None
+        recorder.began = rng.capture()
+        recorder.draws.begin(recorder.began, recorder.replays)
+        recorder.replays = None
+        recorder.emissions += 1
+        recorder.epochs = recorder.tell_epochs()
+        used, recorder.pass_over = recorder.pass_over, 0
+        while self.offset < used:
+            self._next()
+            self.offset += 1
+
+    def _next(self) -> Any:
+        with self._recorder.draws.around(self.offset + self.count):
+            return next(self._inner)
+
+    def take(self, number: int | None = None) -> tuple[Any, int] | None:
+        """The index that was emitted as the ``number``-th, or the oldest, and its place in the epoch; None if it is gone."""
+        number = next(iter(self._waiting), None) if number is None else number
+        if number is None or number not in self._waiting:
+            return None
+        return self._waiting.pop(number), number + self.offset
+
+
+class RecordingSampler:
+    """A sampler or batch sampler whose iterations are each an :class:`Emission`.
+
+    Attributes:
+        began: the global random state from which the last iteration began.
+        begin_from: the state to begin the next iteration from, where it shall repeat an earlier one.
+        draws: the random state of later draws in the last iteration.
+        replays: those that the next iteration shall repeat.
+        pass_over: how many indices the next iteration leaves out, since they were used.
+        emissions: how many iterations have begun.
+        epochs: the samplers' epochs as the last iteration began.
+    """
+
+    def __init__(self, inner: Iterable[Any], *, settled: bool = True) -> None:
+        self.inner = inner
+        self.began: dict[str, Any] | None = None
+        self.begin_from: dict[str, Any] | None = None
+        self.draws = Draws(watch=not settled)
+        self.replays: list[Any] | None = None
+        self.pass_over = self.emissions = 0
+        self.epochs: list[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return Emission(self, iter(self.inner))  # some samplers draw here, before the loader draws its workers' seed
+
+    def tell_epochs(self) -> list[Any]:
+        """The epochs of the samplers inside; the loader says which they are."""
+        return []
 
     def __len__(self) -> int:
         return len(self.inner)  # pyright: ignore[reportArgumentType]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("inner", "emitted", "began", "begin_from", "pass_over"):
+        if name.startswith("__") or name in _OWN:
             raise AttributeError(name)
         return getattr(self.inner, name)
+
+
+_OWN = ("inner", "began", "begin_from", "draws", "replays", "pass_over", "emissions", "epochs")
 
 
 def users_own(sampler: Any) -> Any:

@@ -1,8 +1,9 @@
 """The batches of an epoch whose samples a technique has chosen, as a batch sampler of one process."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DistributedSampler
@@ -31,6 +32,49 @@ def share(values: Tensor, rank: int, world_size: int, *, drop_last: bool) -> Ten
     return values[rank::world_size]
 
 
+_TIMES = 10  # how often an epoch may go over the data before its sampler counts as endless
+
+
+class EndlessSampler(ValueError):
+    """A sampler yields indices without end, so an epoch has no samples to choose from."""
+
+    def __init__(self, name: str, count: int) -> None:
+        super().__init__(
+            f"the loader's sampler ({name}) had not ended after {count:,} items, so an epoch has no end. Give the loader a"
+            " sampler that ends with the epoch"
+        )
+
+
+def _length(sampler: Any) -> int:
+    try:
+        return len(sampler)
+    except (TypeError, NotImplementedError):
+        return 0
+
+
+def _is_many(indices: Any) -> bool:
+    """Whether a sampler yielded a batch's indices, and not one index."""
+    return (isinstance(indices, Sequence) and not isinstance(indices, str)) or bool(getattr(indices, "ndim", 0))
+
+
+def as_list(indices: Any) -> Any:
+    """A batch's indices as a list of integers, whether a list, a tuple, an array or a tensor holds them; else as they are."""
+    if isinstance(indices, Tensor | np.ndarray) and indices.ndim == 1:
+        return [int(index) for index in indices.tolist()]
+    if isinstance(indices, list | tuple | range):
+        return [int(index) if isinstance(index, Tensor | np.integer) else index for index in indices]
+    return indices
+
+
+def _maker(like: Any) -> Callable[[list[int]], Any]:
+    """What makes a batch's indices of the form of ``like``."""
+    if isinstance(like, Tensor):
+        return torch.tensor
+    if isinstance(like, np.ndarray):
+        return np.array
+    return tuple if type(like) is tuple else list
+
+
 class ChosenBatches:
     """A batch sampler, or a sampler of a loader without batches, that yields what was chosen; the original's until then.
 
@@ -38,19 +82,32 @@ class ChosenBatches:
 
     Args:
         original: the user's, as Lightning has made it.
-        batched: whether it yields lists of indices, and not indices.
+        batched: whether it is a batch sampler. A sampler of a loader without batches may yield lists of indices too
+            (``DataLoader(batch_size=None, sampler=BatchSampler(...))``), which the data set then fetches at once.
+        size: samples of the data set.
     """
 
-    def __init__(self, original: Any, *, batched: bool) -> None:
+    def __init__(self, original: Any, *, batched: bool, size: int = 0) -> None:
         self.original = original
-        self.batched = batched
+        self._most = _TIMES * size + 1000
+        self.batched = batched or isinstance(original, BatchSampler)
+        self._make: Callable[[list[int]], Any] = list  # a batch's indices, in the form in which the original gives them
         self.emitted = 0  # batches that were handed out in this epoch, to workers too
         self._own: list[list[int]] = []
         self._batches: list[list[int]] | None = None
         self._weights: list[Tensor] | None = None
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("original", "batched", "emitted", "_own", "_batches", "_weights"):
+        if name.startswith("__") or name in (
+            "original",
+            "batched",
+            "emitted",
+            "_most",
+            "_make",
+            "_own",
+            "_batches",
+            "_weights",
+        ):
             raise AttributeError(name)
         return getattr(self.original, name)
 
@@ -64,7 +121,7 @@ class ChosenBatches:
         while self.emitted < len(self._batches):
             batch = self._batches[self.emitted]
             self.emitted += 1
-            yield list(batch) if self.batched else batch[0]
+            yield self._make(batch) if self.batched else batch[0]
 
     def __len__(self) -> int:
         return len(self.original) if self._batches is None else len(self._batches)
@@ -74,14 +131,34 @@ class ChosenBatches:
     def plain(self) -> Tensor:
         """The indices that the original yields in this epoch on this process, shape (n,), long; it is iterated for it."""
         if not self.batched:
-            self._own = [[int(index)] for index in self.original]
+            emitted = self._emitted(self.original)
+            self.batched = bool(emitted) and _is_many(emitted[0])
+            self._own = [as_list(indices) if self.batched else [int(indices)] for indices in emitted]
+            self._make = _maker(emitted[0]) if self.batched else list
         elif type(self.original) is BatchSampler:  # whose last batch may be dropped, and yet be chosen from
-            order = torch.tensor([int(index) for index in self.original.sampler], dtype=torch.long)
+            order = torch.tensor([int(index) for index in self._emitted(self.original.sampler)], dtype=torch.long)
             self._own = self._cut(order)
             return order
         else:
-            self._own = [[int(index) for index in batch] for batch in self.original]
+            emitted = self._emitted(self.original)
+            self._own = [as_list(batch) for batch in emitted]
+            self._make = _maker(emitted[0]) if emitted else list
         return _flat(self._own)
+
+    def _emitted(self, sampler: Any) -> list[Any]:
+        """All that ``sampler`` yields.
+
+        Raises:
+            EndlessSampler: if that has no end.
+        """
+        found: list[Any] = []
+        left = max(self._most, _TIMES * _length(sampler))
+        for indices in sampler:
+            found.append(indices)
+            left -= 1
+            if left < 0:
+                raise EndlessSampler(type(sampler).__name__, len(found))
+        return found
 
     @property
     def distributed(self) -> "DistributedSampler[Any] | None":
@@ -139,6 +216,11 @@ class ChosenBatches:
             weights = torch.ones(len(indices)) if weights is None else weights
             self._weights = [*self._weights[: self.emitted], *weights.split(left)]
         self._batches = [*gone, *(batch.tolist() for batch in indices.split(left))]
+
+    @property
+    def weighted(self) -> bool:
+        """Whether samples of this epoch were given weights."""
+        return self._weights is not None
 
     def weights(self, position: int) -> Tensor | None:
         """The weights of the samples of the batch at ``position`` in the epoch, (B,); None where none were given."""

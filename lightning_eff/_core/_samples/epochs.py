@@ -9,7 +9,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_eff._core._samples.chosen import interleaved, share
+from lightning_eff._core._run.own_state import has_state
+from lightning_eff._core._samples.chosen import EndlessSampler, interleaved, share
 from lightning_eff._core.loaders import ResumableLoader
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ class EpochsOfRun:
             advance()
 
         def on_run_start(data_fetcher: Any) -> None:
-            if self._pending:
+            # a run that resumes at an epoch's end may have to end that epoch first
+            if self._pending and loop.epoch_loop.batch_progress.current.state_dict()["ready"] == 0:
                 self._begin_epoch()
             run(data_fetcher)
 
@@ -69,7 +71,7 @@ class EpochsOfRun:
         problem = ""
         if not first:
             problem = "is one of several"
-        elif hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+        elif has_state(loader):
             problem = "keeps its own state (state_dict), and decides by itself what comes"
         elif not isinstance(loader, DataLoader):
             problem = "is no torch DataLoader"
@@ -91,7 +93,7 @@ class EpochsOfRun:
         if loader is None or loader.chosen is None:
             return
         self._pending = False
-        if not loader.resuming:
+        if not loader.resuming or (loader.finished and not self._session.trainer.fit_loop.is_resuming):
             self._begin_epoch()
         elif (count := loader.finished_batches) is not None:  # the epoch before was saved at its very end
             self._count(count)
@@ -108,7 +110,11 @@ class EpochsOfRun:
         number = self._number()
         loader.take_up_samplers()
         loader.set_epoch(number)
-        orders = session.gather(loader.chosen.plain())
+        try:
+            plain = loader.chosen.plain()
+        except EndlessSampler as error:
+            raise ValueError(f"{self._who}: {error}, or remove {self._who}.") from error
+        orders = session.gather(plain)
         order, size = interleaved(orders), len(loader.dataset)
         distributed = loader.chosen.distributed
         if distributed is not None and not distributed.drop_last:

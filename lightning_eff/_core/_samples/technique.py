@@ -134,8 +134,13 @@ class SampleChooser(Technique):
         if weights is not None and bool((weights == 1).all()):
             weights = None
         looks = self.wants_losses or self.wants_gradients
-        if (weights is None and not looks) or indices is None:
+        if weights is None and not looks and not session.loaders.weighted:
             return proceed(batch)
+        if indices is None:
+            raise ValueError(
+                f"{who}: it is not known which samples a batch holds, because {session.loaders.why_unknown}. Pass a"
+                f" torch.utils.data.DataLoader over a dataset with __getitem__ and __len__, or remove {who}."
+            )
         size = num_samples(batch)
         if not isinstance(indices, list) or len(indices) != size:
             got = len(indices) if isinstance(indices, list) else 1

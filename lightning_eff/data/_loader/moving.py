@@ -4,43 +4,20 @@ import multiprocessing
 import os
 import pickle
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_eff._core._lightning.names import is_lightnings
+from lightning_eff._core._loaders.pieces import is_settled
 from lightning_eff._core._run.own_state import has_state
 from lightning_eff._core._run.recording import users_own
 
 _MOST_OBJECTS = 200_000  # of a data set that are looked at, a second or so of time
 _LONG = 4096
-
-# whose whole order follows from the random state as an epoch begins
-_SETTLED: tuple[Callable[..., Any], ...] = tuple(
-    cls.__iter__
-    for cls in (
-        BatchSampler,
-        DistributedSampler,
-        RandomSampler,
-        SequentialSampler,
-        SubsetRandomSampler,
-        WeightedRandomSampler,
-    )
-)
 
 
 @dataclass(frozen=True)
@@ -151,16 +128,6 @@ def forks(loader: Any) -> bool:
     context = loader.multiprocessing_context
     method = context.get_start_method() if context is not None else multiprocessing.get_start_method(allow_none=True)
     return (method or multiprocessing.get_all_start_methods()[0]) == "fork"
-
-
-def is_settled(sampler: Any) -> bool:
-    """Whether all that ``sampler`` emits in an epoch follows from how the epoch began: torch's own and Lightning's do."""
-    sampler = users_own(sampler)
-    inner = getattr(sampler, "sampler", None) if isinstance(sampler, BatchSampler) else None
-    if inner is not None and not is_settled(inner):
-        return False
-    known = type(sampler).__iter__ in _SETTLED or is_lightnings(type(sampler))
-    return known and not has_state(sampler)
 
 
 def cores_of_a_rank(local_ranks: int) -> int:

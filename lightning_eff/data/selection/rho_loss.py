@@ -196,8 +196,13 @@ class RHOLoss(Choosing):
         indices = step.indices
         if indices is not None and len(indices) == size and all(isinstance(i, int) for i in indices):
             return None
+        if indices is None:
+            return ValueError(
+                f"RHOLoss: it is not known which samples a batch holds, because {self.session.loaders.why_unknown}. Pass a"
+                " torch.utils.data.DataLoader over a dataset with __getitem__ and __len__, or use OrderedSGD, which needs none."
+            )
         return ValueError(
-            f"RHOLoss: the loader gave {'no' if indices is None else len(indices)} indices for a batch of {size} samples;"
+            f"RHOLoss: the loader gave {len(indices)} indices for a batch of {size} samples;"
             " expected one integer for each, by which its irreducible loss is known. Give the loader a batch_size and a"
             " collate_fn that makes one sample of each index."
         )

@@ -242,9 +242,15 @@ class MaskGuidedTokens(Technique):
             raise problem
 
     def _check_indices(self, step: Step, size: int) -> None:
+        if self.reuse and step.indices is None:
+            raise ValueError(
+                f"{WHO}(reuse={self.reuse}): it is not known which samples a batch holds, because"
+                f" {self.session.loaders.why_unknown}. Pass a torch.utils.data.DataLoader over a dataset with __getitem__ and"
+                " __len__, or set reuse=0."
+            )
         if self.reuse and self._indices(step, size) is None:
             raise ValueError(
-                f"{WHO}(reuse={self.reuse}): the loader tells {'no' if step.indices is None else len(step.indices)} indices"
+                f"{WHO}(reuse={self.reuse}): the loader tells {len(step.indices or [])} indices"
                 f" for a batch of {size} samples; expected one integer for each, by which its mask is known again. Give the"
                 " loader a map-style data set, a batch_size and a collate_fn that makes one sample of each index, or set"
                 " reuse=0."

@@ -68,8 +68,10 @@ class TokenDropping(Technique):
     well by now count little. Of each sequence, the blocks from the middle on, up to the last but ``full_last``, are called on
     the share ``keep`` of the tokens whose ids count most; the others bypass them bit for bit as they are, and rejoin at the
     last block. (In the authors' code the first of these blocks still attends to all tokens; here a block sees those that it is
-    called on.) Tokens of ``special_ids`` are always kept, those of ``padding_ids`` are left out first. Masks, positions and
-    rotary tables go along. Validation, test and prediction always see all tokens.
+    called on.) Tokens of ``special_ids`` are always kept. Padding is left out first: the ids of ``padding_ids``, and places
+    where the batch's ``attention_mask`` is 0. Masks, positions and rotary tables go along. Validation, test and prediction
+    always see all tokens. In training, the ids of the whole sequence decide which tokens the middle blocks skip, so in a
+    causal model later tokens decide it for earlier ones. The paper trains BERT.
 
     The losses are those of the step's own loss calls on the vocabulary; of techniques that run a step twice, those of the
     first pass. Ranks add theirs up, so all have the same running means, which are in checkpoints. An id begins at 10, as in
@@ -165,6 +167,7 @@ class TokenDropping(Technique):
         self._embedding: nn.Module | None = None
         self._called: dict[nn.Module, Tensor] = {}  # by the embedding, its latest ids
         self._given: list[Tensor] = []  # all ids that it got in this step
+        self._hidden: Tensor | None = None  # where the batch's attention mask hides a token, (B, T)
         self._handles: list[RemovableHandle] = []
         self._index: tuple[Tensor, Tensor] | None = None  # ids, and the places that were chosen for them
         self._sums: Tensor | None = None  # of this micro-batch, losses and counts, (2, V)
@@ -208,7 +211,7 @@ class TokenDropping(Technique):
     def detach(self, session: Session) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles, self._embedding, self._index = [], None, None
+        self._handles, self._embedding, self._index, self._hidden = [], None, None, None
         self._called.clear()
 
     def _find_ids(self, step: Step, batch: Any) -> None:
@@ -266,6 +269,8 @@ class TokenDropping(Technique):
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
         if torch.is_grad_enabled():  # not a pass that scores samples
             self._recording, self._given = True, []
+        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+        self._hidden = mask == 0 if isinstance(mask, Tensor) else None
         return self._tokens.run(step, batch, proceed)
 
     def _choose(self, at: At) -> Kept | None:
@@ -289,6 +294,8 @@ class TokenDropping(Technique):
                 )
             self.importance = self.importance.to(ids.device)
             special, padding = (marked.to(ids.device)[ids] for marked in self._sets)
+            if self._hidden is not None and self._hidden.shape == ids.shape:
+                special, padding = special & ~self._hidden, padding | self._hidden
             self._index = ids, chosen(self.importance[ids], special, padding, max(int(self.keep * full), 1))
         index = self._index[1]
         self._kept, self._full = index.shape[1], full

@@ -4,6 +4,7 @@ import math
 from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
@@ -36,8 +37,23 @@ def estimated_angles(hq: Tensor, hk: Tensor, correction: float) -> Tensor:
     return (math.pi / bits * hamming - correction).clamp_min(0.0)
 
 
+def longest_seen(k: Tensor, seen: Tensor | None) -> Tensor:
+    """``max |k|`` over the keys that each query may see: (.., L or 1, 1).
+
+    Args:
+        k: (.., S, E).
+        seen: broadcasts to (.., L, S), bool; None where every query may see all keys.
+    """
+    lengths = k.norm(dim=-1)[..., None, :]
+    if seen is not None:
+        lengths = lengths.masked_fill(~seen, 0.0)
+    return lengths.amax(-1, keepdim=True)
+
+
 def threshold_of(q: Tensor, k: Tensor, scores: Tensor, p: float) -> Tensor:
     """t: the mean over queries of the least ``q k / (|q| max|k|)`` among keys with a weight above p / n.
+
+    Queries whose own token is hidden from all queries are padding, and are left out.
 
     Args:
         q: (.., L, E).
@@ -47,23 +63,27 @@ def threshold_of(q: Tensor, k: Tensor, scores: Tensor, p: float) -> Tensor:
     """
     seen = scores > -torch.inf
     matters = scores.softmax(-1) > p / seen.sum(-1, keepdim=True).clamp_min(1)
-    largest = k.norm(dim=-1).amax(-1)[..., None, None]
-    similar = q @ k.transpose(-1, -2) / (q.norm(dim=-1, keepdim=True) * largest).clamp_min(1e-12)
+    similar = q @ k.transpose(-1, -2) / (q.norm(dim=-1, keepdim=True) * longest_seen(k, seen)).clamp_min(1e-12)
     least = similar.masked_fill(~(matters & seen), math.inf).amin(-1)
+    if q.shape[-2] == k.shape[-2]:
+        least = least.masked_fill(~seen.any(-2), math.inf)
     return least[least < math.inf].mean()
 
 
 class ELSAAttention(SelectedKeys):
     """Let each query see the keys alone whose similarity, estimated from hashes of a few bits, exceeds a threshold.
 
-    A hash is the signs of ``bits`` orthogonal projections, drawn once of the run's seed. The number of bits in which the hashes
-    of a query and a key differ estimates their angle, less ``correction``, so that it is rather too small; cos(angle) times the
-    key's length is held against ``t`` times the length of the longest key. The threshold t is learnt in the first batch, by one
-    pass: the mean over queries of the least similarity among keys whose attention weight is above ``p / n``. It is one for all
-    layers, where the paper has one each, and stays: of a module that is trained from nothing, attention then is near uniform.
-    What comes before that batch, such as Lightning's sanity check, is plain. Attention on the chosen pairs is exact, its
-    weights sum to one again; the choice takes no gradient. A query with no such key sees the one that is estimated nearest.
-    Masks, causal attention, grouped queries and dropout go along.
+    A hash is the signs of ``bits`` orthogonal projections, drawn once of the run's seed. The number of bits in which
+    the hashes of a query and a key differ estimates their angle, less ``correction``, so that the estimate is rather
+    too small. A key is kept if cos(angle) times its length exceeds ``t`` times the length of the longest key that the
+    query may see. The paper takes the longest of all keys, so that under causal attention later tokens would change
+    earlier outputs. The threshold t is learnt in one pass over the first batch: the mean over queries of the least
+    similarity among keys whose attention weight is above ``p / n``. There is one threshold for all layers, where the
+    paper has one for each, and it stays as it is learnt. In a module that trains from scratch, attention is near
+    uniform then. What runs before that batch, such as Lightning's sanity check, is plain. So is an evaluation without a
+    learnt threshold, which warns. Attention over the chosen
+    pairs is exact and its weights sum to one. The choice has no gradient. A query without such a key sees the key
+    that is estimated nearest. Masks, causal attention, grouped queries and dropout are supported.
 
     **It saves nothing on a CPU or GPU**: hashes are compared for all pairs, and attention runs on all of them with a mask,
     which costs more than the fused kernel without one. The paper's 58 times are its own chip's, which infers. It acts in
@@ -106,6 +126,7 @@ class ELSAAttention(SelectedKeys):
         self._threshold: float | None = None
         self._found: list[float] = []
         self._projections: dict[tuple[int, str], Tensor] = {}
+        self._warned = False
 
     @property
     @override
@@ -139,17 +160,26 @@ class ELSAAttention(SelectedKeys):
 
     @override
     def attend(self, call: Call) -> Tensor:
-        return call.run() if self._threshold is None else super().attend(call)
+        if self._threshold is not None:
+            return super().attend(call)
+        if not self.session.fitting and not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"{WHO}: it has learnt no threshold, so this evaluation computes plain attention. Give the checkpoint of a"
+                " fit with it, ckpt_path=..., or evaluate with the Trainer that trained."
+            )
+        return call.run()
 
     @override
     def keep(self, call: Call) -> Tensor:
         assert self._threshold is not None
         q, k = call.query.float(), call.whole_key.float()
         r = self._projected(q.shape[-1], q.device)
-        lengths = k.norm(dim=-1)[..., None, :]
         with torch.autocast(q.device.type, enabled=False):
-            similar = estimated_angles(sign_hash(q, r), sign_hash(k, r), self.correction).cos() * lengths
-        return with_best(similar > self._threshold * lengths.amax(-1, keepdim=True), similar, call.may_see())
+            angles = estimated_angles(sign_hash(q, r), sign_hash(k, r), self.correction)
+            similar = angles.cos() * k.norm(dim=-1)[..., None, :]
+        seen = call.may_see()
+        return with_best(similar > self._threshold * longest_seen(k, seen), similar, seen)
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:

@@ -15,7 +15,7 @@ from lightning_eff._core._attention.calls import Call, CannotReplace, keys_alone
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
-from lightning_eff.model.attention._replacing.hashing import buckets_of, hashed_attention
+from lightning_eff.model.attention._replacing.hashing import buckets_of, hashed_attention, num_chunks
 from lightning_eff.model.attention._replacing.technique import NO_DROPOUT, OUTSIDE, ReplacedAttention, no_sequences
 
 WHO = "Reformer"
@@ -31,22 +31,25 @@ def _pointless(profile: RunProfile) -> str | None:
 
 
 class Reformer(ReplacedAttention):
-    """Let each query see the keys alone that hash to its bucket, in chunks of what is sorted by bucket.
+    """Let each query see only the keys that hash to its bucket, in windows of bounded size.
 
-    A hash is ``argmax [x R; -x R]`` of the direction of a query or key, with a random R (E, buckets / 2), drawn anew in each
-    optimizer step, as long as the module trains, and once for evaluation. Queries and keys are sorted by their buckets;
-    chunks of ``2 L / buckets`` of L queries meet windows of twice as many keys, of which a query sees those of its own
-    bucket, as far as the window goes. Of several rounds of hashing each pair counts once. A query that meets no key sees that
-    of its own place. Attention on the pairs that meet is exact; with one bucket it is exact altogether. Causal attention,
-    padding that hides keys, and grouped queries go along.
+    A hash is ``argmax [x R; -x R]`` of the direction of a query or key, with a random R (E, buckets / 2). R is drawn
+    anew in each optimizer step of training, and once for evaluation. Queries that share a bucket are put into chunks
+    of ``L / buckets``, and each chunk sees a window of twice as many keys of the bucket around its own place. A pair
+    that meets in several rounds of hashing counts once. A query that meets no key sees the key of its own place.
+    Attention over the pairs that meet is exact, and with one bucket it is ordinary attention. Causal attention, masks
+    that hide padding, and grouped queries are supported.
 
-    Done otherwise than in the paper: its queries are its keys, which are normed, so that alike tokens meet; an unchanged module
-    has keys of its own, and queries and keys meet here where their directions are alike, which attention itself asks for
-    where lengths do not matter. A token may see itself, as in the module. Its reversible layers are not done.
+    Differences from the paper: (1) The paper uses the queries as keys, normalised, so that similar tokens meet. An
+    unchanged module has keys of its own, so queries and keys meet here if their directions are similar. (2) The paper
+    sorts all tokens together, so under causal attention later tokens decide which earlier keys a query sees. Here a
+    window follows from the keys that the query may see, so later tokens and padding never change an output. (3) A
+    token may see itself. (4) The reversible layers are not included.
 
-    **Where it pays.** Pairs are ``4 L^2 / buckets`` in each round; sorting, and gathering in another order, cost more than
-    these save below some 8,000 tokens, where fused exact attention is faster on a GPU. Another model: trained from nothing,
-    or trained on. No parameter changes; it acts in evaluation of a Trainer that has it, and nowhere else.
+    **Where it pays.** A round computes about ``6 L^2 / buckets`` pairs. Sorting and gathering cost more than this
+    saves below about 8,000 tokens, where fused exact attention is faster on a GPU. It changes the model, so train
+    with it from the start or fine-tune with it. It adds no parameter, and acts in evaluation only under a Trainer
+    that has it.
 
     Logged: ``attentions``, calls in the last step; ``pairs``, of how many pairs of L^2 in each round weights are computed.
 
@@ -156,10 +159,20 @@ class Reformer(ReplacedAttention):
             with torch.no_grad():
                 rotations = self._rotations(width, q)
                 of_queries, of_all = buckets_of(q, rotations), buckets_of(k, rotations)
-            chunk = min(length, -(-2 * length // self.buckets))
-            self._pairs = self.rounds * -(-length // chunk) * chunk * min(2 * chunk, length)
+            chunk = -(-length // self.buckets)
+            chunks = num_chunks(length, length, self.buckets, chunk)
+            self._pairs = self.rounds * chunks * chunk * min(2 * chunk, length)
             out = hashed_attention(
-                q, k, v, of_queries, of_all, scale=call.scale, causal=causal, there=there, chunk=chunk
+                q,
+                k,
+                v,
+                of_queries,
+                of_all,
+                scale=call.scale,
+                causal=causal,
+                there=there,
+                chunk=chunk,
+                buckets=self.buckets,
             ).unflatten(0, (size, heads))
         kept = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else call.value.dtype
         return out.to(kept)

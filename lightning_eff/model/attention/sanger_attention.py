@@ -18,13 +18,13 @@ WHO = "SangerAttention"
 
 
 def quantized(x: Tensor, bits: int) -> Tensor:
-    """``round(x / s) s`` with ``s = max|x| / (2^(bits - 1) - 1)`` for each head: as many levels on either side of 0.
+    """``round(x / s) s`` with ``s = max|x| / (2^(bits - 1) - 1)`` for each token and head: as many levels on either side of 0.
 
     Args:
         x: (B, H, L, E).
         bits: >= 2.
     """
-    step = x.abs().amax((-2, -1), keepdim=True) / (2 ** (bits - 1) - 1)
+    step = x.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
     return torch.where(step > 0, (x / step.clamp_min(torch.finfo(x.dtype).tiny)).round() * step, x)
 
 
@@ -40,7 +40,8 @@ class SangerAttention(SelectedKeys):
     The prediction is ``softmax(Q~ K~^T / sqrt(d))`` of queries and keys in ``bits`` bits. Attention on the pairs with more than
     ``threshold`` is exact, its weights sum to one again, and gradients are those of these pairs; the choice has none. A query
     with no such key sees the one that is predicted highest. Masks, causal attention, grouped queries and dropout go along; a
-    key that may not be seen is in no prediction.
+    key that may not be seen is in no prediction. Each token has its own quantization step. With one step for a whole sequence,
+    later tokens and padding would change which keys an earlier query sees.
 
     **It saves nothing on a CPU or GPU**: predictions are made for all pairs, in the module's own numbers, and attention runs on
     all of them with a mask, which costs more than the fused kernel without one. The paper's gain is that of its own chip, which

@@ -264,11 +264,15 @@ class SAF(Trajectory):
             ValueError: where the loader gave others, or another number of them; at a first step, on all ranks.
         """
         size, indices, problem = num_samples(batch), step.indices, None
-        if indices is None or len(indices) != size or not all(isinstance(i, int) for i in indices):
-            got = "no" if indices is None else len(indices)
+        if indices is None:
             problem = ValueError(
-                f"SAF: the loader gave {got} indices for a batch of {size} samples; expected one integer for each, because a"
-                " sample's scores must be found again epochs later. Give the loader a batch_size and a collate_fn that"
+                f"SAF: it is not known which samples a batch holds, because {self.session.loaders.why_unknown}. Pass a"
+                f" torch.utils.data.DataLoader over a dataset with __getitem__ and __len__, or use MESA: {_OR_MESA}."
+            )
+        elif len(indices) != size or not all(isinstance(i, int) for i in indices):
+            problem = ValueError(
+                f"SAF: the loader gave {len(indices)} indices for a batch of {size} samples; expected one integer for each,"
+                " because a sample's scores are looked up again later. Give the loader a batch_size and a collate_fn that"
                 f" makes one sample of each index, or use MESA: {_OR_MESA}."
             )
         if not self._checked:

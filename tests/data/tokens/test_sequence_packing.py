@@ -132,10 +132,14 @@ HUGGING_FACE: dict[str, tuple[Any, dict[str, Any]]] = {
     "modernbert": (hf.AutoModelForMaskedLM, {"local_attention": 4, "global_attn_every_n_layers": 2}),
 }
 
+WITH_TABLES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "deberta-v2": (hf.AutoModelForMaskedLM, {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]})
+}
+
 
 def hugging_face(name: str, attention: str = "sdpa", **settings: Any) -> Callable[[], HuggingFace]:
     def build() -> HuggingFace:
-        auto, own = HUGGING_FACE[name]
+        auto, own = {**HUGGING_FACE, **WITH_TABLES}[name]
         config = hf.AutoConfig.for_model(name, **{**SIZES, **own, **settings})
         for key, value in config.to_dict().items():
             if ("drop" in key or key.endswith("pdrop")) and isinstance(value, float):
@@ -172,6 +176,14 @@ def test_losses_and_gradients_of_hugging_face_models(name: str, attention: str) 
     shares = [b / a for a, b in zip(plain.flops, packed.flops, strict=True)]
     assert shares[0] == 1.0 and all(share < 0.8 for share in shares[-3:]), shares
     assert technique.report() == {"tokens": 40, "rows": 5, "share": 40 / (B * T)}
+
+
+def test_a_table_of_relative_positions_goes_along_with_rows_of_any_length() -> None:
+    """DeBERTa hands its blocks one table (1, T, T) for all samples. Rows of T slots could take it whole, shorter ones not."""
+    batches = [batch(masked=True, lengths=lengths) for lengths in ((12, 7, 3, 5, 4), (7, 7, 8, 7, 8), (4, 4, 3, 2, 2))]
+    technique = SequencePacking()
+    same(hugging_face("deberta-v2", "eager"), batches, technique, "32-true", counted=False)
+    assert technique.report() == {"tokens": 15, "rows": 1, "share": 15 / (B * T)}
 
 
 class Mix(nn.Module):

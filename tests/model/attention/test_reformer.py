@@ -55,29 +55,40 @@ def test_one_bucket_is_exact_and_kept_weights_sum_to_one(kind: str) -> None:
     assert 0.15 < float((some > 0).double().mean()) < 0.8
 
 
+def met(of_queries: Tensor, of_keys: Tensor, m: int, *, causal: bool, there: Tensor) -> Tensor:
+    """Which keys each query sees in one round, counted query by query: (L, L), bool."""
+    length = len(of_queries)
+    pairs = torch.zeros(length, length, dtype=torch.bool)
+    for i in range(length):
+        mine = [j for j in range(length) if there[j] and of_keys[j] == of_queries[i]]
+        rank = max(sum(j <= i for j in mine) - 1, 0)
+        start = max(0, rank // m * m - (m if causal else m // 2))
+        for r, j in enumerate(mine):
+            pairs[i, j] = start <= r < start + 2 * m and (j <= i or not causal)
+    return pairs
+
+
 @pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("rounds", [1, 2, 3])
-def test_pairs_are_those_that_share_a_bucket_and_a_window_in_any_round_each_counted_once(
-    causal: bool, rounds: int
-) -> None:
+def test_pairs_share_a_bucket_and_a_window_in_any_round_and_count_once(causal: bool, padded: bool, rounds: int) -> None:
     """Against a mask of pairs, found query by query; and gradients."""
     torch.manual_seed(0)
-    length, chunk = 21, 6
+    length, chunk = 21, 3
     q, k, v = (torch.randn(3, length, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    there = torch.arange(length) < torch.tensor([[21], [15], [4]]) if padded else torch.ones(3, length).bool()
     r = torch.randn(rounds, 4, 3)
     bq, bk = buckets_of(q, r), buckets_of(k, r)
     assert int(bq.max()) <= 5 and len(bq.unique()) > 3
-    pairs = torch.zeros(3, length, length, dtype=torch.bool)
-    for n in range(3):
-        for t in range(rounds):
-            one = arranged(bq[:, t], bk[:, t], chunk, causal=causal)
-            order = sorted(range(length), key=lambda j, n=n, t=t: (int(bk[n, t, j]), j))
-            for i in range(length):
-                start = int(one.starts[n, i])
-                for j in order[start : start + 2 * chunk]:
-                    if bq[n, t, i] == bk[n, t, j] and (j <= i or not causal):
-                        pairs[n, i, j] = True
-    got = hashed_attention(q, k, v, bq, bk, scale=0.5, causal=causal, there=None, chunk=chunk)
+    pairs = torch.stack(
+        [
+            torch.stack([met(bq[n, t], bk[n, t], chunk, causal=causal, there=there[n]) for t in range(rounds)]).any(0)
+            for n in range(3)
+        ]
+    )
+    got = hashed_attention(
+        q, k, v, bq, bk, scale=0.5, causal=causal, there=there if padded else None, chunk=chunk, buckets=6
+    )
     scores = (q @ k.mT * 0.5).masked_fill(~pairs, -torch.inf)
     none = ~pairs.any(-1, keepdim=True)
     wanted = torch.where(none, v, scores.masked_fill(none, 0.0).softmax(-1) @ v)
@@ -87,17 +98,29 @@ def test_pairs_are_those_that_share_a_bucket_and_a_window_in_any_round_each_coun
         torch.testing.assert_close(a, b)
 
 
-def test_windows_hold_the_pairs_of_buckets_that_are_not_too_long() -> None:
+@pytest.mark.parametrize("length", [1, 7, 64])
+@pytest.mark.parametrize("buckets", [1, 2, 6, 8])
+def test_chunks_suffice_for_any_hash(length: int, buckets: int) -> None:
+    """Each query has a place of its own, also where all queries share a bucket, or all keys do."""
+    g = torch.Generator().manual_seed(0)
+    chunk = -(-length // buckets)
+    drawn = [torch.randint(0, buckets, (2, length), generator=g) for _ in range(4)]
+    one, each = torch.zeros(2, length, dtype=torch.long), torch.arange(length).expand(2, -1) % buckets
+    for bq in (*drawn, one, each):
+        for bk in (*drawn, one, each):
+            found = arranged(bq, bk, chunk, buckets, causal=True)
+            assert int(found.slots.max()) < found.queries[0].numel()
+            back = found.queries.flatten(1).gather(1, found.slots)
+            assert torch.equal(back, torch.arange(length).expand(2, -1)), "no two queries share a place"
+
+
+def test_windows_hold_most_pairs_of_a_bucket() -> None:
     torch.manual_seed(0)
     bq, bk = (torch.randint(0, 8, (5, 64)) for _ in range(2))
-    one = arranged(bq, bk, 16, causal=False)
-    met = total = 0
-    for n in range(5):
-        for i in range(64):
-            same = {j for j in range(64) if bk[n, j] == bq[n, i]}
-            found = {j for j in same if int(one.starts[n, i]) <= int(one.ranks[n, j]) < int(one.starts[n, i]) + 32}
-            met, total = met + len(found), total + len(same)
-    assert met / total > 0.9
+    there = torch.ones(64).bool()
+    shares = [float(met(bq[n], bk[n], 8, causal=False, there=there).sum()) for n in range(5)]
+    total = sum(int((bq[n][:, None] == bk[n][None]).sum()) for n in range(5))
+    assert sum(shares) / total > 0.9
 
 
 def test_alike_directions_meet_more_often() -> None:
@@ -150,7 +173,7 @@ def test_it_draws_anew_in_each_step_and_evaluates_by_one_draw() -> None:
     plain = trainer(limit_val_batches=1)
     t.fit(net, loader("tiny_gpt"))
     assert len({r.data_ptr() for r in seen}) == len({float(r.sum()) for r in seen}) == 3
-    assert technique.report() == {"attentions": 1, "pairs": 2 * 32 * 32}
+    assert technique.report() == {"attentions": 1, "pairs": 2 * 10 * 8 * 16}  # rounds, chunks, queries, keys
     found = [t.validate(net, loader("tiny_gpt", 4, shuffle=False), verbose=False) for _ in range(2)]
     assert found[0] == found[1] != plain.validate(net, loader("tiny_gpt", 4, shuffle=False), verbose=False)
 

@@ -73,8 +73,9 @@ def test_pairs_are_those_that_a_prediction_in_four_bits_leaves() -> None:
         for h in range(4):
             codes: list[Tensor] = []
             for x in (call.query[b, h], call.key[b, h]):
-                step = float(x.abs().max()) / 7
-                codes.append(torch.tensor([[round(float(value) / step) for value in row] for row in x]) * step)
+                steps = [float(row.abs().max()) / 7 for row in x]  # of each token
+                rounded = [[round(float(value) / s) * s for value in row] for row, s in zip(x, steps, strict=True)]
+                codes.append(torch.tensor(rounded))
             for i in range(13):
                 scores = [float(codes[0][i] @ codes[1][j]) * call.scale for j in range(i + 1)]
                 total = sum(map(math.exp, scores))
@@ -84,10 +85,12 @@ def test_pairs_are_those_that_a_prediction_in_four_bits_leaves() -> None:
 
 
 def test_levels() -> None:
-    x = torch.linspace(-3, 3, 41, dtype=torch.float64).view(1, 1, 41, 1)
+    x = torch.linspace(-3, 3, 41, dtype=torch.float64).view(1, 1, 1, 41)
     assert len(quantized(x, 4).unique()) == 15 and len(quantized(x, 2).unique()) == 3
     assert float((quantized(x, 4) - x).abs().max()) <= 3 / 7 / 2 + 1e-12
     assert torch.equal(quantized(torch.zeros(1, 1, 3, 2), 4), torch.zeros(1, 1, 3, 2))
+    tokens = torch.cat([x, 100 * x], dim=-2)
+    assert torch.equal(quantized(tokens, 4)[..., :1, :], quantized(x, 4)), "each token has a step of its own"
 
 
 @pytest.mark.parametrize("name", [*HUGGING, *OWN])

@@ -198,6 +198,8 @@ def _find(
                 if rows is None:
                     continue
                 found, told_why = _with_mods(trial, plan, rows, attention)
+                if found is not None and (told_why := _at_other_length(trial, found, rows, attention)):
+                    found = None
                 if found is not None:
                     return replace(found, hides=_hiding(plan, call, rows))
                 reasons += told_why
@@ -226,15 +228,25 @@ def _with_mods(trial: "_Trial", plan: Plan, rows: Rows, attention: Attention) ->
     return None, reasons
 
 
+def _at_other_length(trial: "_Trial", plan: Plan, rows: Rows, attention: Attention) -> list[str]:
+    """Why the plan fails in rows of another length, where it leaves an input whole that is as long as these rows."""
+    longer = in_rows(rows.keep, rows.keep.numel())
+    along = [path for path, v in leaves(trial.call) if isinstance(v, Tensor) and rows.length in v.shape]
+    whole = [path for path in along if path != plan.hidden and path not in plan.dims]
+    if not whole or longer is None or longer.length == rows.length:
+        return []
+    return _with_mods(trial, plan, longer, attention)[1]
+
+
 def _plans(call: Call, at: Path, dim: int, keep: Tensor) -> Iterator[Plan]:
-    """What may run along tokens, in the likeliest order; all samples in one row where an input knows no samples."""
+    """What may run along tokens, in the likeliest order; then all samples in one row, for inputs that are alike for all."""
     size, tokens = keep.shape
     values = dict(leaves(call))
     found = [dict(dims) for dims in islice(candidates(call, at, tokens), TRIES)]
     for one_row in (False, True):
         for dims in found:
             alone = [path for path, d in dims.items() if not _by_sample(values[path], d, size)]
-            if bool(alone) != one_row:
+            if alone and not one_row:
                 continue
             masks = any(len(d) == 2 or _of_keys(values[p], d) for p, d in dims.items() if values[p].dtype == torch.bool)
             for true_hides in (False, True)[: 1 + masks]:

@@ -1,7 +1,9 @@
-"""Attention within the buckets of a locality-sensitive hash, by sorted chunks (Kitaev et al. 2020, section 2).
+"""Attention within the buckets of a locality-sensitive hash, by chunks (Kitaev et al. 2020, section 2).
 
-Queries and keys are sorted by their bucket; a chunk of queries meets the keys of a window of as many places, twice its length,
-that begins where the bucket of its first query does, and of these its queries see those of their own bucket.
+A query sees a window of the keys in its bucket. The window follows from the query's rank, which is the number of
+visible keys of the bucket up to its own place. Later tokens and hidden keys have no part in it: the paper sorts all
+tokens together, so that a chunk's bounds, and with them which earlier keys a query sees, change with later tokens and
+with padding.
 """
 
 from typing import NamedTuple
@@ -24,54 +26,78 @@ def buckets_of(x: Tensor, rotations: Tensor) -> Tensor:
 
 
 class Round(NamedTuple):
-    """Of one round, for C chunks of m queries, 2 m keys each; sizes are (N, ..), N for samples and heads.
+    """One round: T chunks of m queries, each with a window of w keys. N counts samples and heads.
 
     Attributes:
-        queries: which query each place of a chunk has, (N, C, m).
-        keys: which key each place of its window has, (N, C, 2 m).
-        starts: for each query, at which rank its window begins, (N, L).
-        ranks: of each key, (N, S).
+        queries: the query in each place of a chunk, (N, T, m). Unused places hold query 0.
+        slots: the place of each query among the T m, (N, L).
+        keys: the key in each place of a chunk's window, (N, T, w).
+        inside: which places of a window hold a key, (N, T, w).
+        of_queries: the bucket of each query, (N, L).
+        of_keys: the bucket of each key, (N, S). Hidden keys are in a bucket of their own, which no query is in.
+        starts: the rank at which each query's window begins, (N, L).
+        ranks: the rank of each key in its bucket, by position, (N, S).
     """
 
     queries: Tensor
+    slots: Tensor
     keys: Tensor
+    inside: Tensor
+    of_queries: Tensor
+    of_keys: Tensor
     starts: Tensor
     ranks: Tensor
 
 
-def arranged(of_queries: Tensor, of_keys: Tensor, chunk: int, *, causal: bool) -> Round:
-    """How chunks of queries meet windows of keys.
+def num_chunks(queries: int, keys: int, buckets: int, chunk: int) -> int:
+    """T: how many chunks any hash may need, since each pair of a bucket and a window begins a chunk of its own."""
+    groups = min(queries, (keys + buckets * chunk - 1) // chunk)
+    return min(queries, (queries + groups * (chunk - 1)) // chunk)
 
-    Places behind the last query repeat it, and the window is moved where it would end behind the last key.
+
+def arranged(
+    of_queries: Tensor, of_keys: Tensor, chunk: int, buckets: int, *, causal: bool, there: Tensor | None = None
+) -> Round:
+    """Put queries into chunks whose members share a bucket and a window of keys.
+
+    A query of rank r belongs to part ``c = r // m`` of its bucket. It sees the keys of ranks ``[c m - m, c m + m)``
+    if attention is causal, else ``[c m - m/2, c m + 3 m/2)``; the window begins at 0 where that is negative.
 
     Args:
         of_queries: buckets, (N, L).
         of_keys: buckets, (N, S).
         chunk: m.
-        causal: whether all keys that count are before the query.
+        buckets: how many there are.
+        causal: whether query i sees keys up to i alone.
+        there: which keys may be seen, (N, S), or None for all.
     """
     count, length = of_queries.shape
-    keys = of_keys.shape[1]
-    sorted_queries, order = of_queries.sort(dim=-1, stable=True)
+    keys, device = of_keys.shape[1], of_queries.device
+    if there is not None:
+        of_keys = of_keys.masked_fill(~there, buckets)
     sorted_keys, key_order = of_keys.sort(dim=-1, stable=True)
-    chunks = -(-length // chunk)
-    at = torch.arange(chunks * chunk, device=order.device).clamp_max(length - 1)
-    queries = order[:, at].view(count, chunks, chunk)
-    first = sorted_queries[:, at].view(count, chunks, chunk)[..., 0].contiguous()
-    window = min(2 * chunk, keys)
-    start = torch.searchsorted(sorted_keys, first).clamp_max(keys - window)
-    back = chunk if causal else chunk // 2  # of the keys before
-    # a long bucket goes on for several chunks, whose windows move along with them
-    inside = torch.arange(chunks, device=order.device) * chunk - torch.searchsorted(sorted_queries, first)
-    last = torch.searchsorted(sorted_keys, first, right=True) - window
-    start = torch.maximum(start, torch.minimum(start + inside.clamp_min(0) - back, last)).clamp(0, keys - window)
-    places = start[..., None] + torch.arange(window, device=order.device)
-    found = key_order.gather(1, places.flatten(1)).view_as(places)
-    starts = torch.empty_like(of_queries).scatter_(
-        1, queries.flatten(1), start[..., None].expand_as(queries).flatten(1)
-    )
-    ranks = key_order.argsort(dim=-1)
-    return Round(queries, found, starts, ranks)
+    every = torch.arange(buckets + 1, device=device).expand(count, -1).contiguous()
+    begins = torch.searchsorted(sorted_keys, every)
+    ranks = key_order.argsort(dim=-1) - begins.gather(1, of_keys)
+
+    place = torch.arange(length, device=device)
+    by_place = sorted_keys * keys + key_order  # ascending: keys of a bucket stand in the order of their places
+    up_to = torch.searchsorted(by_place, of_queries * keys + place.clamp_max(keys - 1), right=True)
+    part = (up_to - begins.gather(1, of_queries) - 1).clamp_min(0) // chunk
+    starts = (part * chunk - (chunk if causal else chunk // 2)).clamp_min(0)
+
+    group, order = (of_queries * (keys // chunk + 1) + part).sort(dim=-1, stable=True)
+    within = (place - torch.searchsorted(group, group)) % chunk
+    of_chunk = (within == 0).long().cumsum(-1) - 1
+    slots = torch.empty_like(order).scatter_(1, order, of_chunk * chunk + within)
+    chunks = num_chunks(length, keys, buckets, chunk)
+    queries = torch.zeros(count, chunks * chunk, dtype=torch.long, device=device)
+    queries.scatter_(1, slots, place.expand(count, -1))
+    first = torch.zeros(count, chunks, dtype=torch.long, device=device)
+    first.scatter_(1, of_chunk, (begins.gather(1, of_queries) + starts).gather(1, order))  # one value for each chunk
+    places = first[..., None] + torch.arange(min(2 * chunk, keys), device=device)
+    found = key_order.gather(1, places.clamp_max(keys - 1).flatten(1)).view_as(places)
+    return Round(queries.view(count, chunks, chunk), slots, found, places < keys, of_queries, of_keys, starts, ranks)
 
 
 def hashed_attention(
@@ -85,11 +111,12 @@ def hashed_attention(
     causal: bool,
     there: Tensor | None,
     chunk: int,
+    buckets: int,
 ) -> Tensor:
     """Attention to the keys that share a bucket with the query, and its window, in one of the rounds: (N, L, E').
 
-    The rounds are put together as in the paper: each pair counts once, however many rounds it is in. A query that meets no key
-    sees the one of its own place.
+    The rounds are put together as in the paper: each pair counts once, however many rounds it is in. A query that
+    meets no key sees the one of its own place.
 
     Args:
         q: (N, L, E).
@@ -101,31 +128,29 @@ def hashed_attention(
         causal: whether query i sees keys up to i alone.
         there: which keys may be seen, (N, L), or None for all.
         chunk: m.
+        buckets: how many there are.
     """
     rounds = [
-        arranged(b, c, chunk, causal=causal) for b, c in zip(of_queries.unbind(1), of_keys.unbind(1), strict=True)
+        arranged(b, c, chunk, buckets, causal=causal, there=there)
+        for b, c in zip(of_queries.unbind(1), of_keys.unbind(1), strict=True)
     ]
     outputs, sums = list[Tensor](), list[Tensor]()
     row = torch.arange(len(q), device=q.device)[:, None, None]
-    for r, one in enumerate(rounds):
+    for one in rounds:
         at, keys = one.queries, one.keys
-        seen = torch.gather(of_queries[:, r], 1, at.flatten(1)).view_as(at)[..., None] == torch.gather(
-            of_keys[:, r], 1, keys.flatten(1)
-        ).view_as(keys).unsqueeze(-2)
+        seen = one.inside.unsqueeze(-2) & (one.of_queries[row, at][..., None] == one.of_keys[row, keys].unsqueeze(-2))
         if causal:
             seen = seen & (keys.unsqueeze(-2) <= at[..., None])
-        if there is not None:
-            seen = seen & there[row, keys].unsqueeze(-2)
         scores = q[row, at] @ k[row, keys].transpose(-1, -2) * scale
         if len(rounds) > 1:
-            scores = scores - _times(rounds, of_queries, of_keys, at, keys, row).to(scores.dtype).log()
+            scores = scores - _times(rounds, at, keys, row).to(scores.dtype).log()
         scores = scores.masked_fill(~seen, -torch.inf)
         none = ~seen.any(-1)
         total = scores.masked_fill(none[..., None], 0.0).logsumexp(-1).masked_fill(none, -torch.inf)
         weights = torch.exp(scores - total.masked_fill(none, 0.0)[..., None])
         made = (weights @ v[row, keys]).flatten(1, 2)
-        outputs.append(_back(made, at, q.shape[1]))
-        sums.append(_back(total.flatten(1, 2)[..., None], at, q.shape[1]))
+        outputs.append(_back(made, one.slots))
+        sums.append(_back(total.flatten(1, 2)[..., None], one.slots))
     every = torch.stack(sums)
     alone = (every == -torch.inf).all(0)
     shares = every.masked_fill(alone, 0.0).softmax(0)
@@ -133,20 +158,16 @@ def hashed_attention(
     return torch.where(alone, v, found)
 
 
-def _back(made: Tensor, at: Tensor, length: int) -> Tensor:
+def _back(made: Tensor, slots: Tensor) -> Tensor:
     """What chunks made, in the order of the queries: (N, L, .)."""
-    count = at.shape[0]
-    order = torch.empty(count, length, dtype=torch.long, device=at.device)
-    places = torch.arange(at[0].numel(), device=at.device).expand(count, -1)
-    order.scatter_(1, at.flatten(1)[:, :length], places[:, :length])
-    return made.gather(1, order[..., None].expand(-1, -1, made.shape[-1]))
+    return made.gather(1, slots[..., None].expand(-1, -1, made.shape[-1]))
 
 
-def _times(rounds: list[Round], of_queries: Tensor, of_keys: Tensor, at: Tensor, keys: Tensor, row: Tensor) -> Tensor:
-    """In how many rounds a pair of a round meets, at least 1: (N, C, m, 2 m)."""
+def _times(rounds: list[Round], at: Tensor, keys: Tensor, row: Tensor) -> Tensor:
+    """In how many rounds a pair of a round meets, at least 1: (N, T, m, w)."""
     found = torch.zeros(*at.shape, keys.shape[-1], dtype=torch.long, device=at.device)
-    for r, other in enumerate(rounds):
-        same = of_queries[:, r][row, at][..., None] == of_keys[:, r][row, keys].unsqueeze(-2)
+    for other in rounds:
+        same = other.of_queries[row, at][..., None] == other.of_keys[row, keys].unsqueeze(-2)
         ranks, starts = other.ranks[row, keys].unsqueeze(-2), other.starts[row, at][..., None]
         found += same & (ranks >= starts) & (ranks < starts + other.keys.shape[-1])
     return found.clamp_min(1)

@@ -1,0 +1,69 @@
+"""Random numbers that an iteration draws between batches, while training draws from the same state."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from lightning_eff._core import rng
+
+_MOST = 4096  # states that a checkpoint keeps of one iteration, 5 kB each
+
+
+class Draws:
+    """The random state before each fetch that drew from another state than the fetch before it had left.
+
+    An iteration is repeated exactly if those fetches begin from these states: what training drew in between is in them.
+    Nothing is kept where fetches draw nothing, or where nothing else draws.
+
+    Args:
+        watch: False where the iteration is known to draw as it begins alone.
+    """
+
+    def __init__(self, *, watch: bool = True) -> None:
+        self.watch = watch
+        self.whole = True
+        self._states: dict[int, dict[str, Any]] = {}
+        self._replays: dict[int, dict[str, Any]] = {}
+        self._after: dict[str, Any] = {}
+
+    def begin(self, state: dict[str, Any], replays: list[Any] | None = None) -> None:
+        """An iteration begins from the random state ``state``, and repeats the fetches that ``replays`` names."""
+        self._replays = dict(replays or [])
+        self._states, self._after, self.whole = dict(self._replays), state, True
+
+    @contextmanager
+    def around(self, position: int) -> Iterator[None]:
+        """Around the fetch of what comes at ``position``."""
+        if position in self._replays:
+            rng.restore(self._replays[position])
+        if not self.watch:
+            yield
+            return
+        before = rng.capture()
+        yield
+        after = rng.capture()
+        if not same(before, after):
+            if position not in self._states and not same(before, self._after):
+                self._keep(position, before)
+            self._after = after
+
+    def _keep(self, position: int, state: dict[str, Any]) -> None:
+        if len(self._states) >= _MOST:
+            self.whole = False
+        else:
+            self._states[position] = state
+
+    def saved(self, before: int | None = None) -> list[Any]:
+        """The states of the fetches, or of those before a position, for a checkpoint."""
+        return [[at, state] for at, state in sorted(self._states.items()) if before is None or at < before]
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Whether two random states are one."""
+    return torch.equal(a["torch"], b["torch"]) and _alike(a["python"], b["python"]) and _alike(a["numpy"], b["numpy"])
+
+
+def _alike(a: list[Any], b: list[Any]) -> bool:
+    return all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(a, b, strict=True))

@@ -1,0 +1,194 @@
+"""What decides the order of a loader's batches: samplers, their epochs and generators, and the loader's own counters."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from lightning_eff._core._lightning.names import is_lightnings
+from lightning_eff._core._loaders.held import Held
+from lightning_eff._core._run.own_state import has_state, is_torchdata
+from lightning_eff._core._run.recording import RecordingSampler, users_own
+
+# the order of a whole epoch follows from the random state in which it began
+_SETTLED: tuple[Callable[..., Any], ...] = tuple(
+    cls.__iter__
+    for cls in (
+        BatchSampler,
+        DistributedSampler,
+        RandomSampler,
+        SequentialSampler,
+        SubsetRandomSampler,
+        WeightedRandomSampler,
+    )
+)
+
+
+def is_settled(sampler: Any) -> bool:
+    """Whether all that ``sampler`` emits in an epoch follows from how the epoch began: torch's own and Lightning's do."""
+    sampler = users_own(sampler)
+    inner = getattr(sampler, "sampler", None) if isinstance(sampler, BatchSampler) else None
+    if inner is not None and not is_settled(inner):
+        return False
+    return _is_known(sampler) and not has_state(sampler)
+
+
+def _is_known(sampler: Any) -> bool:
+    return type(sampler).__iter__ in _SETTLED or is_lightnings(type(sampler))
+
+
+def iterates_itself(loader: Any) -> bool:
+    """Whether iterating ``loader`` runs code of the user's own, and not just torch's iterator over its sampler."""
+    return not isinstance(loader, DataLoader) or (
+        type(loader).__iter__ is not DataLoader.__iter__ and not is_torchdata(loader)
+    )
+
+
+def sampler_name(loader: DataLoader[Any]) -> str:
+    """The attribute that holds what a ``DataLoader`` takes its indices from."""
+    return "sampler" if loader.batch_sampler is None else "batch_sampler"
+
+
+def holders(loader: DataLoader[Any]) -> list[DataLoader[Any]]:
+    """The loaders that take indices from ``loader``'s sampler: itself, or one that it holds and hands its iteration to."""
+    name = sampler_name(loader)
+    sampler = getattr(loader, name)
+    found = [loader, *(value for value in vars(loader).values() if isinstance(value, DataLoader))]
+    return [holder for holder in found if vars(holder).get(name) is sampler]
+
+
+def put_sampler(holder: DataLoader[Any], sampler: Any) -> None:
+    """Let ``holder`` take its indices from ``sampler``, persistent workers that it has too."""
+    holder.__dict__[sampler_name(holder)] = sampler  # DataLoader.__setattr__ refuses
+    kept = vars(holder).get("_iterator")
+    if kept is not None:
+        kept._index_sampler = sampler
+
+
+class Pieces:
+    """The pieces of one loader.
+
+    Args:
+        loader: the user's; the loaders that it holds count where it iterates by itself.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loaders = [loader, *(_inside(vars(loader)) if iterates_itself(loader) and _has_vars(loader) else [])]
+        self._counts = loader if iterates_itself(loader) and _has_vars(loader) else None
+        self._fresh = self._numbers()
+        self._held = Held({id(s): s for s in self._samplers() if not _is_known(s)}.values())
+
+    def _samplers(self) -> list[Any]:
+        found: list[Any] = []
+        for loader in self._loaders:
+            batch_sampler = getattr(loader, "batch_sampler", None)
+            found += [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+        return [users_own(sampler) for sampler in found if sampler is not None]
+
+    def epoch_samplers(self) -> list[Any]:
+        """The samplers that are told the epoch."""
+        return list({id(s): s for s in self._samplers() if callable(getattr(s, "set_epoch", None))}.values())
+
+    def epochs(self) -> list[Any]:
+        """The epochs that they were told."""
+        return [getattr(sampler, "epoch", None) for sampler in self.epoch_samplers()]
+
+    def set_epochs(self, epochs: Iterable[Any]) -> None:
+        """Tell them the epochs that :meth:`epochs` gave."""
+        for sampler, epoch in zip(self.epoch_samplers(), epochs, strict=False):
+            if epoch is not None:
+                sampler.set_epoch(epoch)
+
+    def set_seeds(self, seeds: Iterable[Any]) -> None:
+        """Give distributed samplers their seeds, which Lightning takes from the process's."""
+        for sampler, seed in zip(self.epoch_samplers(), seeds, strict=False):
+            if seed is not None:
+                sampler.seed = seed
+
+    def _generators(self) -> list[torch.Generator]:
+        found = [getattr(owner, "generator", None) for owner in (*self._loaders, *self._samplers())]
+        return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+
+    def generators(self) -> list[torch.Tensor]:
+        """The states of the generators that the loaders and samplers hold."""
+        return [generator.get_state() for generator in self._generators()]
+
+    def set_generators(self, states: Iterable[torch.Tensor]) -> None:
+        """Set the generators to what :meth:`generators` gave."""
+        for generator, state in zip(self._generators(), states, strict=False):
+            generator.set_state(state)
+
+    def _numbers(self) -> dict[str, Any]:
+        held = {} if self._counts is None else vars(self._counts)
+        return {name: value for name, value in held.items() if type(value) in (int, float, bool)}
+
+    def numbers(self) -> dict[str, Any]:
+        """The plain numbers that a loader with an iteration of its own keeps on itself, where they changed in the run."""
+        return {k: v for k, v in self._numbers().items() if k not in self._fresh or self._fresh[k] != v}
+
+    def set_numbers(self, numbers: dict[str, Any]) -> None:
+        """Give the loader the numbers that :meth:`numbers` gave."""
+        if self._counts is not None:
+            vars(self._counts).update({**self._fresh, **numbers})
+
+    def held(self) -> list[dict[str, Any]]:
+        """What samplers of the user's own keep on themselves, such as generators of NumPy's, where it changed in the run."""
+        return self._held.saved()
+
+    def set_held(self, held: Iterable[dict[str, Any]]) -> None:
+        """Give the samplers what :meth:`held` gave."""
+        self._held.set(held)
+
+    @property
+    def outlives_epochs(self) -> bool:
+        """Whether an iterator with worker processes goes on from epoch to epoch, so that no epoch can be begun again."""
+        held = [] if self._counts is None else vars(self._counts).values()
+        return any(getattr(value, "_num_workers", 0) and hasattr(value, "_sampler_iter") for value in held)
+
+
+def _has_vars(loader: Any) -> bool:
+    return hasattr(loader, "__dict__")
+
+
+def _inside(value: Any, depth: int = 2) -> list[Any]:
+    """The DataLoaders in ``value``, or in the lists and dicts in it."""
+    if isinstance(value, DataLoader):
+        return [value]
+    if depth and isinstance(value, dict | list | tuple):
+        parts = value.values() if isinstance(value, dict) else value
+        return [found for part in parts for found in _inside(part, depth - 1)]
+    return []
+
+
+def record(sources: Iterable[DataLoader[Any]], sampler: Any, tell_epochs: Callable[[], list[Any]]) -> RecordingSampler:
+    """A :class:`RecordingSampler` over ``sampler``, from which ``sources`` take their indices."""
+    recorder = RecordingSampler(sampler, settled=is_settled(sampler))
+    recorder.tell_epochs = tell_epochs
+    for holder in sources:
+        put_sampler(holder, recorder)
+    return recorder
+
+
+def shut_down(iterator: Any) -> None:
+    """End the worker processes of an iterator, if it has any."""
+    stop = getattr(iterator, "_shutdown_workers", None)
+    if callable(stop):
+        stop()
+
+
+def has_length(loader: Any) -> bool:
+    """Whether ``len(loader)`` is known."""
+    try:
+        len(loader)
+    except (TypeError, NotImplementedError):
+        return False
+    return True
