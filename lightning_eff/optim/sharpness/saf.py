@@ -272,8 +272,8 @@ class SAF(Trajectory):
         elif len(indices) != size or not all(isinstance(i, int) for i in indices):
             problem = ValueError(
                 f"SAF: the loader gave {len(indices)} indices for a batch of {size} samples; expected one for each,"
-                " because a sample's scores must be found again epochs later. Give the loader a batch_size and a collate_fn that"
-                f" makes one sample of each index, or use MESA: {_OR_MESA}."
+                " because a sample's scores must be found again epochs later. Give the loader a batch_size and a collate_fn "
+                f"that makes one sample of each index, or use MESA: {_OR_MESA}."
             )
         if not self._checked:
             agree(self.session, problem)
