@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo bench evidence gpu docs test test-all lint format wheel wheel-check clean
+.PHONY: help venv demo bench evidence gpu docs test test-all published lint format wheel wheel-check clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 16
@@ -59,6 +59,20 @@ test: $(STAMP)  ## run the suite; K=name for one technique's own tests, PYTEST_A
 
 test-all: $(STAMP)  ## run everything, the slow tests too: hours; K, PYTEST_ARGS and JOBS as for test
 	$(PYTEST) -m '' $(PYTEST_ARGS)
+
+# Packages of others, in an environment of their own: torch first, and their own requirements beside the tested versions.
+PUBLISHED := build/published/venv
+published: $(PUBLISHED)/.installed  ## train published packages' modules with the techniques, and write docs/works_with.md
+	$(PUBLISHED)/bin/python -W ignore -m tests.published run
+	$(PUBLISHED)/bin/python -W ignore -m tests.published page
+	$(BIN)/python -m pytest -n 0 tests/published
+
+$(PUBLISHED)/.installed: $(STAMP) tests/published/installing.py $(wildcard tests/published/packages/*.py)
+	@test -e $(PUBLISHED)/bin/python || $(PYTHON) -m venv $(PUBLISHED)
+	$(PUBLISHED)/bin/python -m pip --disable-pip-version-check install -c constraints.txt torch
+	$(PUBLISHED)/bin/python -m pip --disable-pip-version-check install -c constraints.txt -e '.[dev]'
+	$(PUBLISHED)/bin/python -W ignore -m tests.published install
+	@touch $@
 
 lint: $(STAMP)  ## ruff and pyright
 	$(BIN)/ruff check

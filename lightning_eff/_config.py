@@ -155,6 +155,9 @@ def explained(message: str, parser: Any) -> str:
     """jsonargparse's ``message`` in one paragraph, with the nearest names that would have been right."""
     found = faults(message)
     telling = [fault for fault in found if not _NOISE.match(fault.text)] or found[:1]
+    for fault in found:
+        if (match := _MISPLACED.match(fault.text)) and (other := _of_the_other(match[1] or fault.given, match[2])):
+            return f"{fault.key}: {other}"
     for fault in telling:
         if (entry := misshapen(fault)) is not None:
             return f"{fault.key}: {_of_entry(entry)}"
@@ -273,8 +276,6 @@ def _misplaced(path: str, expected: str) -> str:
     for base, kind, place in _PLACES:
         if inspect.isclass(cls) and is_subclass(cls, base):
             way = ""
-            if base.__name__ == expected:
-                return f"{path} {_of_the_other(cls, base)}"
             if base is Optimizer:
                 inner = {"class_path": path if "." in path else f"lightning_eff.{path}"}
                 way = f": {_in_a_line({'class_path': 'ReplaceOptimizer', 'init_args': {'optimizer': inner}})}"
@@ -282,12 +283,19 @@ def _misplaced(path: str, expected: str) -> str:
     return f"{path} is no {expected or 'class that belongs here'}."
 
 
-def _of_the_other(cls: type, base: type) -> str:
-    """``cls`` is of the right kind, but written with the other one of Lightning's packages."""
+def _of_the_other(path: str, expected: str) -> str | None:
+    """What is to be done where a class is of the expected kind, but written with the other one of Lightning's packages."""
+    try:
+        cls = _imported(path)
+    except (ImportError, AttributeError, KeyError):
+        return None
+    base = next((base for base, _, _ in _PLACES if base.__name__ == expected), None)
+    if base is None or not inspect.isclass(cls) or not is_subclass(cls, base):
+        return None
     package = package_of(cls)
     right = OWN if package == OTHER else OTHER
     way = f"Write {renamed(cls, right)}" if is_lightnings(cls) else f"Derive it from {renamed(base, right)}"
-    return f"is a class of {package}, and the module is of {right}; Lightning takes classes of one of them. {way}."
+    return f"{path} is a class of {package}, but the module is of {right}. {way}."
 
 
 def _unannotated(path: str, returns: str) -> str:

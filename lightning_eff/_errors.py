@@ -18,6 +18,8 @@ from typing import Any, NoReturn
 
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import OTHER, OWN
+
 _OWN = str(Path(__file__).parent)
 _LIBRARIES = tuple({str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib", "platlib")})
 _COMMON = {"A", "An", "Cannot", "Expected", "Got", "No", "Nothing", "The", "There", "This"}
@@ -150,8 +152,8 @@ def speaks(error: BaseException) -> bool:
 
 def status(error: BaseException) -> int:
     """2 for an error that comes before training begins and of what was asked for, and 1 for any other."""
-    loops = str(Path("lightning", "pytorch", "loops"))
-    began = any(loops in frame.f_code.co_filename for frame, _ in _frames(error))
+    loops = [str(Path(*name.split("."), "loops")) for name in (OWN, OTHER)]
+    began = any(path in frame.f_code.co_filename for frame, _ in _frames(error) for path in loops)
     return 2 if _is_of_a_setting(error) and not began else 1
 
 

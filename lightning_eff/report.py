@@ -10,7 +10,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_eff._core._lightning.names import of_both
-from lightning_eff._core.batches import num_samples, num_tokens
+from lightning_eff._core.batches import num_samples, num_tokens, tensors
+from lightning_eff._core.counting import counting
 from lightning_eff._core.progress import in_flight
 from lightning_eff._core.technique import techniques_of
 
@@ -52,7 +53,8 @@ class TrainingReport(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         ranks = trainer.world_size
-        self._latest = {"tokens": num_tokens(batch) * ranks, "samples": num_samples(batch) * ranks}
+        with counting(trainer, tensors(batch)):
+            self._latest = {"tokens": num_tokens(batch) * ranks, "samples": num_samples(batch) * ranks}
         for unit, amount in self._latest.items():
             self._counted[unit] += amount
         self._batches += 1

@@ -249,6 +249,27 @@ def test_resume_equals_uninterrupted(name: str, undisturbed: Callable[[], Undist
     assert resume_from_every_step(case.model, lambda: [case.active()], run.directory, whole=run.final, third=some) == {}
 
 
+BY_THE_CLOCK = ("LoaderTuning",)  # what it reports is about seconds, which are others in each run
+
+
+@every_and_stand_ins
+def test_runs_alike_and_resumes_under_pytorch_lightning(
+    name: str, tmp_path: Path, undisturbed: Callable[[], Undisturbed]
+) -> None:
+    """The same run under Lightning's other name, saved in mid-epoch and resumed from there."""
+    from tests.pl import runs
+
+    case, run = ALL[name], undisturbed()
+    technique, saved = case.active(), 2 + share_of(2, name)
+    net, t = runs.fit(case.model, lambda: [technique], callbacks=[runs.SaveBatches(tmp_path, [saved])])
+    assert type(net).__module__.startswith("tests.pl") and isinstance(t, runs.pl.Trainer)
+    assert differences(run.final, final_state(net, t)) == []
+    if name not in BY_THE_CLOCK:
+        assert dict(technique.report()) == run.reported
+    resumed = runs.fit(case.model, lambda: [case.active()], resume=tmp_path / f"batch={saved}.ckpt")
+    assert differences(run.final, final_state(*resumed)) == []
+
+
 OTHER_MODES = sorted(set(MODES) - {"plain"})
 
 

@@ -299,6 +299,79 @@ def test_draws_that_are_compared_say_their_type() -> None:
     assert silent == []
 
 
+def test_only_one_module_asks_whether_something_is_of_a_class_of_lightnings() -> None:
+    """A class of ``lightning.pytorch`` is none of ``pytorch_lightning``: ``_core._lightning.names`` knows both."""
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in files(PACKAGE)
+        if path != PACKAGE / "_core" / "_lightning" / "names.py"
+        for line in asked_of_one_package(ast.parse(path.read_text()))
+    ]
+    assert wrong == [], (
+        "use is_a, is_subclass, is_exactly, is_overridden or like of lightning_eff._core._lightning.names"
+    )
+
+
+def asked_of_one_package(tree: ast.AST) -> list[int]:
+    """Lines with isinstance, issubclass, ``type(x) is`` or ``except`` of a Lightning class, with Lightning's own
+    ``is_overridden``, or with the name of one package alone."""
+    theirs: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "lightning":
+            theirs |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            theirs |= {a.asname or "lightning" for a in node.names if a.name.split(".")[0] == "lightning"}
+    for node in ast.walk(tree):  # tuples of them, by name
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple) and named(node.value) & theirs:
+            theirs |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    found: list[int] = []
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("isinstance", "issubclass")
+        ):
+            asked: set[str] = named(node.args[1])
+        elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Is | ast.IsNot):
+            asked = set() if named(node) & {"like", "both"} else named(node)
+        elif isinstance(node, ast.ExceptHandler) and node.type is not None:
+            asked = named(node.type)
+        elif isinstance(node, ast.Constant) and node.value == "lightning.":  # of ``__module__``
+            found.append(node.lineno)
+            continue
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightning."):
+            asked = {alias.name for alias in node.names} & {"is_overridden"}
+            theirs |= asked
+        else:
+            continue
+        if asked & theirs:
+            found.append(node.lineno)
+    return found
+
+
+def named(node: ast.AST) -> set[str]:
+    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+
+
+def test_what_asks_of_one_package_is_found() -> None:
+    code = """
+from lightning.pytorch import Trainer as T, Callback
+import lightning.pytorch as pl
+KINDS = (Callback, int)
+isinstance(x, T)
+issubclass(x, int | pl.LightningModule)
+isinstance(x, KINDS)
+type(x) is T
+try: pass
+except pl.utilities.exceptions.MisconfigurationException: pass
+from lightning.pytorch.utilities.model_helpers import is_overridden
+x is like(y, T)
+is_a(x, T)
+type(x).__module__.startswith("lightning.")
+"""
+    assert sorted(asked_of_one_package(ast.parse(code))) == [5, 6, 7, 8, 10, 11, 14]
+
+
 def test_files_stay_small() -> None:
     for path in [*files(PACKAGE), *files(ROOT / "kernels"), *files(ROOT / "examples")]:
         assert len(path.read_text().splitlines()) <= 420, path

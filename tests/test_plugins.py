@@ -51,6 +51,22 @@ def test_every_exported_plugin_has_a_case() -> None:
 
 
 @every
+def test_runs_alike_under_pytorch_lightning(name: str) -> None:
+    """With clipping, which Lightning's own plugins pass over in silence for modules of the other package."""
+    from tests import runs
+    from tests.pl import runs as other
+
+    case, finals = PLUGINS[name], []
+    for of, clip in ((runs, 1e-3), (other, 1e-3), (runs, None)):
+        plugin = case.build(case.precisions[-1])
+        net, t = of.fit("tiny_gpt", list, plugins=[plugin], gradient_clip_val=clip, max_steps=4)
+        finals.append(of.final_state(net, t))
+    clipped, under_the_other, unclipped = finals
+    assert runs.differences(clipped, under_the_other) == []
+    assert runs.differences(clipped, unclipped) != []
+
+
+@every
 def test_describes_itself(name: str) -> None:
     cls = getattr(lightning_eff, name)
     assert cls.saves and cls.paper and cls.kind == "precision"

@@ -13,6 +13,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from lightning_eff._core.counting import CURRENT, own_count
+
 
 def tensors(batch: Any, path: str = "") -> list[tuple[str, Tensor]]:
     """Every tensor in ``batch`` with its path, such as ``"['labels']"`` or ``"[0]"``, in the order of the batch."""
@@ -35,12 +37,18 @@ def lies_at(path: str, key: str | int) -> bool:
 
 
 def num_samples(batch: Any) -> int:
-    """The number of samples B: the leading size that most tensors of the batch share (the first one's on a tie).
+    """The number of samples B: what the run says of its batches, in the order of :mod:`lightning_eff._core.counting`.
+
+    Where nothing tells, it is the leading size that most tensors share (the first one's on a tie).
 
     Raises:
-        ValueError: if the batch holds no tensor with a leading dimension.
+        ValueError: if the batch holds no tensor with a leading dimension, and has no count of its own.
     """
-    sizes = [tensor.shape[0] for _, tensor in tensors(batch) if tensor.ndim > 0]
+    found, rule = tensors(batch), CURRENT.rule
+    told = own_count(batch) if rule is None else rule.count(batch, found)
+    if told is not None:
+        return told
+    sizes = [tensor.shape[0] for _, tensor in found if tensor.ndim > 0]
     if not sizes:
         raise ValueError(
             f"Got a batch of type {type(batch).__name__} with no tensor in it that has a batch dimension; expected a"
@@ -48,7 +56,10 @@ def num_samples(batch: Any) -> int:
             " batch into tensors."
         )
     counts = Counter(sizes)
-    return max(dict.fromkeys(sizes), key=lambda size: counts[size])
+    most = max(dict.fromkeys(sizes), key=lambda size: counts[size])
+    if rule is not None:
+        rule.doubt(sizes, most)
+    return most
 
 
 def map_tensors(batch: Any, fn: Callable[[Tensor], Any]) -> Any:
@@ -101,6 +112,17 @@ def select(batch: Any, index: Tensor, size: int | None = None) -> Any:
         return value
 
     return pick(batch)
+
+
+def check_indexed(batch: Any, size: int) -> None:
+    """Raise ``ValueError`` unless samples can be taken out of the batch: half of its tensors have a row for each."""
+    leading = [t.shape[0] for _, t in tensors(batch) if t.ndim > 0 and t.shape[0] > 1]
+    if 2 * sum(n == size for n in leading) < len(leading):
+        raise ValueError(
+            f"got a batch of {size} samples whose tensors have the leading sizes {sorted(set(leading))[:5]}; expected {size},"
+            " because samples are taken out of it by dimension 0. Let the loader's collate_fn pad samples into tensors"
+            " (B, ...), or remove the callback."
+        )
 
 
 def join(batches: Sequence[Any]) -> Any:
@@ -220,9 +242,18 @@ def like(batch: Any, saved: Any) -> Any:
 
 
 def num_tokens(batch: Any) -> int:
-    """The tokens in a batch: elements of its first 2-D integer tensor, or 0 where it has none."""
-    for _, tensor in tensors(batch):
-        counts = not (tensor.is_floating_point() or tensor.is_complex()) and tensor.dtype.itemsize > 1
-        if tensor.ndim == 2 and counts:
-            return tensor.numel()
-    return 0
+    """The tokens in a batch: elements of its first 2-D integer tensor, or 0 where it has none.
+
+    One of its dimensions counts the samples, or sequences are packed into one row: edges (2, E) of graphs are no tokens.
+    """
+    every, rule = tensors(batch), CURRENT.rule
+    found = [
+        (path, t)
+        for path, t in every
+        if t.ndim == 2 and not (t.is_floating_point() or t.is_complex()) and t.dtype.itemsize > 1
+    ]
+    if not found:
+        return 0
+    size, known = num_samples(batch), None if rule is None else rule.counting_samples(every)
+    fits = [t for path, t in found if t.shape[0] == 1 or (size in t.shape and (known is None or path in known))]
+    return fits[0].numel() if fits else 0

@@ -7,7 +7,7 @@ shows them all: those that do not run hand their input on.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_eff._core._stack.calls import copy_block as copy_block
+from lightning_eff._core._stack.calls import hidden_of as hidden_of
+from lightning_eff._core._stack.calls import split_output as split_output
 from lightning_eff._core._stack.compiled import uncompiled as uncompiled
 from lightning_eff._core._stack.compiled import untraced_hooks as untraced_hooks
 from lightning_eff._core._stack.finding import Candidate as Candidate
@@ -27,51 +30,10 @@ from lightning_eff._core._stack.finding import stacks as stacks
 from lightning_eff._core._stack.made import Made, hooked_since, hooks_so_far
 from lightning_eff._core._stack.showing import InPlaceOf as InPlaceOf
 from lightning_eff._core._stack.showing import Passing, Sequence, Still, put_on, take_off
+from lightning_eff._core._stack.verifying import Verifying
 from lightning_eff._core.patches import Patches
 
 Mix = Callable[[int, Tensor, Tensor, bool], Tensor]
-
-
-@torch.no_grad()
-def copy_block(source: nn.Module, target: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Copy all parameters and buffers of ``source`` onto those of the same names in ``target``, in place.
-
-    Both have the same signature, or ``target`` has some beside, which stay as they are.
-
-    Returns:
-        The pairs of parameters that were copied; one that both blocks share is left out.
-    """
-    buffers, parameters = dict(target.named_buffers()), dict(target.named_parameters())
-    for name, old in source.named_buffers():
-        if old is not buffers[name]:
-            buffers[name].copy_(old)
-    pairs = [(old, parameters[name]) for name, old in source.named_parameters() if old is not parameters[name]]
-    for old, new in pairs:
-        new.copy_(old)
-    return pairs
-
-
-def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """The hidden state in a block's call: its first tensor argument."""
-    for value in (*args, kwargs.get("hidden_states"), *kwargs.values()):
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return value
-    raise TypeError(
-        f"A block was called with {[type(a).__name__ for a in args]} and {sorted(kwargs)}; expected a floating-point"
-        " tensor, the hidden state, among them. Name another stack by layers=."
-    )
-
-
-def split_output(output: Any) -> tuple[Tensor, tuple[Any, ...] | None]:
-    """A block's output as (hidden state, the rest of the tuple or None)."""
-    if isinstance(output, Tensor):
-        return output, None
-    if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
-        return output[0], tuple(output[1:])
-    raise TypeError(
-        f"A block returned {type(output).__name__}; expected a tensor, or a tuple that begins with one. Name another"
-        " stack by layers=."
-    )
 
 
 class BlockStack:
@@ -90,6 +52,7 @@ class BlockStack:
         mixes: by a technique's name, called within a step as ``mix(index, entered, left, training)`` with the hidden state
             that a block was given and the one that it returned, of the same shape; what it returns takes the latter's place.
         still: the blocks at the front that take no gradient: in a training step the backward pass ends behind them.
+        verifying: looks whether this is a stack in the first training steps; None where that is known, or does not matter.
         held: parameters that are out of training with :meth:`freeze_inactive`; those of still blocks are to be among them.
     """
 
@@ -109,6 +72,7 @@ class BlockStack:
         self.mixes: dict[str, Mix] = {}
         self.still = 0
         self.held: list[nn.Parameter] = []
+        self.verifying: Verifying | None = None
         self._root = root
         self._active = len(self.blocks)
         self._made: Made | None = None
@@ -139,6 +103,11 @@ class BlockStack:
             self._forget()
         self._active = count
 
+    @property
+    def scales(self) -> bool:
+        """Whether blocks are passed over, or their branches scaled."""
+        return self._scales
+
     def __len__(self) -> int:
         return len(self.blocks)
 
@@ -150,6 +119,9 @@ class BlockStack:
     @contextmanager
     def view(self, *, training: bool) -> Iterator[None]:
         """Show the active blocks, and in training pass over the dropped ones, until the context ends."""
+        if training and self.verifying is not None and not self._shown:
+            waiting = range(self._active, len(self.blocks))
+            self.verifying.begin(self.dropped | self.absent | frozenset(waiting))
         partly = self._active < len(self.blocks)
         absent = self.absent if training else self._without
         if self._shown or not (
@@ -256,11 +228,19 @@ class BlockStack:
     def pass_on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A passed block's hidden state as it came, and the rest as the last block that ran returned it."""
         hidden = hidden_of(args, kwargs)
+        if self.verifying is not None and self._training:
+            self.verifying.adds = self.verifying.skips = True
         if self._opaque is not None:
             raise self._opaque
         if self._arity is None:
             return hidden
         return (hidden, *(self._carried if self._carried is not None else (None,) * (self._arity - 1)))
+
+    def verify(self, output: Any) -> None:
+        """Raise ``ValueError`` if a training step, which returned ``output``, showed that this is no stack to act on."""
+        if self.verifying is not None:
+            self.verifying.look(output)
+            self.verifying = None if self.verifying.done else self.verifying
 
     def look(self) -> None:
         """Raise ``ValueError`` if in the last step the module made something of the blocks that cannot be made right."""
@@ -293,15 +273,20 @@ class BlockStack:
         self.carries, self._arity = state["carries"], state["arity"]
         self.reshapes = set(state.get("reshapes", ()))
 
-    def watch(self, *, scales: bool, reshaping: bool = False) -> None:
+    def watch(self, *, scales: bool, reshaping: bool = False, skips: bool | None = None) -> None:
         """Learn what form the blocks' output has, until :meth:`release`.
 
         Args:
             scales: kept branches are scaled by 1/p, so an output that cannot be scaled is an error.
             reshaping: blocks may return a hidden state of another shape; they are noted, and are not to be scaled.
+            skips: blocks do not run in some steps; None for those of scaled branches.
         """
         self._scales |= scales
         self._reshaping |= reshaping
+        if self.verifying is not None:
+            self.verifying.adds |= scales or bool(skips)
+            self.verifying.skips |= scales if skips is None else skips
+            self.verifying.reshaping |= reshaping
         if not self._watched:
             self._watched = True
             for index, block in enumerate(self.blocks):
@@ -405,6 +390,9 @@ class BlockStack:
             handle.remove()
         self._patches.restore()
         self._handles, self._guards, self._watched = [], [], False
+        if self.verifying is not None:
+            self.verifying.end()
+            self.verifying = None
         self._forget()
         self.thaw()
         self.keep, self.dropped, self._scales, self._reshaping = [], frozenset(), False, False

@@ -88,7 +88,8 @@ class ResumableLoader(LoaderProxy):
         if state is not None:
             self._pieces.set_seeds(state["seeds"])
             self._pieces.set_generators(state["generators"])
-            self._resume = {**state, "generators": []}  # what they draw from now on is of this run
+            self._pieces.set_held(state.get("held", []))
+            self._resume = {**state, "generators": [], "held": []}  # what they draw from now on is of this run
 
     def set_epoch(self, number: int) -> None:
         """Tell the samplers the epoch's number, as Lightning does."""
@@ -182,6 +183,7 @@ class ResumableLoader(LoaderProxy):
                 "generators": self._pieces.generators(),
                 "epochs": self._pieces.epochs(),
                 "numbers": self._pieces.numbers(),
+                "held": self._pieces.held(),
             }
             self._iterator = self._begin()
             return
@@ -203,6 +205,7 @@ class ResumableLoader(LoaderProxy):
         self._pieces.set_seeds(state["seeds"])
         self._pieces.set_generators(state["generators"])
         self._pieces.set_numbers(state.get("numbers", {}))
+        self._pieces.set_held(state.get("held", []))
         if state.get("loader") is not None:
             finish_epoch(self._loader, state["loader"])
         if self._pieces.outlives_epochs:
@@ -240,6 +243,7 @@ class ResumableLoader(LoaderProxy):
         self._pieces.set_epochs(began["epochs"])
         self._pieces.set_generators(began["generators"])
         self._pieces.set_numbers(began.get("numbers", {}))
+        self._pieces.set_held(began.get("held", []))
         with rng.fork(began["rng"]):
             if self._recorder is not None:
                 self._recorder.begin_from = sampler_began
@@ -331,6 +335,7 @@ class ResumableLoader(LoaderProxy):
             # where samplers were asked further ahead than the user's setting asks, repeating them tells where they are
             "generators": [] if otherwise else self._pieces.generators(),
             "numbers": self._pieces.numbers(),
+            "held": [] if began is not None else self._pieces.held(),
             "began": began,
             "sampler_began": recorder.began if recorder is not None else None,
             "sampler_draws": recorder.draws.saved() if recorder is not None and began is not None else [],

@@ -9,12 +9,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_eff._core import rng
 from lightning_eff._core._architecture.record import check_checkpoint, described
+from lightning_eff._core._optim.written import look
 from lightning_eff._core._resume.resuming import Resume
 from lightning_eff._core._run._silent.silence import silence
 from lightning_eff._core._run.checks import check_optimizers, check_run, tell_of_trials
@@ -22,9 +22,10 @@ from lightning_eff._core._run.loading import TrainLoaders
 from lightning_eff._core._run.member import Member
 from lightning_eff._core._run.metrics import CurrentMetrics, reported
 from lightning_eff._core._run.processes import gathered, wrap_again
-from lightning_eff._core._stack.running import running
+from lightning_eff._core._stack.asked import Stacks
 from lightning_eff._core._stack.thawing import thawing
-from lightning_eff._core.blocks import BlockStack, Candidate, find_stack, find_stages
+from lightning_eff._core.batches import tensors
+from lightning_eff._core.counting import CURRENT, Counting, counted
 from lightning_eff._core.patches import Patches
 from lightning_eff._core.progress import Progress
 from lightning_eff._core.steps import Step, StepChain
@@ -39,7 +40,7 @@ def is_open(trainer: Trainer) -> bool:
     return trainer in _OPEN
 
 
-class Session:
+class Session(Stacks):
     """What techniques share in one run.
 
     Attributes:
@@ -60,10 +61,9 @@ class Session:
 
     def __init__(self, trainer: Trainer, module: LightningModule, techniques: Sequence[Member], stage: str) -> None:
         self.trainer = trainer
-        self.module = module
+        self.take_module(module, sizes={}, fitting=stage == "fit")
         self.techniques = list(techniques)
         self.working = [t for t in techniques if not t.neutral]
-        self.fitting = stage == "fit"
         self.progress = Progress(trainer)
         self.chain = StepChain(module.training_step)
         self.surgery = Surgery()
@@ -71,8 +71,6 @@ class Session:
         self.seed = 0
         self.rank = trainer.global_rank
         self.views: list[Callable[[bool], AbstractContextManager[None]]] = []
-        self.sizes: dict[str, tuple[int, int]] = {}
-        self._stacks: dict[str, BlockStack] = {}
         self.resume = Resume(trainer, module, self.gather)
         self.loaders = self.resume.loaders = TrainLoaders(trainer, self.gather, self.resume.take_up_rng)
         self._scope = ExitStack()
@@ -176,6 +174,7 @@ class Session:
             self.patches.set(loop.epoch_loop, "on_run_start", self.loaders.beginning(loop.epoch_loop.on_run_start))
             self.patches.set(strategy, "process_dataloader", self.loaders.wrap(strategy.process_dataloader))
             self.patches.set(module, "training_step", self._training(module.training_step))
+            self.patches.set(CURRENT, "rule", Counting())
             self.patches.set(module, "configure_optimizers", thawing(module.configure_optimizers, self._stacks))
         for technique in self.working:
             technique.on_open(self)
@@ -204,9 +203,10 @@ class Session:
                 batch_idx = self.trainer.fit_loop.epoch_loop.batch_idx
                 indices = self.sample_indices if isinstance(self.sample_indices, list) else None
                 step = Step(self.chain, self.module, args[1:], batch_idx, self.trainer.global_step, indices)
-                output = self.chain.run(step, args[0])
+                output = counted(self.module, tensors(args[0]), indices, lambda: self.chain.run(step, args[0]))
             else:
                 output = original(*args, **kwargs)
+            self.verify(output)
             if output is None or not self.module.automatic_optimization:
                 self.end_step()  # no backward pass comes, which would end it
             return output
@@ -242,28 +242,6 @@ class Session:
         return bool((stage := self.trainer.state.stage) and stage.evaluating)
 
     # -- what techniques ask for
-
-    def stack(self, layers: str | None, *, who: str) -> BlockStack:
-        """The stack of blocks at ``layers`` (or the longest): one object for all techniques that act on it."""
-        return self._stack(find_stack(self.module, layers, who=who, in_runs=True), who)
-
-    def stages(self, layers: str | Sequence[str] | None, *, who: str) -> list[BlockStack]:
-        """The stacks of blocks at the paths ``layers`` (or all of the class that most blocks are of), in their order."""
-        return [self._stack(found, who) for found in find_stages(self.module, layers, who=who)]
-
-    def _stack(self, found: Candidate, who: str) -> BlockStack:
-        if found.path not in self._stacks:
-            self._stacks[found.path] = BlockStack(found, self.module)
-            rank_zero_info(f"{who}: blocks found at {found}")
-        return self._stacks[found.path]
-
-    def signature(self) -> tuple[tuple[str, int, int], ...]:
-        """Which blocks the network runs at the moment: (path, blocks that run, those of them that take gradients).
-
-        One entry for each stack that a technique has asked for, by path, and then of each of ``sizes``. Within
-        ``training_step`` the blocks are those that this very step runs, without the dropped ones; elsewhere the active.
-        """
-        return (*running(self._stacks), *((name, *size) for name, size in sorted(self.sizes.items())))
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -358,6 +336,7 @@ class Session:
         self.end_step()
         for technique in self.working:
             technique.on_batch_end(self, batch_idx)
+        look(self.optimizers)
         self.outdate()
         self._log()
 

@@ -8,6 +8,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from lightning_eff._core._optim.written import settle
 from lightning_eff._core.technique import techniques_of
 from lightning_eff.bench.pace import WARM_UP, Incomparable, Pace, decay
 
@@ -21,6 +22,7 @@ class Rates:
     """
 
     def __init__(self, trainer: Trainer, pace: Pace) -> None:
+        self._optimizers = list(trainer.optimizers)
         self._groups: list[dict[str, Any]] = [group for o in trainer.optimizers for group in o.param_groups]
         self._bases = [group["lr"] for group in self._groups]
         self._pace = pace
@@ -44,6 +46,12 @@ class Rates:
             factor *= self._pace.rate / largest
         for group, base in zip(self._groups, self._bases, strict=True):
             group["lr"] = base * factor
+        self._settle()
+
+    def _settle(self) -> None:
+        """What was set here, nobody has written by hand."""
+        for optimizer in self._optimizers:
+            settle(optimizer)
 
 
 class Replaced(Rates):
@@ -96,6 +104,7 @@ class Stretched(Rates):
     def _put(self, rates: list[Any]) -> None:
         for group, rate in zip(self._groups, rates, strict=True):
             group["lr"] = rate
+        self._settle()
 
 
 def rates_of(trainer: Trainer, pace: Pace) -> Rates:

@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_eff._core.batches import num_samples, num_tokens, tensors
+from lightning_eff._core.counting import counting
 from lightning_eff._core.losses import loss_of
 from lightning_eff._core.patches import Patches
 from lightning_eff._core.progress import Clock
@@ -261,8 +262,9 @@ class Pacer(Clock):
         self._calls.clear()
         if self.ahead is None:
             self.ahead = self.watched.count
-        self.samples += num_samples(batch)
-        self.tokens += num_tokens(batch)
+        with counting(trainer, tensors(batch)):
+            self.samples += num_samples(batch)
+            self.tokens += num_tokens(batch)
 
     @override
     def on_train_batch_end(

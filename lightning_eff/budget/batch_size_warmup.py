@@ -260,7 +260,7 @@ class BatchSizeWarmup(Technique):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        if not self.neutral:
+        if not self.neutral and not trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue] -- one batch to try
             self._check_epoch(trainer.num_training_batches)
 
     @override

@@ -49,9 +49,9 @@ class GradientNoiseScale(Technique):
 
     Small gradients are those of accumulated micro-batches (``accumulate_grad_batches``), of DDP's ranks, or of both. Where
     there is neither, those of two consecutive steps stand in, whose weights differ by a step and whose sizes may: an estimate,
-    for which one gradient is held; the summary says which it was. Windows cut short by the epoch's end, those of micro-batches
-    of different sizes, and those with a batch for which ``training_step`` returned None, are left out. The noise scale grows
-    over training; ``BatchSizeWarmup`` follows it.
+    for which one gradient is held, also in checkpoints. The summary says which it was. Windows cut short by the epoch's
+    end, those of micro-batches of different sizes, and those with a batch for which ``training_step`` returned None, are
+    left out. The noise scale grows over training; ``BatchSizeWarmup`` follows it.
 
     Logged: ``critical_batch`` in samples (NaN while it is not known, as where the mean of ``|G|^2`` is not above zero),
     ``signal`` (``|G|^2``), ``noise`` (``S``), ``steps`` measured and ``batch``, the samples of a step.
@@ -248,7 +248,14 @@ class GradientNoiseScale(Technique):
         names = ("_signal", "_noise", "_weight", "_steps", "_batch", "_source")
         kept = {name[1:]: getattr(self, name) for name in names}
         parts = [] if self._session is None or not self._parts else self._session.gather(self._saved_parts())
-        return {**kept, "parts": parts, "passes": self._passes}
+        return {**kept, "parts": parts, "passes": self._passes, "before": self._saved_before()}
+
+    def _saved_before(self) -> list[Any] | None:
+        """The gradient that waits for the next step's; only one process pairs steps."""
+        if self._before is None:
+            return None
+        step, b, square, gradients = self._before
+        return [step, b, square.cpu(), [None if g is None else g.to("cpu", copy=True) for g in gradients]]
 
     def _saved_parts(self) -> list[tuple[int, Tensor]]:
         return [(size, square.cpu()) for size, square in self._parts]
@@ -262,6 +269,12 @@ class GradientNoiseScale(Technique):
         if session is not None and session.rank < len(parts):
             device = session.trainer.strategy.root_device
             self._parts = [(size, square.to(device)) for size, square in parts[session.rank]]
+        before = state_dict.get("before")  # checkpoints of earlier versions have none
+        if session is not None and before is not None:
+            device = session.trainer.strategy.root_device
+            step, b, square, gradients = before
+            held = [None if g is None else g.to(device, copy=True) for g in gradients]
+            self._before = (step, b, square.to(device), held)
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor
 from typing_extensions import override
@@ -141,7 +142,7 @@ class LearningRateSchedule(Technique):
         self._reset()
 
     def _reset(self) -> None:
-        self._rates = Rates()
+        self._rates = Rates("LearningRateSchedule")
         self._tokens = 0
         self._last: dict[str, float | int] = {}
 
@@ -179,6 +180,12 @@ class LearningRateSchedule(Technique):
         self._rates.made(session)
 
     @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        if self._session is not None and not self.neutral:
+            self._rates.begin(self._session)  # before any hook of a batch can write others
+
+    @override
     def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
         factor = self.shape(session.progress.u)
         rate = self._rates.set(session, factor)
@@ -208,6 +215,10 @@ class LearningRateSchedule(Technique):
         session.progress.tokens = self._tokens
         if self.max_tokens is not None and self._tokens >= self.max_tokens:
             session.trainer.should_stop = True
+
+    @override
+    def detach(self, session: Session) -> None:
+        self._rates.held.release()
 
     # -- what is kept
 

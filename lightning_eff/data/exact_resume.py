@@ -24,9 +24,12 @@ class ExactResume(Technique):
 
     Plain modules and precision plugins alone resume exactly with it, from a checkpoint saved after any batch, also in
     mid-epoch and within an accumulation window. A checkpoint holds, of every rank: where the training loaders are and how
-    their samplers began the epoch, the state of Python's, NumPy's and torch's random generators, and within an accumulation
-    window the gradients summed so far (as large as the weights; after an optimizer step none). Those gradients are saved
-    rather than made again from the window's beginning, since the window's batches have moved BatchNorm statistics already.
+    their samplers began the epoch, the state of Python's, NumPy's and torch's random generators, logged values, and within an
+    accumulation window the gradients summed so far (as large as the weights; after an optimizer step none). Those gradients
+    are saved rather than made again from the window's beginning, since its batches have moved BatchNorm statistics already.
+
+    A resumed run first does what Lightning still had to do when it saved: the hooks of later callbacks and of the module,
+    validation, schedulers, early stopping and logging. Where such a hook reads the batch, the checkpoint holds the batch too.
 
     It adds nothing to a run that has any other technique of this package. Loaders that bring ``state_dict`` and
     ``load_state_dict`` themselves keep their own way.
@@ -34,7 +37,7 @@ class ExactResume(Technique):
     Not exact: checkpoints saved while a step is under way, as by ``OnExceptionCheckpoint`` (that batch is trained on again,
     with other random numbers); random augmentation inside persistent workers; kernels that are not deterministic; another
     number of processes than the checkpoint's. Modules that optimize by hand resume exactly where each batch either makes
-    all its steps or leaves all its gradients to later ones.
+    all its steps or leaves all its gradients to later ones. The contract page has the whole list.
 
     Raises:
         ValueError: at setup, under a strategy that shards parameters.

@@ -203,7 +203,9 @@ class ActivationCompression(Technique):
             return
         check_not_compiled("ActivationCompression", session.module)
         if self.layers is not None:
-            for block in {id(b): b for b in session.stack(self.layers, who="ActivationCompression").blocks}.values():
+            for block in {
+                id(b): b for b in session.stack(self.layers, who="ActivationCompression", chain=False).blocks
+            }.values():
                 session.patches.set(block, "_call_impl", self._noting(block))
         if self.method == "mesa":
             past = None if self._all_ranges is None else of_rank(self._all_ranges, session.rank)

@@ -197,7 +197,7 @@ class ActivationOffload(Technique):
     def on_model(self, session: Session) -> None:
         if not session.fitting or self.layers is None:
             return
-        stack = session.stack(self.layers, who="ActivationOffload")
+        stack = session.stack(self.layers, who="ActivationOffload", chain=False)
         refuse_compiled_around(
             session.module,
             stack.path,

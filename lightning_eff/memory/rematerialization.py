@@ -43,6 +43,11 @@ MEASURED = (
     "its plan for policy='optimal' is made of measured times, and anew where the network or the batches grow, and what is"
     " compressed depends on it, so that a resumed run would be another one; expected policy='full', 'sqrt' or 'selective'"
 )
+FREEZING = ("LayerFreezing", "GreedyLayerwise")  #: frozen blocks keep no activations
+OF_ALL = (
+    "the plan for policy='optimal' is made for blocks that keep activations, of which frozen blocks keep none; expected"
+    " policy='full', 'sqrt' or 'selective'"
+)
 
 
 class Rematerialization(Technique):
@@ -137,7 +142,7 @@ class Rematerialization(Technique):
         self.policy: Policy = policy
         self.offload = offload
         if policy == "optimal":  # the other policies' plans are the same whenever they are made
-            vars(self)["conflicts"] = dict.fromkeys(COMPRESSING, MEASURED)
+            vars(self)["conflicts"] = {**dict.fromkeys(COMPRESSING, MEASURED), **dict.fromkeys(FREEZING, OF_ALL)}
         self.memory_budget = None if memory_budget is None else parse_budget(memory_budget)
         self.layers = layers
         self._reset()
@@ -199,7 +204,7 @@ class Rematerialization(Technique):
     def on_model(self, session: Session) -> None:
         if not session.fitting:
             return
-        stack = self._stack = session.stack(self.layers, who="Rematerialization")
+        stack = self._stack = session.stack(self.layers, who="Rematerialization", chain=False)
         if self.policy in ("sqrt", "optimal") and len({id(block) for block in stack.blocks}) < len(stack):
             raise ValueError(
                 f"Rematerialization(policy={self.policy!r}): {stack} holds the same block several times; expected"
@@ -274,12 +279,15 @@ class Rematerialization(Technique):
         """Measure and solve."""
         assert self._batch is not None and self.memory_budget is not None, "on_batch_start has set it"
         stack = self._found()
-        stages, casts = measure(session, stack, *self._batch, self._measuring)
+        measured = measure(session, stack, *self._batch, self._measuring, together=together)
+        if measured is None:  # the step skips this batch, and the next one is looked at
+            return
+        stages, casts = measured
         if together:
             stages, casts = agreed(session, stages, casts)
         if self.offload and self._bandwidth is None:
-            measured = min(measure_bandwidth(session.module.device))
-            self._bandwidth = session.trainer.strategy.broadcast(measured) if together else measured
+            bandwidth = min(measure_bandwidth(session.module.device))
+            self._bandwidth = session.trainer.strategy.broadcast(bandwidth) if together else bandwidth
         self.plan = solve(stages, casts, self.memory_budget, num_blocks=len(stack), bandwidth=self._bandwidth)
         self._casts = casts
         self._size, self._planned = max(self._size, _size(self._batch[0])), stack.active

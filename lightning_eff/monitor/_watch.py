@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_eff._core import counting as samples
 from lightning_eff._core._lightning.names import is_overridden
 from lightning_eff._core.batches import num_samples, num_tokens, tensors
 from lightning_eff._core.patches import Patches
@@ -197,9 +198,12 @@ class Watch:
     def batch(self, batch: Any) -> None:
         """The batch that has been trained on, as the loader gave it."""
         self._record.batches += 1
-        with suppress(ValueError):  # batches of no tensors have no samples to count
+        with (
+            samples.counting(self.trainer, tensors(batch)),
+            suppress(ValueError),
+        ):  # batches of no tensors have none to count
             self._record.samples += num_samples(batch)
-        self._record.tokens += num_tokens(batch)
+            self._record.tokens += num_tokens(batch)
 
     # -- passes
 

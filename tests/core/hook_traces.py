@@ -59,7 +59,7 @@ def _hooks(cls: type) -> list[str]:
 
 
 class Tracer(pl.Callback):
-    """Records each of its hooks; where it says ``draws``, it draws a number in each too."""
+    """Records each of its hooks."""
 
     def __init__(self, name: str, trace: Trace) -> None:
         self.name, self.trace = name, trace
@@ -98,12 +98,12 @@ class Logs(DummyLogger):
 class Traced(pl.LightningModule):
     """Changes weights, draws numbers and logs in the hooks that come after a checkpoint is saved."""
 
-    def __init__(self, trace: Trace, scheduler: str = "plateau") -> None:
+    def __init__(self, trace: Trace) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 1))
         self.target = nn.Linear(6, 1).requires_grad_(False)
         self.mean, self.largest = MeanMetric(), MaxMetric()
-        self.trace, self.scheduler = trace, scheduler
+        self.trace, self.scheduler = trace, "plateau"
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.trace.add("module", "training_step", [batch, batch_idx])
@@ -202,8 +202,9 @@ class Files(pl.Callback):
         def save_too(path: Any, *args: Any, **kwargs: Any) -> None:
             self.count += 1
             save(path, *args, **kwargs)
-            copy = self.folder / f"{self.count:03d}.ckpt"
-            copy.write_bytes(Path(path).read_bytes())
+            if trainer.is_global_zero:
+                copy = self.folder / f"{self.count:03d}.ckpt"
+                copy.write_bytes(Path(path).read_bytes())
 
         trainer.save_checkpoint = save_too
 
@@ -221,6 +222,7 @@ def run(
     resume: Path | None = None,
     validates: bool = True,
     make: Callable[[Trace], pl.LightningModule] = Traced,
+    scheduler: str = "plateau",
     train: Callable[[], Any] = lambda: data(0),
     **settings: Any,
 ) -> tuple[Trace, list[int]]:
@@ -228,6 +230,7 @@ def run(
     trace = Trace()
     pl.seed_everything(7 if resume else 3, verbose=False)
     module, marks = make(trace), Marks(trace)
+    vars(module)["scheduler"] = scheduler
     own = [] if resume else [Files(folder)]
     settings = {"max_epochs": 3, "log_every_n_steps": 2, **settings}
     trainer = pl.Trainer(
@@ -244,14 +247,18 @@ def run(
     return trace, marks.saved
 
 
-def resumed_differences(folder: Path, savers: Callable[[Path], list[pl.Callback]], **settings: Any) -> dict[str, Any]:
-    """For each checkpoint of a run, the first event in which a run that resumes from it differs."""
+def resumed_differences(
+    folder: Path, savers: Callable[[Path], list[pl.Callback]], *, few: bool = False, **settings: Any
+) -> dict[str, Any]:
+    """For some checkpoints of a run, the first event in which a run that resumes from it differs."""
     kept = folder / "kept"
-    kept.mkdir()
+    kept.mkdir(exist_ok=True)
     whole, saved = run(kept, lambda: savers(folder / "a"), **settings)
     assert saved, "the schedule saved nothing"
     found: dict[str, Any] = {}
-    for number, before in enumerate(saved, 1):
+    count = len(saved)
+    for number in sorted({1, count // 2} if few else {1, count // 3 or 1, count // 2 + 1, 2 * count // 3 or 1, count}):
+        before = saved[number - 1]
         torch.load(kept / f"{number:03d}.ckpt", weights_only=True)
         again, _ = run(kept, lambda: savers(folder / "b"), resume=kept / f"{number:03d}.ckpt", **settings)
         expected = whole.events[before:]

@@ -1,4 +1,4 @@
-"""Samplers of lists with ``batch_size=None``: the dataset fetches whole batches, and samples are chosen as in batches."""
+"""Samplers of lists with ``batch_size=None``: the dataset fetches whole batches, and samples are chosen all the same."""
 
 from collections.abc import Callable
 from typing import Any

@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler as schedulers
 
 from lightning_eff import LAMB, EightBitOptimizer, LearningRateSchedule, Lion, ReplaceOptimizer
 from lightning_eff._core._optim.combined import CombinedOptimizer
-from lightning_eff.memory._eight_bit.equivalents import EIGHT_BIT, eight_bit, equivalent_of
+from lightning_eff.memory._eight_bit.equivalents import EIGHT_BIT, eight_bit, equivalent_of, four_bit
 from lightning_eff.memory.eight_bit_optimizer import state_bytes
 from tests.cases import Case, classifier
 from tests.models import TinyGPT, flat, hugging_face, loader, module, trainer
@@ -316,6 +316,37 @@ def test_four_bits_by_torchao() -> None:
             # a state of n elements: n / 2 bytes, where 32 bits take 4 n
             assert told["state_bytes"] * 7 == told["saved_bytes"] > 0
     assert float((ends[1] - ends[0]).norm() / ends[0].norm()) < 0.5
+
+
+def test_states_of_four_bits_are_saved_as_plain_tensors(tmp_path: Path) -> None:
+    """Lightning loads a checkpoint with a function as ``map_location``, and with ``weights_only=True``."""
+    pytest.importorskip("torchao")
+
+    def made() -> Any:
+        own = torch.optim.AdamW([nn.Parameter(torch.zeros(64, 128))], 1e-3)
+        return four_bit(equivalent_of(own, 4), own.param_groups)
+
+    optimizer, other = made(), made()
+    (p,) = optimizer.param_groups[0]["params"]
+    values = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    state = {
+        "step": torch.tensor(3.0),
+        "exp_avg": optimizer._new_buffer(p, True),
+        "exp_avg_sq": optimizer._new_buffer(p, False),
+    }
+    state["exp_avg"].copy_(values)
+    state["exp_avg_sq"].copy_(values.square())
+    optimizer.state[p] = state
+    torch.save(optimizer.state_dict(), tmp_path / "saved")
+    loaded = torch.load(tmp_path / "saved", map_location=lambda storage, location: storage, weights_only=True)
+    other.load_state_dict(loaded)
+    (again,) = other.state.values()
+    assert float(again["step"]) == 3.0
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert type(again[name]) is type(state[name])
+        assert float(state[name].dequantize().abs().max()) > 1.0
+        for part in ("codes", "scale", "qmap"):
+            assert torch.equal(getattr(again[name], part), getattr(state[name], part))
 
 
 def test_a_yaml_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

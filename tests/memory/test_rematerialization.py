@@ -22,6 +22,8 @@ from lightning_eff.memory._planning.rotor import optimal, smallest_budget
 from lightning_eff.memory._recompute.optimum import parse_budget
 from lightning_eff.memory._recompute.profile import MOST_ROUNDS, ROUNDS
 from lightning_eff.memory.rematerialization import Rematerialization
+from lightning_eff.model.growth.greedy_layerwise import GreedyLayerwise
+from lightning_eff.model.growth.layer_freezing import LayerFreezing
 from lightning_eff.model.growth.progressive_layer_dropping import ProgressiveLayerDropping
 from lightning_eff.model.growth.progressive_stacking import ProgressiveStacking
 from lightning_eff.optim.sharpness.sharpness_aware_minimization import SharpnessAwareMinimization
@@ -223,6 +225,18 @@ def test_together_with_techniques_that_change_the_step() -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_together_with_each(name: str) -> None:
     check_together(name, [*POLICIES, *reversed(POLICIES)])
+
+
+@pytest.mark.parametrize("freezing", [lambda: LayerFreezing(start=0.25), lambda: GreedyLayerwise(until=0.7)])
+def test_beside_frozen_blocks_only_the_optimal_plan_is_refused(freezing: Callable[[], Technique]) -> None:
+    plain = final_state(*fit("tiny_gpt", lambda: [freezing()]))
+    for policy in ("full", "sqrt", "selective"):
+        both = final_state(*fit("tiny_gpt", lambda: [freezing(), Rematerialization(policy=policy)]))  # noqa: B023
+        assert differences(plain, both) == [], policy
+    with pytest.raises(
+        ValueError, match=r"blocks that keep activations.*expected policy='full', 'sqrt' or 'selective'"
+    ):
+        fit("tiny_gpt", lambda: [freezing(), Rematerialization(policy="optimal", memory_budget=0.75)])
 
 
 def test_dropped_blocks_are_not_run_again() -> None:

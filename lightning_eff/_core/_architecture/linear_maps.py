@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lightning_eff._core._architecture.naming import meets, nearest
+from lightning_eff._core._architecture.stand_ins import stands_in
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ def linear_maps(module: nn.Module) -> list[LinearMap]:
     """All ``nn.Linear`` and Hugging Face ``Conv1D`` in ``module``, in its own order, each once."""
     found: list[LinearMap] = []
     for path, m in module.named_modules():
+        if stands_in(m):
+            continue  # the layers that it is made of are listed
         if isinstance(m, nn.Linear):
             found.append(LinearMap(path, m, m.in_features, m.out_features, transposed=False))
         elif is_conv1d(m):

@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_eff._core._architecture.classes import check_classes
 from lightning_eff._core._architecture.record import frozen, swapped
 from lightning_eff._core._architecture.watch import BypassWatch
 from lightning_eff._core._lightning.names import is_a
@@ -99,6 +100,7 @@ class ArchitectureOfRun:
         self._watched = not is_plain(
             session.trainer.strategy
         )  # parameters of others are not what the forward pass uses
+        self._compares = session.trainer.ckpt_path is None  # the run that saved the checkpoint was looked at
         module = session.module
         configure = module.configure_model
 
@@ -130,8 +132,12 @@ class ArchitectureOfRun:
         self._watched = True
         if compiled_around(step.module, [m for _, m, _ in swapped(step.module)]):
             return proceed(batch)  # what a compiled graph calls, it calls for no module
+        if self._compares and step.module.automatic_optimization:
+            check_classes(step, batch)
         with BypassWatch(self._session.module):
-            return proceed(batch)
+            output = proceed(batch)
+        self._watched = output is not None  # a step that returns nothing may have called nothing
+        return output
 
 
 def _adopting(module: LightningModule) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_eff._core import rng
 from lightning_eff._core._architecture.record import FROZEN, SWAP, Swap, tensors_of
+from lightning_eff._core._architecture.stand_ins import keep_class
 from lightning_eff._core.surgery import Surgery
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -60,7 +61,8 @@ class Surgeon:
         """Put ``build(submodule)`` in the place of each submodule for which ``match(path, submodule)`` holds.
 
         While ``build`` runs, what it makes is by default on the device and of the dtype of the submodule's parameters. It
-        may register them under their own names or others, and freeze them. A replacement that is :class:`Foldable` lets
+        may register them under their own names or others, and freeze them. What replaces a linear layer or a convolution
+        stays an instance of its class. A replacement that is :class:`Foldable` lets
         ``export`` take it out.
 
         Args:
@@ -105,6 +107,7 @@ class Surgeon:
                     f"{self._who}: the replacement of {path} is {'the module itself' if new is m else type(new).__name__};"
                     " expected another nn.Module."
                 )
+            keep_class(new, m)
             new.__dict__[SWAP] = swap
             old.append(m)
             return new

@@ -6,6 +6,7 @@ from torch import nn
 
 from lightning_eff._core._branches.finding import Branch
 from lightning_eff._core._branches.graph import SHAPES, End, Graph, Node, kind
+from lightning_eff._core._stack.finding import candidates, signature
 
 
 def tensors_that_end(
@@ -24,10 +25,43 @@ def tensors_that_end(
         who: the technique's name, for messages.
 
     Raises:
-        ValueError: where a branch ends in a norm without a weight, or in a map that is used elsewhere too.
+        ValueError: where a branch ends in a norm without a weight, or in a map that is used elsewhere too; or where equal
+            blocks do not have equal branches.
     """
+    if every and branch is every[0]:
+        refuse_unequal(module, graph, every, who=who)
     names = {name: None for end in branch.last for name in _tensors(module, graph, end, every, who=who)}
     return (*names, *alike_unused(module, graph, [*names]))
+
+
+def refuse_unequal(module: nn.Module, graph: Graph, every: list[Branch], *, who: str) -> None:
+    """Raise ``ValueError`` if branches were found in some blocks of a stack and not in others that are like them.
+
+    Blocks are alike if their class, and the names and shapes of their tensors, are the same. Those that the pass did not run
+    say nothing.
+    """
+    ran = {name for name, _ in graph.leaves.values()}
+    ends = {end.weight for branch in every for end in branch.last}
+    for stack in candidates(module):
+        alike: dict[str, dict[str, set[str]]] = {}
+        for path, block in stack.named_blocks.items():
+            if any(name.startswith(f"{path}.") for name in ran):
+                within = {name.removeprefix(f"{path}.") for name in ends if name.startswith(f"{path}.")}
+                places = {re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in within}  # whichever experts were used
+                alike.setdefault(f"{type(block)}{signature(block)}", {})[path] = places
+        for found in alike.values():
+            if len({frozenset(places) for places in found.values()}) > 1:
+                most = max(found.values(), key=len)
+                short = [
+                    f"{path} ({', '.join(sorted(places)) or 'none'})"
+                    for path, places in found.items()
+                    if places != most
+                ]
+                raise ValueError(
+                    f"{who}: equal blocks of {stack} have unequal residual branches. Most end in"
+                    f" {', '.join(sorted(most))}, but these in: {'; '.join(short[:5])}. Name the weights in which branches"
+                    f" end, branches=[...], or remove {who}."
+                )
 
 
 def _tensors(module: nn.Module, graph: Graph, end: End, every: list[Branch], *, who: str) -> tuple[str, ...]:

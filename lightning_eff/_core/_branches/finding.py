@@ -4,8 +4,11 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_eff._core._branches.graph import SHAPES, End, Graph, Node, kind
+from lightning_eff._core._branches.graph import NORMS, SHAPES, End, Graph, Node, kind
 
+_PRODUCTS = ("Bmm", "Baddbmm", "Mm")
+_WEIGHTS = ("Softmax", "SafeSoftmax", "Sigmoid", "Relu", "Exp", "Softplus", "Elu")  # of attention
+_SCALES = SHAPES | {"Mul", "Div", "Add", "Sub", "Sum", "Neg", "MaskedFill", "Where", "Tanh", "Clamp", "ClampMin"}
 _LOGITS = SHAPES | {
     "LogSoftmax",
     "Tanh",
@@ -39,10 +42,13 @@ def branches(graph: Graph) -> list[Branch]:
     A sum is residual if one side is made of the other by at least one map; what it is made of may be a sum that the other
     side begins with, as where two branches start at one place. Where the other side is a map itself (a ResNet's
     projection), the branch is the side that is not linear. Sums that stand alone are left out where others follow upon
-    each other: those belong to no stream.
+    each other: those belong to no stream. Nor do sums of attention scores, as in RealFormer, which are no hidden state.
     """
     found: dict[Node, _Sum] = {}
+    scores = _scores(graph)
     for node in graph.nodes("Add", "Addcmul"):
+        if node in scores:
+            continue
         sides = graph.inputs[node]
         pair = (sides[0], sides[-1]) if len(sides) > 1 else ()
         for stream, branch in (pair, pair[::-1]) if pair else ():
@@ -57,6 +63,22 @@ def branches(graph: Graph) -> list[Branch]:
     return [
         _branch(graph, made, numbers[first[node]]) for node, made in found.items() if alone or sizes[first[node]] > 1
     ]
+
+
+def _scores(graph: Graph) -> set[Node]:
+    """The nodes from which attention weights are made: below a factor of a product, behind a softmax or its like.
+
+    A residual stream goes into a product by way of a map or a norm, or as it is.
+    """
+    found: set[Node] = set()
+    for node in graph.nodes(*_PRODUCTS):
+        if graph.map_at(node) is not None:
+            continue
+        for factor in graph.inputs[node]:
+            reached = graph.below(factor, lambda n: graph.inputs[n] if kind(n) in _SCALES else ())
+            for weights in (n for n in reached if kind(n) in _WEIGHTS):
+                found |= graph.below(graph.inputs[weights][0], lambda n: graph.inputs[n] if kind(n) in _SCALES else ())
+    return found
 
 
 class _Sum(NamedTuple):
@@ -81,8 +103,14 @@ def _residual(graph: Graph, stream: Node, branch: Node) -> _Sum | None:
 
 
 def _origins(graph: Graph, stream: Node) -> set[Node]:
-    """``stream``, and what it is the sum of; of that no maps, which begin something else."""
-    found = graph.below(stream, lambda node: graph.inputs[node] if kind(node) == "Add" or kind(node) in SHAPES else ())
+    """``stream``, and what it is the sum of, or a norm of that; no maps among these, which begin something else."""
+
+    def onward(node: Node) -> tuple[Node, ...]:
+        if kind(node) in NORMS:
+            return graph.inputs[node][:1]
+        return graph.inputs[node] if kind(node) == "Add" or kind(node) in SHAPES else ()
+
+    found = graph.below(stream, onward)
     return {node for node in found if node not in graph.leaves and (node == stream or not graph.map_at(node))}
 
 

@@ -117,8 +117,14 @@ def _maps(module: nn.Module) -> str:
     return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "") if names else "none"
 
 
-def attempts(module: nn.Module, batch: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Passes that ``module`` may run, the likeliest first, each with what it is in words; for use within :func:`aside`."""
+def attempts(module: nn.Module, batch: Any, *, blocks: bool = True) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Passes that ``module`` may run, the likeliest first, each with what it is in words; for use within :func:`aside`.
+
+    Args:
+        module: the module.
+        batch: of its own data; None to make some up.
+        blocks: also run the blocks of its stack one after another, whatever the module itself does with them.
+    """
     if batch is not None:
         yield "the batch that was given", lambda: _on_batch(module, batch)
         return
@@ -131,10 +137,10 @@ def attempts(module: nn.Module, batch: Any) -> Iterator[tuple[str, Callable[[], 
                 f"{path or 'the module'} ({type(part).__name__}) on {what}",
                 lambda part=part, call=call: _made(part, call),
             )
-    for stack in candidates(module)[:2]:
-        blocks = [m for m in stack.container._modules.values() if m is not None]
-        for what, hidden in hidden_states(blocks[0]):
-            yield f"the blocks at {stack} on {what}", lambda blocks=blocks, hidden=hidden: _through(blocks, hidden)
+    for stack in candidates(module)[:2] if blocks else ():
+        chain = [m for m in stack.container._modules.values() if m is not None]
+        for what, hidden in hidden_states(chain[0]):
+            yield f"the blocks at {stack} on {what}", lambda chain=chain, hidden=hidden: _through(chain, hidden)
     if is_a(module, LightningModule) and is_overridden("training_step", module) and module.automatic_optimization:
         for what, made in step_batches(module):
             yield f"training_step on {what}", lambda made=made: _on_batch(module, made)

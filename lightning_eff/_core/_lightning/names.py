@@ -19,6 +19,8 @@ from lightning_eff._core._lightning.imports import once_imported
 #: The packages by both names: the one that this package is written with, and the one that it may meet.
 NAMES = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
 OWN, OTHER = "lightning.pytorch", "pytorch_lightning"
+#: Lightning's packages on the disk.
+ROOTS = ("lightning", "pytorch_lightning", "lightning_fabric")
 
 T = TypeVar("T")
 T2 = TypeVar("T2")
@@ -152,7 +154,8 @@ def adapted(cls: C, package: str | None) -> C:
             return made  # pyright: ignore[reportReturnType]
     bases = [other for c in cls.__mro__ if (other := _named(c, package)) is not None]
     more = [base for base in bases[:1] if not issubclass(cls, base)]
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    # of a private module, so that jsonargparse, which looks for subclasses by their names, passes over it
+    names = {"__module__": __name__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return _Adapted(cls.__name__, (cls, *more), {**names, "_package": package, "_adapted": cls})  # pyright: ignore[reportReturnType]
 
 

@@ -14,6 +14,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from lightning_eff._core._lightning.names import is_lightnings
+from lightning_eff._core._loaders.held import Held
 from lightning_eff._core._run.own_state import has_state, is_torchdata
 from lightning_eff._core._run.recording import RecordingSampler, users_own
 
@@ -37,8 +39,11 @@ def is_settled(sampler: Any) -> bool:
     inner = getattr(sampler, "sampler", None) if isinstance(sampler, BatchSampler) else None
     if inner is not None and not is_settled(inner):
         return False
-    known = type(sampler).__iter__ in _SETTLED or type(sampler).__module__.startswith("lightning.")
-    return known and not has_state(sampler)
+    return _is_known(sampler) and not has_state(sampler)
+
+
+def _is_known(sampler: Any) -> bool:
+    return type(sampler).__iter__ in _SETTLED or is_lightnings(type(sampler))
 
 
 def iterates_itself(loader: Any) -> bool:
@@ -80,6 +85,7 @@ class Pieces:
         self._loaders = [loader, *(_inside(vars(loader)) if iterates_itself(loader) and _has_vars(loader) else [])]
         self._counts = loader if iterates_itself(loader) and _has_vars(loader) else None
         self._fresh = self._numbers()
+        self._held = Held({id(s): s for s in self._samplers() if not _is_known(s)}.values())
 
     def _samplers(self) -> list[Any]:
         found: list[Any] = []
@@ -133,6 +139,14 @@ class Pieces:
         """Give the loader the numbers that :meth:`numbers` gave."""
         if self._counts is not None:
             vars(self._counts).update({**self._fresh, **numbers})
+
+    def held(self) -> list[dict[str, Any]]:
+        """What samplers of the user's own keep on themselves, such as generators of NumPy's, where it changed in the run."""
+        return self._held.saved()
+
+    def set_held(self, held: Iterable[dict[str, Any]]) -> None:
+        """Give the samplers what :meth:`held` gave."""
+        self._held.set(held)
 
     @property
     def outlives_epochs(self) -> bool:

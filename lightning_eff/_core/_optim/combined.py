@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
+
+from lightning_eff._core._optim.written import Known, Share, settle, understood, watch
 
 _OF_PARAMETERS = ("params", "param_names")
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
@@ -21,7 +24,8 @@ class Following:
 
     Attributes:
         origin: index of the module's group.
-        ratio: of the group's rate to the one that the module's schedulers give to theirs; None for a group without a rate.
+        ratio: of the group's rate to the one that the module's schedulers give to theirs; None for a group without a rate, and
+            for one whose rate is in no proportion to the module's, which is zero.
         full: the group's highest rate, of which the schedule is a multiple; None likewise.
         settings: whether what schedulers change beside rates (momenta, betas) is taken over too.
     """
@@ -72,7 +76,8 @@ class CombinedOptimizer(Optimizer):
     """Steps its parts one after the other, and is one optimizer for all that look at it.
 
     Parameter groups are the parts' own, state is looked up in the part that has the parameter, and a ``state_dict`` has the
-    plain form over all of them.
+    plain form over all of them. A learning rate that the module, or another callback, writes into a group is the module's own:
+    each group gets its multiple of it, as under a scheduler (see :mod:`.written`).
 
     Args:
         parts: optimizers of disjoint parameters, one at least.
@@ -93,6 +98,9 @@ class CombinedOptimizer(Optimizer):
         self._owners: dict[int, Optimizer] = {}
         origins.combined = self
         vars(origins)["step"] = _Seen()
+        self._warned = self._told = self._absolute = False
+        self.settle()
+        watch(self, self)
 
     # -- a step
 
@@ -115,6 +123,7 @@ class CombinedOptimizer(Optimizer):
     @contextmanager
     def moved(self) -> Iterator[None]:
         """Schedulers act on :attr:`origins` within; afterwards every group follows them."""
+        self.look()
         before = self.origins.settings()
         yield
         changed = [
@@ -132,6 +141,41 @@ class CombinedOptimizer(Optimizer):
         for group, how in zip(self.param_groups, self.following, strict=False):
             if how.ratio is not None:
                 set_rate(group, float(self.origins.param_groups[how.origin]["lr"]) * how.ratio)
+        settle(self)
+
+    def settle(self) -> None:
+        """The learning rates of all groups are known as they stand."""
+        self._known, self._known_origins = Known(self.param_groups), Known(self.origins.param_groups)
+
+    def look(self, stepping: bool = False) -> None:
+        """Take over learning rates that somebody has written into the groups since, and let all groups follow."""
+        now = self._known.changed(self.param_groups)
+        moved = self._known_origins.changed(self.origins.param_groups)  # by a scheduler that the module steps itself
+        if not now and not moved:
+            return
+        shares = [None if how.ratio is None else Share(how.origin, how.ratio) for how in self.following]
+        if not self._warned and any(i < len(shares) and shares[i] is None for i in now):
+            self._warned = True
+            rank_zero_warn(
+                f"{' and '.join(type(part).__name__ for part in self.parts)}: a learning rate was written by hand into a"
+                " group whose learning rate in configure_optimizers is 0, so the group's own one is overwritten. Give the"
+                " optimizer in configure_optimizers its highest learning rate, such as lr=1e-3."
+            )
+        meant = understood(shares, self._known.rates, now, self._absolute)
+        if now and not self._told and any(how.ratio not in (None, 1.0) for how in self.following):
+            self._told = True
+            means = "the module's own" if meant.absolute else "multiples of those that stood there"
+            rank_zero_info(
+                f"Learning rates that are written into optimizer.param_groups are taken for {means}: every group keeps its"
+                " proportion."
+            )
+        found, self._absolute = meant.rates, meant.absolute
+        for origin, rate in found.items():
+            set_rate(self.origins.param_groups[origin], rate)
+        for group, how in zip(self.param_groups, self.following, strict=False):
+            if how.ratio is not None and (how.origin in found or (how.origin in moved and not now)):
+                set_rate(group, float(self.origins.param_groups[how.origin]["lr"]) * how.ratio)
+        self.settle()
 
     # -- groups and state
 
@@ -143,6 +187,7 @@ class CombinedOptimizer(Optimizer):
         part.add_param_group(param_group)
         self.param_groups += part.param_groups[count:]
         self._owners.clear()
+        self.settle()
 
     def add_part(self, part: Optimizer, following: list[Following]) -> None:
         """Let ``part`` step parameters that the other parts have now, as the first part; they give them up.
@@ -168,6 +213,7 @@ class CombinedOptimizer(Optimizer):
         self.following[:] = [*following, *(how[id(g)] for g in left if id(g) in how)]
         self.defaults = {k: v for k, v in self.defaults.items() if all(k in group for group in self.param_groups)}
         self._owners.clear()
+        self.settle()
 
     def part_of(self, parameter: Any) -> Optimizer:
         """The part that has ``parameter``; the first one for what is none."""
@@ -203,6 +249,7 @@ class CombinedOptimizer(Optimizer):
             "param_groups": [groups[id(group)] for group in self.param_groups],
             "parts": others,
             "origins": self.origins.settings(),
+            "absolute": self._absolute,
         }
         for after in self._optimizer_state_dict_post_hooks.values():
             changed: Any = after(self, whole)
@@ -254,6 +301,7 @@ class CombinedOptimizer(Optimizer):
             for i, group in zip(wanted, part.param_groups, strict=True):
                 self.param_groups[i] = group
         self.origins.take(state_dict["origins"])
+        self._absolute = state_dict.get("absolute", False)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -262,6 +310,23 @@ class CombinedOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "state": _States(self)})
+
+    def __getattr__(self, name: str) -> Any:
+        """What the parts have and this has not, such as ``train()``: a method is called on all that have it."""
+        held = [] if name.startswith("_") else self.__dict__.get("parts", [])
+        found = [getattr(part, name) for part in held if hasattr(part, name)]
+        if not found:
+            raise AttributeError(
+                f"{' and '.join(type(part).__name__ for part in held) or 'The optimizer'} has no {name!r}."
+            )
+        if not all(callable(one) for one in found):
+            return found[0]
+
+        def of_all(*args: Any, **keywords: Any) -> Any:
+            values = [method(*args, **keywords) for method in found]
+            return next((value for value in values if value is not None), None)
+
+        return of_all
 
     def __repr__(self) -> str:
         return " and ".join(map(repr, self.parts))

@@ -35,7 +35,7 @@ def hasten(optimizer: Optimizer, schedulers: list[Any], parameters: Iterable[Ten
         names = {"param_names": []} if "param_names" in group else {}
         rates = {name: group[name] * factor for name in _RATES if group.get(name) is not None}
         home = {**group, **rates, "params": [], **names}
-        add_group(optimizer, schedulers, at, home)
+        add_group(optimizer, schedulers, at, home, factor)
         move(group, home, chosen)
         for scheduler in schedulers:
             for one in all_in(scheduler, optimizer):

@@ -42,7 +42,7 @@ def join(
             f"{who}: the module's {type(own).__name__} has a rate of {reference} in group {origin}, to which {full:g} is in no"
             " proportion, and a scheduler moves it; expected a rate above zero there."
         )
-    ratio = full / reference if reference else 1.0
+    ratio = full / reference if reference else None
     followed = [Following(origin, ratio, full, settings=False) for _ in other.param_groups]
     if isinstance(own, CombinedOptimizer):
         combined = own

@@ -6,6 +6,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_eff._core._optim.combined import set_rate
+from lightning_eff._core._optim.held import HeldRates
 from lightning_eff._core._optim.scheduled import optimizers_of, put_to_rest, reference_rates, schedulers_of
 from lightning_eff._core.session import Session
 
@@ -13,12 +14,18 @@ from lightning_eff._core.session import Session
 class Rates:
     """What the groups' highest rates are, from the module's own ``configure_optimizers`` or a checkpoint.
 
+    Learning rates that somebody writes by hand are overridden, with a warning.
+
+    Args:
+        who: sets the rates.
+
     Attributes:
         bases: of each optimizer, each group's highest rate, None where it has no number for one; None until training begins.
         foreign: whether the run goes on from a checkpoint whose rates another schedule had moved.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, who: str) -> None:
+        self.held = HeldRates(who)
         self.bases: list[list[float | None]] | None = None
         self.foreign = False
         self._made: list[list[float | None]] = []
@@ -46,16 +53,17 @@ class Rates:
         """The optimizers are built."""
         self._made = rates_of(session.optimizers)
 
-    def set(self, session: Session, factor: float) -> float:
-        """Let each group's rate be ``factor`` times its highest; the highest of them all by then."""
+    def begin(self, session: Session) -> None:
+        """Training begins: what stands in the groups are the highest rates, unless a checkpoint has told them."""
         if self.bases is None:
             self.bases = self._made if self.foreign else rates_of(session.optimizers)
+
+    def set(self, session: Session, factor: float) -> float:
+        """Let each group's rate be ``factor`` times its highest; the highest of them all by then."""
+        self.begin(session)
+        assert self.bases is not None
         for optimizer, bases in zip(session.optimizers, self.bases, strict=True):
-            for group in optimizer.param_groups[len(bases) :]:  # somebody has thawed parameters since
-                bases.append(None if group.get("lr") is None else float(group["lr"]))
-            for group, base in zip(optimizer.param_groups, bases, strict=False):
-                if base is not None:
-                    set_rate(group, base * factor)
+            self.held.set(optimizer, bases, factor)
         return max((rate for found in rates_of(session.optimizers) for rate in found if rate is not None), default=0.0)
 
     def load(self, bases: list[list[float | None]] | None) -> None:

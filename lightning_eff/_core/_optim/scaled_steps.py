@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_eff._core._optim.combined import set_rate
+from lightning_eff._core._optim.written import after_closure
+from lightning_eff._core.optimizers import evaluates_anew
 
 
 @dataclass
@@ -36,15 +38,24 @@ class ScaledSteps:
     def __init__(self, optimizers: Sequence[Optimizer], factor: Callable[[], float]) -> None:
         self._factor = factor
         self._optimizers = list(optimizers)
+        self._anew = {id(optimizer) for optimizer in optimizers if evaluates_anew(optimizer)}
         self._hooks = [optimizer.register_step_pre_hook(self._raise) for optimizer in optimizers]
         self._hooks += [optimizer.register_step_post_hook(self._lower) for optimizer in optimizers]
 
-    def _raise(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _raise(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if optimizer in _HELD and id(self) in _HELD[optimizer].by:  # a step that failed
             _put_back(optimizer)
         factor = self._factor()
         if factor == 1.0:
-            return
+            return None
+        changed = None
+        if id(optimizer) not in self._anew:  # which reads its rate before it runs the closure
+            changed = after_closure(args, kwargs, lambda: self._scale(optimizer, factor))
+        if changed is None:
+            self._scale(optimizer, factor)
+        return changed
+
+    def _scale(self, optimizer: Optimizer, factor: float) -> None:
         groups = [group for group in optimizer.param_groups if group.get("lr") is not None]
         if optimizer not in _HELD:
             rates = [(g, g["lr"].clone() if isinstance(g["lr"], Tensor) else g["lr"]) for g in groups]

@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_eff._core._optim.multiples import follow
 from lightning_eff._core._optim.scheduled import all_in
 
 #: What torch's schedulers keep with an entry for each group.
@@ -63,8 +64,8 @@ def _alike(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return {k: repr(v) for k, v in a.items() if k not in own} == {k: repr(v) for k, v in b.items() if k not in own}
 
 
-def add_group(optimizer: Optimizer, schedulers: list[Any], at: int, group: dict[str, Any]) -> None:
-    """Add ``group``, whose rate goes as that of the group at ``at``."""
+def add_group(optimizer: Optimizer, schedulers: list[Any], at: int, group: dict[str, Any], ratio: float = 1.0) -> None:
+    """Add ``group``, whose rate goes as ``ratio`` times that of the group at ``at``, also where somebody writes it by hand."""
     count = len(optimizer.param_groups)
     optimizer.param_groups.append(group)
     for scheduler in schedulers:
@@ -73,3 +74,4 @@ def add_group(optimizer: Optimizer, schedulers: list[Any], at: int, group: dict[
                 values = vars(one).get(name)
                 if isinstance(values, list | tuple) and len(values) == count:
                     vars(one)[name] = [*values, values[at]]
+    follow(optimizer, schedulers, at, ratio)

@@ -45,7 +45,8 @@ class ResumedFit:
         arguments: list[Any] | None,
         in_validation: Callable[[list[Any]], None],
     ) -> None:
-        self._trainer, self._saved, self._arguments = trainer, saved, arguments
+        self._trainer: Any = trainer  # it has attributes that are not declared
+        self._saved, self._arguments = saved, arguments
         self._in_validation = in_validation
         self._loop: Any = trainer.fit_loop
         self._epoch: Any = trainer.fit_loop.epoch_loop
@@ -97,6 +98,12 @@ class ResumedFit:
                     loop.on_advance_end()
                 return
             # that run ended in mid-epoch and this one does not
+        elif epoch._num_ready_batches_reached():
+            # no batch is fetched, and no samples are chosen, before the next epoch
+            self._finish_batch(loop._data_fetcher)
+            epoch.on_iteration_done()
+            loop.on_advance_end()
+            return
         loop._restart_stage = self._names.RestartStage.RESTARTED_MID_EPOCH
         loop.on_advance_start()
         with self._trainer.profiler.profile("run_training_epoch"):
@@ -173,7 +180,7 @@ class ResumedFit:
         for name in self._saved["training"]:
             module.get_submodule(name).training = True
         if self._saved["hook"] == VALIDATION_EPOCH_END:
-            self._in_validation(list(trainer.callbacks))  # pyright: ignore[reportAttributeAccessIssue]
+            self._in_validation(list(trainer.callbacks))
             with self._only(VALIDATION_EPOCH_END):
                 loop.on_run_end()
         else:
@@ -185,7 +192,7 @@ class ResumedFit:
         trainer.training = True
 
     def _pending(self) -> list[Any]:
-        return among(self._trainer.callbacks, self._saved["pending"])  # pyright: ignore[reportAttributeAccessIssue]
+        return among(self._trainer.callbacks, self._saved["pending"])
 
     def _only(self, hook: str) -> Any:
         return only(self._trainer, hook, self._pending(), module=self._saved["module"])

@@ -32,7 +32,7 @@ class AddedGroups:
         ]
 
     def load_state_dict(self, state: list[list[dict[str, Any]]], trainer: Trainer) -> None:
-        """Add the same groups, before the optimizers' state is loaded; as the run that saved them did, by ``add_param_group``."""
+        """Add the same groups as that run did, by ``add_param_group``, before the optimizers' state is loaded."""
         parameters = dict(self._module.named_parameters())
         for optimizer, groups in zip(self._optimizers, state, strict=False):
             for group in groups:

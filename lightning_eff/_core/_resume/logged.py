@@ -115,10 +115,14 @@ class Metrics:
 
     def __init__(self, module: nn.Module) -> None:
         self._found = {path: m for path, m in module.named_modules() if _is_metric(m)}
+        # members of a collection that have one state in common hold it anew only when they are asked
+        self._shared = [m for m in module.modules() if hasattr(m, "_compute_groups_create_state_ref")]
         self._began = {path: _plain_attributes(metric) for path, metric in self._found.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """What differs from how the fit began, by path; plain containers."""
+        for collection in self._shared:
+            collection._compute_groups_create_state_ref()  # pyright: ignore[reportCallIssue]
         states = {path: self._save(path, metric) for path, metric in self._found.items()}
         return {path: state for path, state in states.items() if state}
 

@@ -39,15 +39,16 @@ def pack(value: Any) -> Any:
 
 
 def _pack_object(value: Any) -> dict[str, Any]:
-    cls = type(value)
+    cls: Any = type(value)
+    owner: Any = value
     if isinstance(value, tuple) and hasattr(cls, "_fields"):
         how, inner = "named", tuple(value)
     elif dataclasses.is_dataclass(value):
         how, inner = "dataclass", {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
     elif isinstance(value, Mapping):
         how, inner = "mapping", dict(value)
-    elif callable(getattr(cls, "from_dict", None)) and callable(getattr(value, "to_dict", None)):
-        how, inner = "from_dict", dict(value.to_dict())
+    elif callable(getattr(cls, "from_dict", None)) and callable(getattr(owner, "to_dict", None)):
+        how, inner = "from_dict", dict(owner.to_dict())
     else:
         raise Unpackable(cls.__name__)
     return {"kind": how, "class": [cls.__module__, cls.__qualname__], "items": pack(inner)}

@@ -88,6 +88,7 @@ class Resume:
             "stopped": self._stopped(),
             "checkpoints": self._checkpoints(position),
             "reloaded": [loop._last_train_dl_reload_epoch, loop.epoch_loop.val_loop._last_val_dl_reload_epoch],
+            "validation_seeds": [getattr(s, "seed", None) for s in _samplers(loop.epoch_loop.val_loop)],
             "seen": dict(loop.epoch_loop.val_loop._seen_batches_per_dataloader),
         }
 
@@ -166,7 +167,7 @@ class Resume:
         saver = None if position is None else position.saver
         return {
             callback.state_key: [
-                self._trainer.global_step if callback is saver else callback._last_global_step_saved,
+                self._trainer.global_step if callback is saver else getattr(callback, "_last_global_step_saved", 0),
                 bool(getattr(callback, "_defer_save_until_validation", False)),
             ]
             for callback in self._trainer.checkpoint_callbacks
@@ -296,7 +297,7 @@ class Resume:
         self._take_up_validation(loop.epoch_loop.val_loop, state)
 
     def _take_up_validation(self, loop: Any, state: dict[str, Any]) -> None:
-        if not state["seen"]:
+        if not state["seen"] and not any(seed is not None for seed in state["validation_seeds"]):
             return
         if loop._combined_loader is None:
             self._trainer.validating = True
@@ -305,3 +306,13 @@ class Resume:
         if loop._combined_loader is not None:
             loop._last_val_dl_reload_epoch = state["reloaded"][1]
             loop._seen_batches_per_dataloader.update(state["seen"])
+            for sampler, seed in zip(_samplers(loop), state["validation_seeds"], strict=False):
+                if seed is not None:  # a distributed sampler's, which Lightning takes from the process's seed
+                    sampler.seed = seed
+
+
+def _samplers(loop: Any) -> list[Any]:
+    """The samplers of the loop's loaders; empty before it has any."""
+    loaders = [] if loop._combined_loader is None else loop._combined_loader.flattened
+    batched = [getattr(loader, "batch_sampler", None) for loader in loaders]
+    return [getattr(b, "sampler", getattr(loader, "sampler", None)) for loader, b in zip(loaders, batched, strict=True)]

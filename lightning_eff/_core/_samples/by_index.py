@@ -1,7 +1,8 @@
 """A number for each sample of the training data set, found once: of the sample itself, or by its loss, forward only."""
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -10,10 +11,13 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_eff._core import rng
+from lightning_eff._core._run._silent.unlogged import unlogged
 from lightning_eff._core._samples.chosen import share
 from lightning_eff._core._samples.scoring import Scorer, agree
-from lightning_eff._core.batches import num_samples
+from lightning_eff._core.batches import num_samples, tensors
+from lightning_eff._core.counting import CURRENT
 from lightning_eff._core.loaders import ResumableLoader
+from lightning_eff._core.patches import Patches
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Step, StepChain, in_evaluation, takes_index
 
@@ -75,6 +79,9 @@ def losses_of(
     """
     loader = _loader(session)
     chain, module, with_index = chain_of(session, reference)
+    if reference is not None:  # whose losses may lie otherwise than the run's own
+        scorer = copy.copy(scorer)
+        scorer.checked = False
     with at_hand(session, module), rng.keyed(session.seed, scorer.who, "samples"):
         return _scored(session, loader, own, size, scorer, chain, module, with_index=with_index)
 
@@ -103,8 +110,11 @@ def _scored(
     trainer, values = session.trainer, list[float]()
     for number, batch in enumerate(batches_of(session, _over(loader, own, batch_size=size, collate=loader.collate_fn))):
         step = Step(chain, module, (number,) if with_index else (), number, trainer.global_step)
+        expected = None if size is None else min(size, len(own) - len(values))
+        if CURRENT.rule is not None:
+            CURRENT.rule.learn(tensors(batch), expected)
         got = num_samples(batch)
-        expected = got if size is None else min(size, len(own) - len(values))
+        expected = expected or got
         if got != expected:
             return ValueError(
                 f"{scorer.who}: the loader's collate_fn made {got} samples of {expected} indices, so it cannot be told which"
@@ -112,8 +122,9 @@ def _scored(
             ), []
         # without gradients from the outside in, so that a plugin sees, too, that nothing is learnt of the pass
         with torch.no_grad(), trainer.precision_plugin.train_step_context(), in_evaluation(module.modules()):
-            if number == 0 and got > 1:
-                scorer.check_first(session, step, batch, got)
+            if got > 1:
+                mine = own[len(values) : len(values) + got] if size is not None else None
+                scorer.check_first(session, step, batch, got, None if mine is None else _again(session, loader, mine))
             scores = scorer.score(step, batch, got)
         if scores.problem is None and not len(scores.means):
             scores.problem = ValueError(
@@ -124,6 +135,16 @@ def _scored(
             return scores.problem, []
         values += [float(scores.means.mean())] if size is None else scores.means.tolist()
     return None, values
+
+
+def _again(session: Session, loader: ResumableLoader, own: list[int]) -> Callable[[list[int]], Any]:
+    """What makes a batch of some of the samples ``own`` anew, as of graphs, out of which none can be taken."""
+
+    def again(index: list[int]) -> Any:
+        some = [own[i] for i in index]
+        return next(batches_of(session, _over(loader, some, batch_size=len(some), collate=loader.collate_fn)))
+
+    return again
 
 
 def _loader(session: Session) -> ResumableLoader:
@@ -181,16 +202,29 @@ def put_together(session: Session, own: list[int], problem: ValueError | None, v
 
 @contextmanager
 def at_hand(session: Session, module: nn.Module) -> Iterator[None]:
-    """``module`` is on the run's device, and afterwards where it was."""
-    first = next(module.parameters(), None)
-    if module is session.module or first is None:
+    """``module`` is on the run's device and in the run's trainer, where it logs nothing; afterwards it is as it was."""
+    if module is session.module:
         yield
         return
-    module.to(session.trainer.strategy.root_device)
-    try:
+    with ExitStack() as scope:
+        first = next(module.parameters(), None)
+        if first is not None:
+            scope.callback(module.to, first.device)
+            module.to(session.trainer.strategy.root_device)
+        for own in module.modules():
+            if hasattr(own, "_trainer"):  # a LightningModule of either name
+                scope.callback(setattr, own, "_trainer", own._trainer)
+                own._trainer = session.trainer  # pyright: ignore[reportAttributeAccessIssue]
+        patches = Patches()
+        scope.callback(patches.restore)
+        if hasattr(module, "_trainer"):
+            patches.set(module, "log", _ignore)
+            scope.enter_context(unlogged(module))
         yield
-    finally:
-        module.to(first.device)
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    """Stands in for ``log`` of a module that is asked for its losses alone."""
 
 
 def _no_step(batch: Any, batch_idx: int) -> None:

@@ -12,7 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_eff._core import rng
 from lightning_eff._core._samples.functions import SampleLoss
-from lightning_eff._core.batches import num_samples, select
+from lightning_eff._core.batches import check_indexed, num_samples, select
 from lightning_eff._core.losses import (
     CutAtLosses,
     LossCall,
@@ -33,6 +33,9 @@ _ADVICE = (
     " Give sample_loss=, a function of (module, batch) that returns the losses of the batch's B samples as a tensor of"
     " shape (B,), or take the technique out."
 )
+
+#: What a look at a batch says of whose loss is whose.
+_TOLD, _MOVED, _ALIKE, _SKIPPED = "told", "moved", "alike", "skipped"
 
 
 @dataclass
@@ -96,39 +99,62 @@ class Scorer:
         bounds: also find the bound on each sample's gradient norm.
 
     Attributes:
-        checked: whether the first batch has been looked at; saved with the technique's state.
+        checked: True once it is known that losses lie sample by sample; until then, how many batches have been seen. It is
+            saved with the technique's state.
     """
 
     def __init__(self, who: str, sample_loss: SampleLoss | None, *, bounds: bool) -> None:
         self.who = who
         self.sample_loss = sample_loss
         self.bounds = bounds
-        self.checked = False
+        self.checked: bool | int = False
+        self._again: Callable[[list[int]], Any] | None = None
 
-    # -- the first batch
+    # -- whose loss is whose
 
-    def check_first(self, session: Session, step: Step, batch: Any, size: int) -> None:
+    def check_first(
+        self, session: Session, step: Step, batch: Any, size: int, again: Callable[[list[int]], Any] | None = None
+    ) -> None:
         """Look at the run's first batch: that there is something to choose from, and whose loss is whose.
+
+        Where losses are nearly equal, as behind a head whose weights are zero, nothing can be told. Then the second batch, the
+        fourth, the eighth and so on are looked at until it can. Batches that the step skips do not count.
+
+        Args:
+            session: the run.
+            step: the step at hand.
+            batch: of several samples.
+            size: how many.
+            again: makes a batch of those of its samples anew, where they cannot be taken out of its tensors.
 
         Raises:
             ValueError: on all ranks, if a rank's batch holds one sample, or its loss does not lie sample by sample.
         """
-        if self.checked:
+        if self.checked is True:
             return
-        problem = None
+        seen, problem, told = int(self.checked) + 1, None, _TOLD
+        if seen.bit_count() > 1:
+            self.checked = seen
+            return
         if size < 2:
             problem = ValueError(
                 f"{self.who}: got a batch of {size} sample; expected several to choose from. Raise the loader's"
                 " batch_size, or take the technique out."
             )
-        elif self.sample_loss is None and not self._lies_by_sample(session.seed, step, batch, size):
-            problem = LossNotVisible(
-                f"{self.who}: the loss values in training_step do not lie sample by sample: those of some samples changed"
-                f" as others of the {size} were replaced. Expected (B, T) values flattened with the batch first, and a"
-                f" loss of each sample that does not depend on the others'.{_ADVICE}"
-            )
-        agree(session, problem)
-        self.checked = True
+        elif (unfit := _unfit(batch, size)) is not None and again is None:
+            problem = ValueError(f"{self.who}: {unfit}")
+        elif self.sample_loss is None:
+            self._again = None if unfit is None else again
+            told = self._lies_by_sample(session.seed, step, batch, size)
+            if told == _MOVED:
+                problem = LossNotVisible(
+                    f"{self.who}: the loss values in training_step do not lie sample by sample: those of some samples changed"
+                    f" as others of the {size} were replaced. Expected (B, T) values flattened with the batch first, and a"
+                    f" loss of each sample that does not depend on the others'.{_ADVICE}"
+                )
+        every = agree(session, problem, told)
+        if _SKIPPED not in every:
+            self.checked = seen if _ALIKE in every else True
 
     def check_ahead(self, session: Session, step: Step, batch: Any, size: int) -> None:
         """Find out in the first step, before anything moves, what would be refused once losses are scored later in the run.
@@ -138,14 +164,14 @@ class Scorer:
         Raises:
             ValueError: on all ranks, as :meth:`check_first`, and if a rank's loss cannot be seen by sample or is not finite.
         """
-        if self.checked:
-            return
+        fresh = not self.checked
         self.check_first(session, step, batch, size)
-        self.checked = False
-        scores = self.score(step, batch, size)
-        self.checked = all(agree(session, scores.problem, len(scores.means) > 0))
+        if fresh and self.checked:
+            scores = self.score(step, batch, size)
+            if not all(agree(session, scores.problem, len(scores.means) > 0)):
+                self.checked = False
 
-    def _lies_by_sample(self, seed: int, step: Step, batch: Any, size: int) -> bool:
+    def _lies_by_sample(self, seed: int, step: Step, batch: Any, size: int) -> str:
         """Whether the loss values of samples stay as others are replaced, with dropout, batch statistics and low precision off.
 
         A time-major flatten, or tokens picked by a mask, would put values down to the wrong samples in silence.
@@ -161,34 +187,54 @@ class Scorer:
                 stays = None
             if stays is not None:
                 return stays
-        return True  # not visible at all, which the step itself will tell
+        return _TOLD  # not visible at all, which the step itself will tell
 
-    def _stays(self, seed: int, step: Step, batch: Any, size: int) -> bool | None:
+    def _stays(self, seed: int, step: Step, batch: Any, size: int) -> str | None:
         """Whether the loss values of one half stay as the other half is replaced; None where none are seen.
 
-        Where the step draws random numbers even so, other samples may get other draws, and nothing can be told.
+        Where the step draws random numbers even so, other samples may get other draws, and nothing can be told. Nor can it
+        where the values of the half that is replaced hardly move: they would not show among those of other samples.
         """
         half, every = size // 2, torch.arange(size)
         first = torch.cat([every[size - half :], every[half:]])
         last = torch.cat([every[: size - half], every[:half]])
-        calls = self._calls(step, batch, size)
+        batch = batch if self._again is None else self._of(batch, every, size, seed)
+        calls, skipped = self._calls(step, batch, size)
+        if skipped:
+            return _SKIPPED
         if calls is None:
             return None
-        for index, kept in ((first, every[half:]), (last, every[: size - half])):
-            if _moved(calls, self._calls(step, select(batch, index, size), size), kept):
+        differ = True
+        for index, kept, other in (
+            (first, every[half:], every[:half]),
+            (last, every[: size - half], every[size - half :]),
+        ):
+            after, _ = self._calls(step, self._of(batch, index, size, seed), size)
+            if _moved(calls, after, kept) > 0.1:
                 with rng.keyed(seed, self.who, "another draw"):
-                    return _moved(calls, self._calls(step, batch, size), every)
-        return True
+                    again, _ = self._calls(step, batch, size)
+                    return _MOVED if _moved(calls, again, every) <= 0.1 else _TOLD
+            differ &= _moved(calls, after, other) >= 0.25
+        return _TOLD if differ else _ALIKE
 
-    def _calls(self, step: Step, batch: Any, size: int) -> list[LossCall] | None:
+    def _of(self, batch: Any, index: Tensor, size: int, seed: int) -> Any:
+        """The batch with these of its samples, or made anew of them with what the data set draws alike."""
+        if self._again is None:
+            return select(batch, index, size)
+        with rng.keyed(seed, self.who, "again"):
+            return self._again(index.tolist())
+
+    def _calls(self, step: Step, batch: Any, size: int) -> tuple[list[LossCall] | None, bool]:
+        """The loss calls of the step, if they can be seen, and whether it skips the batch."""
         observed = ObserveLosses(size)
 
         def around(run: Proceed, batch: Any) -> Any:
             with observed:
                 return run(batch)
 
-        step.forward_only(batch, size, around, transform=False)
-        return None if observed.problem is not None or not observed.calls else observed.calls
+        output = step.forward_only(batch, size, around, transform=False)
+        seen = observed.problem is None and bool(observed.calls)
+        return observed.calls if seen else None, loss_of(output) is None
 
     # -- every batch
 
@@ -265,6 +311,14 @@ class Scorer:
         )
 
 
+def _unfit(batch: Any, size: int) -> str | None:
+    try:
+        check_indexed(batch, size)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def _rows(values: Tensor, size: int) -> Tensor:
     """Values of samples that a link may have made into several each, shape (size, how many)."""
     if len(values) % size:
@@ -278,10 +332,11 @@ def _on_cpu(losses: Tensor, means: Tensor, bounds: Tensor | None) -> Scores:
     return Scores(together[0], together[1], None if bounds is None else together[2])
 
 
-def _moved(before: list[LossCall], after: list[LossCall] | None, samples: Tensor) -> bool:
-    """Whether the loss values of ``samples`` are others than before: more than one in ten of those that count."""
+def _moved(before: list[LossCall], after: list[LossCall] | None, samples: Tensor) -> float:
+    """The share of the loss values of ``samples`` that are others than before, of those that count, in the call with most."""
     if after is None or len(after) != len(before):
-        return True
+        return 1.0
+    shares = [0.0]
     for a, b in zip(before, after, strict=True):
         index = samples.to(a.rows.device)
         if a.rows.shape == b.rows.shape:
@@ -290,6 +345,5 @@ def _moved(before: list[LossCall], after: list[LossCall] | None, samples: Tensor
             old, new = torch.stack([a.sums, a.counts])[:, index], torch.stack([b.sums, b.counts])[:, index]
             counts = torch.ones_like(old, dtype=torch.bool)
         other = ((old - new).abs() > 1e-3 * (1 + old.abs())) & counts
-        if other.sum() > 0.1 * counts.sum():
-            return True
-    return False
+        shares.append(int(other.sum()) / max(int(counts.sum()), 1))
+    return max(shares)

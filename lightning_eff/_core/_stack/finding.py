@@ -1,11 +1,13 @@
 """Stacks of repeated blocks in any module: which there are, and which one is meant."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from lightning_eff._core._architecture.record import swap_of
+
+Apart = Callable[[], Collection[str]]
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,9 @@ def _stages(module: nn.Module) -> dict[type[nn.Module], list[Candidate]]:
     return found
 
 
-def find_stages(module: nn.Module, layers: str | Sequence[str] | None, *, who: str) -> list[Candidate]:
+def find_stages(
+    module: nn.Module, layers: str | Sequence[str] | None, *, who: str, without: Apart = tuple
+) -> list[Candidate]:
     """The stacks at the dotted paths ``layers``; or all those in ``module`` of the class that most blocks are of.
 
     Blocks of a stage may be of several widths, and a stage may be of one block, as in residual networks of images.
@@ -167,26 +171,37 @@ def find_stages(module: nn.Module, layers: str | Sequence[str] | None, *, who: s
         module: the LightningModule, or any module.
         layers: a dotted path or several, of ``nn.ModuleList`` or ``nn.Sequential``; None looks for them.
         who: the technique's name, for the message.
+        without: asked for the paths of lists that are no stacks, because their blocks run side by side.
 
     Raises:
         ValueError: as :func:`find_stack`.
     """
     if layers is not None:
         paths = [layers] if isinstance(layers, str) else layers
-        return [c for path in paths for c in _most_of_a_class(runs(module), path) or [_named(module, path, who=who)]]
-    counts = {cls: sum(c.length for c in found) for cls, found in _stages(module).items()}
+        return [
+            c
+            for path in paths
+            for c in _most_of_a_class(runs(module), path) or [_named(module, path, who=who, without=without)]
+        ]
+    apart = without()
+    of_class = {cls: [c for c in found if c.path not in apart] for cls, found in _stages(module).items()}
+    counts = {cls: sum(c.length for c in found) for cls, found in of_class.items()}
     most = max(counts.values(), default=0)
     best = [cls for cls, count in counts.items() if count == most]
     if most < 2:
         found = _most_of_a_class(runs(module), None)
-        return found if sum(c.length for c in found) > 1 else [find_stack(module, None, who=who, in_runs=True)]
+        return (
+            found
+            if sum(c.length for c in found) > 1
+            else [find_stack(module, None, who=who, in_runs=True, without=without)]
+        )
     if len(best) > 1:
-        listed = ", ".join(str(c) for found in _stages(module).values() for c in found)
+        every = listed([c for found in of_class.values() for c in found])
         raise ValueError(
             f"{who}: blocks of the classes {', '.join(cls.__name__ for cls in best)} are equally many in"
-            f" {type(module).__name__}. Say which ones by layers=, a path or several. Candidates: {listed}."
+            f" {type(module).__name__}. Say which ones by layers=, a path or several. Candidates: {every}."
         )
-    return _stages(module)[best[0]]
+    return of_class[best[0]]
 
 
 def _most_of_a_class(found: Sequence[Candidate], home: str | None) -> list[Candidate]:
@@ -197,7 +212,9 @@ def _most_of_a_class(found: Sequence[Candidate], home: str | None) -> list[Candi
     return [run for run in among if counts[run.block] == most] if list(counts.values()).count(most) == 1 else []
 
 
-def find_stack(module: nn.Module, layers: str | None, *, who: str, in_runs: bool = False) -> Candidate:
+def find_stack(
+    module: nn.Module, layers: str | None, *, who: str, in_runs: bool = False, without: Apart = tuple
+) -> Candidate:
     """The stack at the dotted path ``layers``, or the longest one in ``module``.
 
     Args:
@@ -206,14 +223,19 @@ def find_stack(module: nn.Module, layers: str | None, *, who: str, in_runs: bool
         who: the technique's name, for the message.
         in_runs: it may be a run of blocks in an ``nn.Sequential`` with others. Such a one is named by its container's path,
             or by its own, and looked for where no container is of composite blocks alone.
+        without: asked for the paths of lists that are no stacks, because their blocks run side by side.
 
     Raises:
         ValueError: if there is none, if the longest is not the only one of its length, or if the path names none; the
             message lists the candidates.
     """
     if layers is not None:
-        return _named(module, layers, who=who, in_runs=in_runs)
-    found = stacks(module) if in_runs else candidates(module)
+        return _named(module, layers, who=who, in_runs=in_runs, without=without)
+    every = stacks(module) if in_runs else candidates(module)
+    apart = without()
+    found = [c for c in every if c.path not in apart]
+    if every and not found:
+        raise ValueError(side_by_side_only(module, every, who=who))
     if not found:
         raise ValueError(
             f"{who}: found no stack of repeated blocks in {type(module).__name__}; expected an nn.ModuleList or"
@@ -221,6 +243,20 @@ def find_stack(module: nn.Module, layers: str | None, *, who: str, in_runs: bool
             " the technique out."
         )
     return _only_longest(found, f"stacks of blocks in {type(module).__name__}", who=who)
+
+
+def side_by_side_only(module: nn.Module, found: Sequence[Candidate], *, who: str) -> str:
+    """What is to be said of a module in whose lists no block is fed by another."""
+    return (
+        f"{who}: found no stack of blocks in {type(module).__name__}. The blocks of {listed(found)} run side by side, and"
+        f" {who} needs blocks that each feed the next one. Remove {who}."
+    )
+
+
+def listed(found: Sequence[Candidate]) -> str:
+    """At most five candidates, in words."""
+    more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+    return (", ".join(map(str, found[:5])) or "none") + more
 
 
 _OWN_CONTAINER = "put the blocks into one of their own (self.blocks = nn.Sequential(*blocks))"
@@ -235,18 +271,22 @@ def _only_longest(found: Sequence[Candidate], what: str, *, who: str) -> Candida
     """The first, which none may equal in length."""
     best = [c for c in found if (c.composite, c.length) == (found[0].composite, found[0].length)]
     if len(best) > 1:
-        equal, listed = (", ".join(map(str, group)) for group in (best, found))
+        equal = listed(best)
         raise ValueError(
             f"{who}: {len(best)} {what} are equally long: {equal}. Say which one by layers=, e.g."
-            f" layers={best[0].path!r}. All candidates: {listed}."
+            f" layers={best[0].path!r}. All candidates: {listed(found)}."
         )
     return found[0]
 
 
-def _named(module: nn.Module, layers: str, *, who: str, in_runs: bool = True) -> Candidate:
+def _named(module: nn.Module, layers: str, *, who: str, in_runs: bool = True, without: Apart = tuple) -> Candidate:
     """What :func:`find_stack` finds at a path."""
     there = runs(module) if in_runs else []
-    listed = ", ".join(map(str, [*candidates(module), *_long(there)])) or "none"
+
+    def others() -> str:
+        apart = without()
+        return listed([c for c in (*candidates(module), *_long(there)) if c.path not in apart])
+
     for run in there:
         if layers == run.path:
             return run
@@ -255,7 +295,7 @@ def _named(module: nn.Module, layers: str, *, who: str, in_runs: bool = True) ->
         what = "names no submodule" if container is None else f"is a {type(container).__name__}"
         raise ValueError(
             f"{who}(layers={layers!r}): that path {what} of {type(module).__name__}; expected the dotted path of an"
-            f" nn.ModuleList or nn.Sequential of blocks. Candidates: {listed}."
+            f" nn.ModuleList or nn.Sequential of blocks. Candidates: {others()}."
         )
     blocks = [child for child in container._modules.values() if child is not None]
     classes = sorted({_class_of(block).__name__ for block in blocks})
@@ -264,7 +304,7 @@ def _named(module: nn.Module, layers: str, *, who: str, in_runs: bool = True) ->
             return _only_longest(within, f"runs of blocks in {layers!r}", who=who)
         raise ValueError(
             f"{who}(layers={layers!r}): that container holds {classes or 'nothing'}; expected blocks of one class. Name"
-            f" another, or {_OWN_CONTAINER}. Candidates: {listed}."
+            f" another, or {_OWN_CONTAINER}. Candidates: {others()}."
         )
     return Candidate(layers, container, classes[0], len(blocks), any(True for _ in blocks[0].children()))
 

@@ -10,9 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_eff._core._lightning.names import ROOTS
+
 _MISSING = object()
 _MANY = 20_000  # objects, beyond which nobody looks for references
-_LIBRARIES = ("torch", "lightning", "transformers", "numpy", "builtins")
+_LIBRARIES = ("torch", *ROOTS, "transformers", "numpy", "builtins")
 
 
 def hooks_so_far() -> int:

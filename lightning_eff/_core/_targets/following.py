@@ -8,6 +8,7 @@ give what the loss call would have got, had the batch had those.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -16,6 +17,14 @@ from torch import Tensor
 from lightning_eff._core._targets.operations import CASTING, COMPARING, JOINING, MOVING, POINTWISE, name_of
 
 _NESTED = (list, tuple, dict)
+
+
+class Kind(IntEnum):
+    """What the labels were compared with on the way to a tensor."""
+
+    SINGLE = 0  #: with nothing, or with single numbers, as ``labels != -100``
+    MANY = 1  #: with other tensors, as predictions or all classes
+    PAIRS = 2  #: with labels, as the masks of contrastive losses
 
 
 @dataclass
@@ -27,12 +36,14 @@ class Trace:
         places: for each entry, which entry of the flattened labels it stands for; -1 for none. Of the tensor's shape.
         others: what the tensor would be, had the batch had each of the other labels.
         selects: it says which entries count, as ``labels != -100`` does.
+        kind: what the labels were compared with.
     """
 
     label: str
     places: Tensor
     others: list[Tensor]
     selects: bool = False
+    kind: Kind = Kind.SINGLE
 
 
 @dataclass
@@ -61,6 +72,15 @@ def _replaced(value: Any, by: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, list | tuple):
         return type(value)([_replaced(item, by) for item in value])
     return value
+
+
+def _kind(name: str, traces: Sequence[Trace], data: Sequence[Tensor]) -> Kind:
+    """What labels are compared with once an operation on these ``traces`` and other ``data`` has been made."""
+    found = max(trace.kind for trace in traces)
+    if name not in COMPARING or name == "isin":
+        return found
+    other = Kind.MANY if any(t.numel() > 1 for t in data) else Kind.SINGLE
+    return max(found, Kind.PAIRS if len(traces) > 1 else other)
 
 
 class Follower:
@@ -147,11 +167,11 @@ class Follower:
         places = func(trace.places, *rest, **constant)
         others = [func(other, *args[1:], **kwargs) for other in trace.others]
         if isinstance(output, Tensor):
-            self._record(output, Trace(trace.label, places, others, trace.selects))
+            self._record(output, Trace(trace.label, places, others, trace.selects, trace.kind))
             return output
         made = [list(places), *(list(other) for other in others)]
         for part, place, *rest in zip(output, *made, strict=True):
-            self._record(part, Trace(trace.label, place, list(rest), trace.selects))
+            self._record(part, Trace(trace.label, place, list(rest), trace.selects, trace.kind))
         return iter(output) if name == "iter" else output
 
     def _joined(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
@@ -173,7 +193,8 @@ class Follower:
             for k in range(len(first.others))
         ]
         joined = func([places(t) for t in listed], *rest, **options)
-        self._record(output, Trace(first.label, joined, others, first.selects))
+        kind = max(trace.kind for trace in traces if trace is not None)
+        self._record(output, Trace(first.label, joined, others, first.selects, kind))
 
     def _written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """``target[index] = value`` or ``target.copy_(value)``, which has been done."""
@@ -246,7 +267,7 @@ class Follower:
         ]
         selects = name in COMPARING or all(trace.selects for trace in traces)
         if not in_place:
-            self._record(output, Trace(first.label, places, others, selects))
+            self._record(output, Trace(first.label, places, others, selects, _kind(name, traces, data)))
 
     def _meets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a weight, or what the network computed, is among the arguments."""

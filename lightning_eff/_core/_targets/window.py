@@ -8,7 +8,7 @@ seen, or labels are seen to meet the network's output in another operation on th
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,9 @@ from typing_extensions import override
 
 from lightning_eff._core._targets.calls import Change, TargetCall
 from lightning_eff._core._targets.edges import backward_by_edges
-from lightning_eff._core._targets.following import Follower
-from lightning_eff._core.batches import lies_at, num_samples, tensors
+from lightning_eff._core._targets.following import Follower, Trace
+from lightning_eff._core._targets.leaks import Leaks, Level, leaked, moves, rolled
+from lightning_eff._core.batches import lies_at, map_tensors, num_samples, tensors
 from lightning_eff._core.losses import LOSSES, LossNotVisible, bind_loss, loss_of, observed
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step, looking
@@ -48,6 +49,8 @@ class _Window(TorchFunctionMode):
         self.learning = torch.is_grad_enabled()
         self.looks = looking()  # it is one of a pass that only looks
         self.over = False  # another pass of the step has begun, with a window of its own
+        self.targeted = False  # whether calls were changed, once it has been left
+        self.leaks: Leaks | None = None  # where labels that are no targets are looked for
 
     @override
     def __torch_function__(
@@ -56,14 +59,19 @@ class _Window(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.over or torch.compiler.is_compiling():
             return func(*args, **kwargs)
-        if func not in _LOOKED_AT and not self.follower.knows(args, kwargs):  # as almost all are
+        leaks = self.leaks
+        known = func in _LOOKED_AT or self.follower.knows(args, kwargs)
+        if not known and (leaks is None or not leaks.knows(args, kwargs)):  # as almost all are
             return func(*args, **kwargs)
         if func in _BACKWARD:
             with self:  # torch has put the mode aside, and what checkpoints run again is to be seen, too
                 return backward_by_edges(*args, **kwargs)
         arguments = bind_loss(func, args, kwargs)
         if arguments is None:
-            return self.follower.follow(func, args, kwargs, func(*args, **kwargs))
+            output = self.follower.follow(func, args, kwargs, func(*args, **kwargs))
+            if leaks is not None:
+                leaks.note(func, args, kwargs, output, self.follower)
+            return output
         return self._on_loss(func, arguments)
 
     def _on_loss(self, fn: Callable[..., Tensor], arguments: dict[str, Any]) -> Tensor:
@@ -71,6 +79,12 @@ class _Window(TorchFunctionMode):
         if trace is None and fn in _SYMMETRIC and self.follower.get(arguments["input"]) is not None:
             arguments = {**arguments, "input": arguments["target"], "target": arguments["input"]}
             trace = self.follower.get(arguments["target"])
+        output = self._changed(fn, arguments, trace)
+        if self.leaks is not None:
+            self.leaks.on_loss(arguments, trace, output, self.follower)
+        return output
+
+    def _changed(self, fn: Callable[..., Tensor], arguments: dict[str, Any], trace: Trace | None) -> Tensor:
         if trace is None:
             self.elsewhere.append(fn.__name__)
             return fn(**arguments)
@@ -131,19 +145,38 @@ class Targets:
         labels: names or positions of the labels in the batch, where looking does not tell.
         scored: change the loss calls of those who look at samples' losses within :meth:`run`, too, gradient or not: they are
             to see what is trained on.
+        alone: refuse steps whose loss comes of the labels otherwise than as targets: ``"loss"`` if that is beside the loss
+            calls on them, as in a contrastive term; ``"step"`` if it is within their inputs, too, as in an embedding of
+            classes. ``"step"`` is for those who give samples other labels, and looks once more on real values.
+        entrances: the modules whose outputs are mixed, and with them labels that are the network's input as well.
 
     Attributes:
         compared: whether a training pass has compared labels with something else, outside of its loss: as a metric does.
         changed: the functions of the loss calls that were changed, by name.
+        functions: by path, the functions of the loss calls that tensors of the batch were targets of.
     """
 
     def __init__(
-        self, session: Session, who: str, labels: Sequence[str | int] | None = None, *, scored: bool = False
+        self,
+        session: Session,
+        who: str,
+        labels: Sequence[str | int] | None = None,
+        *,
+        scored: bool = False,
+        alone: Literal["loss", "step"] | None = None,
+        entrances: Callable[[nn.Module], list[nn.Module]] | None = None,
     ) -> None:
         self.session = session
+        self.alone = alone
+        self.entrances = entrances
+        self._doubtful, self._looked_at = (
+            False,
+            -1,
+        )  # whether labels may act otherwise; in which step that was looked at
         self.scored = scored
         self.compared = False
         self.changed: set[str] = set()
+        self.functions: dict[str, set[str]] = {}
         self.who = who
         self.named = labels
         self._window: _Window | None = None  # of the last pass
@@ -170,9 +203,13 @@ class Targets:
             paths, problem = None, None
             try:
                 paths = self._look(step, batch)
+                if paths and self.alone is not None:
+                    self._look_alone(step, batch, paths)
             except ValueError as error:
                 problem = error
-            if not self._agree(problem, ready=paths is not None):
+            every = self._agree(problem, paths is not None, self._doubtful)
+            self._doubtful, self._looked_at = any(doubtful for _, doubtful in every), step.global_step
+            if not all(ready for ready, _ in every):
                 return {}
             self._paths = paths or []
             rank_zero_info(f"{self.who}: labels found at {', '.join(p or 'the batch itself' for p in self._paths)}")
@@ -183,6 +220,8 @@ class Targets:
                 f"{self.who}: the batch {step.batch_idx} has no labels at {missing}, where the first one had them;"
                 f" it holds {', '.join(named) or 'no tensors'}. Let the loader make all batches alike."
             )
+        if self._doubtful and step.global_step > self._looked_at and step.global_step.bit_count() == 1:
+            self._look_again(step, batch)
         return {path: named[path] for path in self._paths}
 
     def seen(self, step: Step, batch: Any) -> list[TargetCall]:
@@ -257,6 +296,7 @@ class Targets:
         for call, _ in window.made:
             found.setdefault(call.label, []).append(call)
         elsewhere = window.elsewhere
+        self.functions = {path: {call.fn.__name__ for call in calls} for path, calls in found.items()}
         if not found and loss_of(output) is None:
             return None
         if self.named is not None:
@@ -280,11 +320,90 @@ class Targets:
             " one of classes. Name those that are the labels by labels=, such as labels=['labels'] or labels=[1]."
         )
 
-    def _forward_only(self, step: Step, batch: Any, held: Sequence[tuple[str, Tensor]]) -> tuple[_Window, Any]:
-        """A pass of the user's step that changes nothing: what was seen of the tensors ``held``, and its output."""
-        window = _Window(TargetCall.plain, {path: tensor.shape for path, tensor in held})
+    def _look_alone(self, step: Step, batch: Any, paths: Sequence[str]) -> None:
+        """Look whether labels reach the loss as targets alone.
+
+        Labels that pass through :attr:`entrances` are the network's input as well: other labels would be another input.
+
+        Raises:
+            LossNotVisible: if they do not.
+        """
+        named = dict(tensors(batch))
+        leaks = Leaks(through_inputs=self.alone == "step")
+        handles = [] if self.entrances is None else leaks.entering(self.entrances(step.module))
+        try:
+            _, output = self._forward_only(step, batch, [(path, named[path]) for path in paths], leaks=leaks)
+        finally:
+            for handle in handles:
+                handle.remove()
+        leak, listed = leaks.of(loss_of(output)), ", ".join(path or "in the batch" for path in paths)
+        if leak.level is Level.VALUE:
+            raise LossNotVisible(leaked(self.who, listed, leak.name))
+        if self.alone == "step" and not leaks.entered:
+            moved = self._moves(step, batch, paths)
+            if moved:
+                raise LossNotVisible(leaked(self.who, listed, leak.name))
+            self._doubtful = moved is None or leaks.escaped or leak.level is Level.MASK
+
+    def reaching(self, step: Step, batch: Any, paths: Sequence[str]) -> list[str]:
+        """Those of the tensors at ``paths`` that the step's loss comes of, by a forward pass for each that leaves no trace.
+
+        Tensors of which all samples have the same are none: nothing moves where one has another's.
+        """
+        named, found = dict(tensors(batch)), list[str]()
+        for path in paths:
+            if rolled({path: named[path]}) is None:
+                continue
+            leaks = Leaks(through_inputs=True)
+            window, output = self._forward_only(step, batch, [(path, named[path])], leaks=leaks)
+            if loss_of(output) is None:
+                continue
+            if leaks.of(loss_of(output)).level or window.targeted or self._moves(step, batch, [path]):
+                found.append(path)
+        return found
+
+    def _look_again(self, step: Step, batch: Any) -> None:
+        """Look on the values of another batch: in the first, samples or what was computed for them may have been alike."""
+        paths, self._looked_at = self._paths or [], step.global_step
+        moved = self._moves(step, batch, paths)
+        listed = ", ".join(path or "in the batch" for path in paths)
+        self._agree(LossNotVisible(leaked(self.who, listed, None)) if moved else None)
+
+    def _moves(self, step: Step, batch: Any, paths: Sequence[str]) -> bool | None:
+        """Whether the loss moves as samples have other labels, its targets apart; None where that cannot be told."""
+        named = dict(tensors(batch))
+        labels = {path: named[path] for path in paths if path in named}
+        others = rolled(labels)
+        if others is None:
+            return None
+        by = {id(y): others[path] for path, y in labels.items()}
+        other = map_tensors(batch, lambda t: by.get(id(t), t))
+        now = dict(tensors(other))
+
+        def run(moved: bool) -> Tensor | None:
+            held = [(path, now[path] if moved else y) for path, y in labels.items()]
+            beside = {path: [y] for path, y in labels.items()} if moved else {}
+            return loss_of(self._forward_only(step, other if moved else batch, held, beside=beside)[1])
+
+        return moves(run)
+
+    def _forward_only(
+        self,
+        step: Step,
+        batch: Any,
+        held: Sequence[tuple[str, Tensor]],
+        *,
+        leaks: Leaks | None = None,
+        beside: Mapping[str, Sequence[Tensor]] | None = None,
+    ) -> tuple[_Window, Any]:
+        """A pass of the user's step that changes nothing: what was seen of the tensors ``held``, and its output.
+
+        With labels ``beside`` those held, by path, loss calls have the targets that these would have made.
+        """
+        window = _Window(_beside if beside else TargetCall.plain, {path: tensor.shape for path, tensor in held})
+        window.leaks = leaks
         for path, tensor in held:
-            window.follower.begin(path, tensor)
+            window.follower.begin(path, tensor, beside.get(path, ()) if beside else ())
 
         def around(run: Proceed, batch: Any) -> Any:
             window.learning, window.looks = False, True
@@ -292,19 +411,20 @@ class Targets:
                 return run(batch)
 
         output = step.forward_only(batch, num_samples(batch), around, transform=False)
+        window.targeted = bool(window.made)
         window.follower.clear()
         return window, output
 
-    def _agree(self, problem: ValueError | None, *, ready: bool = True) -> bool:
-        """Raise on all ranks what one of them has to say, so that none waits for another; whether all are ``ready``."""
+    def _agree(self, problem: ValueError | None, *values: Any) -> list[tuple[Any, ...]]:
+        """Raise on all ranks what one of them has to say, so that none waits for another; the ``values`` of each rank."""
         told = None if problem is None else (isinstance(problem, LossNotVisible), str(problem))
-        every = self.session.gather((told, ready))
+        every = self.session.gather((told, values))
         if problem is not None:
             raise problem
         for rank, (one, _) in enumerate(every):
             if one is not None:
                 raise (LossNotVisible if one[0] else ValueError)(f"On rank {rank}: {one[1]}")
-        return all(ready for _, ready in every)
+        return [values for _, values in every]
 
     # -- every batch
 
@@ -317,9 +437,13 @@ class Targets:
         elif loss is not None and not self._checked and (wrong := _not_of_them(window, loss)) is not None:
             problem = LossNotVisible(f"{self.who}: {wrong}")
         if not self._checked:
-            self._checked = self._agree(problem, ready=loss is not None)
+            self._checked = all(ready for (ready,) in self._agree(problem, loss is not None))
         elif problem is not None:
             raise problem
+
+
+def _beside(call: TargetCall) -> Tensor:
+    return call.fn(**{**call.arguments, "target": call.others[0]})
 
 
 def _leave(window: _Window) -> None:

@@ -29,6 +29,7 @@ from lightning_eff._core._tokens.inputs import (
 )
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.blocks import BlockStack, hidden_of, refuse_compiled_around, split_output
+from lightning_eff._core.losses import loss_of
 from lightning_eff._core.patches import Patches
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step
@@ -186,7 +187,7 @@ class Tokens:
         except BaseException:
             self._take_off()
             raise
-        self._ran = True
+        self._ran |= loss_of(output) is not None
         if torch.is_grad_enabled():
             self.session.when_step_ends(self._take_off)
         else:
@@ -195,6 +196,7 @@ class Tokens:
 
     def _look(self, step: Step, batch: Any) -> None:
         problem: ValueError | None = None
+        ready = True  # the step returns a loss, or calls the blocks at least
 
         def around(run: Proceed, batch: Any) -> Any:
             self._put_on(step)
@@ -205,23 +207,27 @@ class Tokens:
 
         self._looking = True
         try:
-            step.forward_only(batch, num_samples(batch), around, transform=False)
-            if not self._plans:
+            output = step.forward_only(batch, num_samples(batch), around, transform=False)
+            ready = loss_of(output) is not None
+            if ready and not self._plans:
                 raise ValueError(
                     f"{self.who}: training_step called none of the blocks {list(self.blocks)} of {self.stack}; expected"
                     " each step to call them. Name another stack by layers=."
                 )
-            if self.also is not None:
+            if ready and self.also is not None:
                 self.also(step, batch)
         except ValueError as error:
             problem = error
         finally:
             self._looking = False
-        for rank, text in enumerate(self.session.gather(None if problem is None else str(problem))):
+        every = self.session.gather((None if problem is None else str(problem), ready))
+        for rank, (text, _) in enumerate(every):
             if text is not None and problem is None:
                 raise ValueError(f"On rank {rank}: {text}")
         if problem is not None:
             raise problem
+        if not all(ready for _, ready in every):  # a step that is skipped tells nothing
+            return
         self._checked = True
         rank_zero_info(f"{self.who}: fewer tokens in the blocks {list(self.blocks)} of {self.stack}")
 

@@ -119,8 +119,9 @@ class Augmentation(Technique):
         if self._acts():
             with self._timed():
                 made = self.change(step, batch, self.generator(step))
-        self._note(0.0 if made is None else made[1])
-        return proceed(batch if made is None else made[0])
+        output = proceed(batch if made is None else made[0])
+        self._note(0.0 if made is None or output is None else made[1])
+        return output
 
     def _look_once(self, look: Callable[[], None]) -> None:
         if not self._looked:

@@ -1,15 +1,17 @@
 """The engine of techniques that make samples of several: the loss becomes that on all of their labels, in the same pass."""
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core._run.ranks import on_all_ranks
 from lightning_eff._core._targets.calls import Change, TargetCall, mixed
 from lightning_eff._core._targets.window import Targets
 from lightning_eff._core.batches import tensors
@@ -26,16 +28,29 @@ def draw_shares(alpha: float, count: int, rng: np.random.Generator) -> Tensor:
     return torch.from_numpy(rng.beta(alpha, alpha, count))
 
 
+def no_classes(who: str, path: str, shape: tuple[int, ...], fn: str) -> str:
+    """What is said of labels that are targets of another loss."""
+    return (
+        f"{who}: the labels {path or 'in the batch'} {shape} are targets of F.{fn}, and so no classes; expected them in"
+        f" {', '.join(f'F.{name}' for name in _OF_CLASSES)}. Say by labels= which are classes, or take the technique out."
+    )
+
+
+def key_of(path: str) -> str | int:
+    """The name or position by which ``keys=`` finds the tensor at a path."""
+    last = re.findall(r"\['([^']*)'\]|\.(\w+)|\[(\d+)\]", path)
+    if not last:
+        return 0
+    names = [a or b for a, b, _ in last if a or b]
+    return names[-1] if names else int(last[0][2])
+
+
 def only_classes(change: Change, *, who: str) -> Change:
     """``change``, refusing loss calls whose targets are no classes."""
 
     def checked(call: TargetCall) -> Tensor:
         if call.fn.__name__ not in _OF_CLASSES:
-            raise ValueError(
-                f"{who}: the labels {call.label or 'in the batch'} {tuple(call.shape)} are targets of F.{call.fn.__name__}, and"
-                f" so no classes; expected them in {', '.join(f'F.{name}' for name in _OF_CLASSES)}. Say by labels= which are"
-                " classes, or take the technique out."
-            )
+            raise ValueError(no_classes(who, call.label, tuple(call.shape), call.fn.__name__))
         return change(call)
 
     return checked
@@ -98,8 +113,14 @@ class Mixing(Augmentation):
     def _reset(self) -> None:
         super()._reset()
         self._told = False
+        self._looked_at = -1  # the step in which it was last looked at what else reaches the loss
 
     # -- what subclasses say
+
+    @property
+    def mixes_inputs(self) -> bool:
+        """Whether tensors of the batch are mixed, beside which others may be left as they are."""
+        return True
 
     def inputs(self, batch: Any, labels: dict[str, Tensor]) -> list[Tensor]:
         """The tensors of the batch that are mixed.
@@ -108,6 +129,10 @@ class Mixing(Augmentation):
             ValueError: if there are none, with what was found.
         """
         return floating_images(batch, self.keys, who=type(self).__name__, beside=list(labels.values()))
+
+    def entrances(self, module: nn.Module) -> list[nn.Module]:
+        """The submodules whose outputs are mixed within the network; labels may be ids that go in before them."""
+        return []
 
     def mix(self, inputs: list[Tensor], partner: Tensor, generator: Generator) -> tuple[list[Tensor], Tensor]:
         """Mixtures, and each sample's own share ``lambda`` in them, (B,); at least one half where :attr:`larger_first`.
@@ -154,15 +179,19 @@ class Mixing(Augmentation):
     @override
     def attach(self, session: Session) -> None:
         super().attach(session)
-        self._targets = Targets(session, who=type(self).__name__, labels=self.labels, scored=True)
+        self._targets = Targets(
+            session, type(self).__name__, self.labels, scored=True, alone="step", entrances=self.entrances
+        )
 
     @override
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
         who, targets = type(self).__name__, self._targets
         labels = targets.labels(step, batch)
         if not labels:  # the step skips this batch
+            self._note(0.0)
             return proceed(batch)
         self._look_once(lambda: self._look(step, batch, labels))
+        self._look_for_rest(step, batch, labels)
         made: tuple[Any, Tensor, Tensor] | None = None
         if self._acts() and self._its_turn(step):
             with self._timed():
@@ -173,9 +202,10 @@ class Mixing(Augmentation):
             change = only_classes(TargetCall.plain, who=who)
             return proceed(batch) if targets.checked else targets.run(step, batch, proceed, change)
         mixture, partner, share = made
-        self._note(1.0 - float((share if share.ndim == 1 else share[:, 0]).mean()))
         others = self.others(labels, partner)
         output = targets.run(step, mixture, proceed, only_classes(self.weighing(share), who=who), others)
+        mean = float((share if share.ndim == 1 else share[:, 0]).mean())
+        self._note(0.0 if output is None else 1.0 - mean)  # a resumed run finds no labels in a step that it begins with
         if targets.compared and not self._told:
             self._told = True
             larger = "the larger" if self.larger_first else "not always the larger"
@@ -186,7 +216,49 @@ class Mixing(Augmentation):
             )
         return output
 
+    def _look_for_rest(self, step: Step, batch: Any, labels: dict[str, Tensor]) -> None:
+        """Refuse batches of which the loss sees a part that is not mixed, such as columns of categories beside numbers.
+
+        Looked at in the first step, and in the second, fourth, eighth and so on where the batch has such tensors: those of
+        some batches are alike for all samples. Named ``keys`` say that the rest shall stay as it is.
+        """
+        now = step.global_step
+        if self.keys is not None or not self.mixes_inputs or now == self._looked_at:
+            return
+        if self._looked_at >= 0 and now.bit_count() != 1:
+            return
+        self._looked_at = now
+
+        def look() -> None:
+            inputs, size = self._sized(batch, labels)
+            held = {id(t) for t in (*inputs, *labels.values())}
+            named = {path: t for path, t in tensors(batch) if t.ndim > 0 and len(t) == size and id(t) not in held}
+            rest = self._targets.reaching(step, batch, list(named))
+            if rest:
+                listed = ", ".join(
+                    f"{path} {tuple(named[path].shape)} {str(named[path].dtype)[6:]}" for path in rest[:5]
+                )
+                mixed_paths = [path for path, t in tensors(batch) if id(t) in {id(x) for x in inputs}]
+                keys = [key_of(path) for path in mixed_paths]
+                raise ValueError(
+                    f"{type(self).__name__}: the loss also comes of {listed}, which would not be mixed with the rest of each"
+                    f" sample. Set keys={keys} if these tensors shall stay as they are, or remove {type(self).__name__}."
+                )
+
+        on_all_ranks(self.session, look)
+
     def _look(self, step: Step, batch: Any, labels: dict[str, Tensor]) -> None:
+        who = type(self).__name__
+        for path in labels:
+            for name in sorted(self._targets.functions.get(path, set()) - set(_OF_CLASSES)):
+                raise ValueError(no_classes(who, path, tuple(labels[path].shape), name))
+        ids = {id(y) for y in labels.values()}
+        images = [path for path, y in labels.items() if y.ndim > 2 and y.is_floating_point()]
+        if images and all(id(t) in ids for _, t in tensors(batch) if t.is_floating_point() and t.ndim > 1):
+            raise ValueError(
+                f"{who}: {images[0] or 'the batch'} is both the input and the target of the loss, as in an autoencoder or a"
+                f" diffusion model, so there are no labels to mix. Remove {who}."
+            )
         self._sized(batch, labels)
         check_labels(labels, who=type(self).__name__, by_sample=self.by_sample)
         self.look(step, batch)

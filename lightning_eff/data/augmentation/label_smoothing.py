@@ -112,12 +112,14 @@ class LabelSmoothing(Technique):
     @override
     def attach(self, session: Session) -> None:
         self._reset()
-        self._targets = Targets(session, WHO, self.labels)
+        self._targets = Targets(session, WHO, self.labels, alone="loss")
         session.chain.add(Stage.REWEIGHT, self._link, order=-1)  # labels are made by then, outside of others there
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
         labels = self._targets.labels(step, batch)
         if not labels:  # the step skips this batch
+            self._calls = 0
+            self._batches += 1
             return proceed(batch)
         if not self._looked:
             on_all_ranks(self.session, lambda: check_labels(labels, who=WHO))

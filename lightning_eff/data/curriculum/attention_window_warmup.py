@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core.batches import num_samples
+from lightning_eff._core.losses import loss_of
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
@@ -84,8 +85,8 @@ class AttentionWindowWarmup(Technique):
         start: tokens that a query sees at first, >= 1.
         until: fraction of the budget in [0, 1] from which on attention is whole; 0 is plain training.
         multiple_of: tokens, >= 1, of which windows between are multiples; a compiled kernel is tuned once for each.
-        evaluate: what validation sees within the fit: ``"full"``, the plain module, as a checkpoint is used, or
-            ``"present"``, the window of the moment, which training has known.
+        evaluate: what validation sees: ``"full"``, the plain module, as a checkpoint is used, or ``"present"``, the window
+            that training has by then. ``"present"`` also holds in ``trainer.validate`` after a fit or with ``ckpt_path``.
 
     Raises:
         ValueError: if an argument is out of its range; at setup, if the module is an encoder-decoder of Hugging Face or
@@ -165,7 +166,7 @@ class AttentionWindowWarmup(Technique):
 
     @override
     def on_open(self, session: Session) -> None:
-        if session.fitting and self.evaluate == "present":
+        if self.evaluate == "present":  # after a fit, and from a checkpoint, the window that training had by then
             module = session.module
             session.patches.set(module, "validation_step", self._windowed(module.validation_step))
 
@@ -234,9 +235,9 @@ class AttentionWindowWarmup(Technique):
             with mode:
                 return run(batch)
 
-        step.forward_only(batch, num_samples(batch), around, transform=False)
+        ready = loss_of(step.forward_only(batch, num_samples(batch), around, transform=False)) is not None
         self._length = max(mode.lengths, default=0)
-        if not mode.lengths:
+        if not mode.lengths and ready:  # a step that is skipped tells nothing
             beside = f" ({mode.others} calls have queries of other tokens than their keys)" if mode.others else ""
             problem = ValueError(
                 f"{who}: saw no self-attention in training_step{beside}; expected calls of"
@@ -244,18 +245,18 @@ class AttentionWindowWarmup(Technique):
                 " (B, H, L, L), outside of compiled code. Hugging Face's models take attn_implementation='sdpa'. Or take the"
                 " technique out."
             )
-        elif self._must_narrow and max(mode.lengths) <= self.start:
+        elif ready and self._must_narrow and max(mode.lengths) <= self.start:
             problem = ValueError(
                 f"{who}(start={self.start}): attention in the first batch is on {max(mode.lengths)} tokens, all of which the"
                 " first window holds; expected more. Lower start, or take the technique out."
             )
-        agree(self.session, problem)
-        self._seen = True
+        self._seen = all(agree(self.session, problem, ready))
 
     def _windowed(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def validation_step(*args: Any, **kwargs: Any) -> Any:
-            if self._u >= self.until:
+            has_trained = self.session.fitting or self._seen
+            if self._u >= self.until or not has_trained:
                 return original(*args, **kwargs)
             with self._mode():
                 return original(*args, **kwargs)

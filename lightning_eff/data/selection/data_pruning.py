@@ -186,7 +186,8 @@ class DataPruning(SampleChooser):
                 " scores, and no balance."
             )
         most = session.trainer.max_epochs
-        if most is not None and 0 <= most <= self.epochs:
+        trial = bool(session.trainer.fast_dev_run)  # pyright: ignore[reportAttributeAccessIssue]
+        if not trial and most is not None and 0 <= most <= self.epochs:
             raise ValueError(
                 f"{WHO}(epochs={self.epochs}): the Trainer has max_epochs={most}, so the run ends before a sample is left out;"
                 f" expected more than {self.epochs} epochs. Raise max_epochs, or lower epochs."
@@ -241,7 +242,7 @@ class DataPruning(SampleChooser):
         assert loader is not None and loader.chosen is not None
         batches = len(epoch.order) / ((loader.chosen.batch_size or 1) * trainer.world_size)
         steps = self.epochs * math.floor(batches / trainer.accumulate_grad_batches)
-        if 0 <= trainer.max_steps < steps:
+        if 0 <= trainer.max_steps < steps and not trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
             rank_zero_warn(
                 f"{WHO}(epochs={self.epochs}): the run ends after {trainer.max_steps:,} steps, and the first {self.epochs}"
                 f" epoch(s) on all samples have about {steps:,}: no sample will be left out. Raise max_steps, or give a file of"
@@ -258,7 +259,6 @@ class DataPruning(SampleChooser):
         found = None
         if self._passes_over_data:
             scorer = self._scorer()
-            scorer.checked = self._looked
             found, embeddings, self._labels = score_all(session, scorer, epoch.size)
             self._passes += 1
             if embeddings is not None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 Groups = list[dict[str, Any]]
 
@@ -181,7 +182,46 @@ def eight_bit(found: Equivalent, groups: Groups, *, min_size: int) -> Optimizer:
 
 
 def four_bit(found: Equivalent, groups: Groups) -> Optimizer:
-    """torchao's optimizer of these groups; see :func:`eight_bit`. It decides by itself which tensors are large enough."""
+    """torchao's optimizer of these groups; see :func:`eight_bit`. It decides by itself which tensors are large enough.
+
+    torch cannot load its states of 4 bits with a ``map_location`` that is a function, as Lightning gives one. So a
+    ``state_dict`` holds the plain tensors that each is made of.
+    """
     optim = imported("torchao", "torchao", "EightBitOptimizer(bits=4)")
-    made: Any = getattr(optim, found.name)
+    base: Any = getattr(optim, found.name)
+
+    class Plain(base):
+        """Saves its states as plain tensors."""
+
+        def state_dict(self) -> dict[str, Any]:
+            saved = super().state_dict()
+            state = {key: {name: _flat(v) for name, v in one.items()} for key, one in saved["state"].items()}
+            return {**saved, "state": state}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            held = [p for group in self.param_groups for p in group["params"]]
+            state = {
+                key: {name: _whole(v, held[key].device) for name, v in one.items()}
+                for key, one in state_dict["state"].items()
+            }
+            super().load_state_dict({**state_dict, "state": state})
+
+    made: Any = type(found.name, (Plain,), {"__module__": Plain.__module__})
     return made([{**group, "betas": found.betas(group)} for group in groups], lr=float(groups[0]["lr"]))
+
+
+def _flat(value: Any) -> Any:
+    """A state of 4 bits as the plain tensors and settings that it is made of; other values as they are."""
+    if not is_traceable_wrapper_subclass(value):
+        return value
+    names, (signed, shape, dtype) = value.__tensor_flatten__()  # pyright: ignore[reportGeneralTypeIssues]
+    return {**{name: getattr(value, name) for name in names}, "signed": signed, "shape": list(shape), "dtype": dtype}
+
+
+def _whole(value: Any, device: torch.device) -> Any:
+    """What :func:`_flat` took apart, on the device of its parameter."""
+    if not isinstance(value, dict):
+        return value
+    kind: Any = importlib.import_module("torchao.optim.subclass_4bit").OptimState4bit
+    tensors = {name: value[name].to(device) for name in kind.tensor_attrs}
+    return kind(**tensors, signed=value["signed"], shape=torch.Size(value["shape"]), dtype=value["dtype"])

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_eff._core import rng
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.blocks import BlockStack
+from lightning_eff._core.losses import loss_of
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import silent, takes_index
 from lightning_eff.memory._planning.chain import Item, Keep, Segment, Stage
@@ -52,8 +53,8 @@ def parse_budget(budget: int | float | str) -> int | float:
 
 
 def measure(
-    session: Session, stack: BlockStack, batch: Any, batch_idx: int, hand: Hand
-) -> tuple[tuple[Stage, ...], int]:
+    session: Session, stack: BlockStack, batch: Any, batch_idx: int, hand: Hand, *, together: bool
+) -> tuple[tuple[Stage, ...], int] | None:
     """Measure the blocks that run, in passes of the user's own ``training_step`` that leave no trace.
 
     One counts bytes, and 3 to 6 take times. In training mode and in the precision of a training step, with no gradient
@@ -65,9 +66,11 @@ def measure(
         batch: a batch of the run, on its device.
         batch_idx: its index.
         hand: within it, calls of blocks go to the profiler.
+        together: whether all ranks measure.
 
     Returns:
-        The chain, and the bytes of the copies of weights that autocast makes in the blocks.
+        The chain, and the bytes of the copies of weights that autocast makes in the blocks; None where the step skips the
+        batch, be it on one rank.
     """
     chain, began = session.chain, time.perf_counter()
     profiler = Profiler(session.module, stack.blocks[: stack.active])
@@ -75,7 +78,10 @@ def measure(
     while True:
         precision = session.trainer.precision_plugin.train_step_context()
         with hand(profiler), rng.fork(), silent(session.module), precision, profiler.around():
-            session._evaluation(chain.original)(batch, *((batch_idx,) if with_index else ()))
+            output = session._evaluation(chain.original)(batch, *((batch_idx,) if with_index else ()))
+        skipped = loss_of(output) is None
+        if any(session.gather(skipped)) if together else skipped:
+            return None
         profiler.check_order(stack.path)
         chain.cost.forward_passes += 1
         with suppress(ValueError):  # batches of no tensors have no samples to count

@@ -53,17 +53,31 @@ def export_adapter(module: nn.Module, folder: str | Path) -> Path:
 
 
 def _whole(module: nn.Module, own: set[int]) -> list[str]:
-    """Modules whose every parameter trains in full, beside the factors."""
-    beside = {name for name, p in module.named_parameters() if p.requires_grad and id(p) not in own}
-    found: list[str] = []
-    for name in sorted(beside):
-        path = name.rpartition(".")[0]
-        inside = [n for n, _ in module.named_parameters() if n.startswith(f"{path}.")]
-        if not path or not set(inside) <= beside:
+    """Modules whose every parameter trains in full, beside the factors, and all that share a parameter with these.
+
+    peft copies each module of ``modules_to_save`` by itself. So a head that is tied to a trained embedding must be one too.
+    """
+    beside = {id(p) for p in module.parameters() if p.requires_grad and id(p) not in own}
+    found: dict[str, None] = {}
+    partly: dict[str, str] = {}
+    held: set[int] = set()  # what modules that are whole hold
+    for path, m in sorted(module.named_modules()):
+        name = next((name for name, p in m.named_parameters(recurse=False) if id(p) in beside), None)
+        if name is None:
+            continue
+        inside = {id(p) for p in m.parameters()}
+        if path and inside <= beside:
+            found[path] = None
+            held |= inside
+        else:
+            partly[path] = f"{path}.{name}".lstrip(".")
+    for path, name in partly.items():
+        m = module.get_submodule(path)
+        trains = {id(p) for p in m.parameters() if id(p) in beside}
+        if not path or not trains <= held or any(id(p) in own for p in m.parameters()):
             raise ValueError(
                 f"{WHO}: {name} trains, and its module does not as a whole; peft's modules_to_save are whole modules. Train all"
                 f" of {path or 'them'}, or none of it, or keep the checkpoint of the run."
             )
-        if path not in found:
-            found.append(path)
-    return found
+        found[path] = None
+    return list(found)

@@ -4,6 +4,7 @@ import math
 from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
@@ -79,7 +80,8 @@ class ELSAAttention(SelectedKeys):
     earlier outputs. The threshold t is learnt in one pass over the first batch: the mean over queries of the least
     similarity among keys whose attention weight is above ``p / n``. There is one threshold for all layers, where the
     paper has one for each, and it stays as it is learnt. In a module that trains from scratch, attention is near
-    uniform then. What runs before that batch, such as Lightning's sanity check, is plain. Attention over the chosen
+    uniform then. What runs before that batch, such as Lightning's sanity check, is plain. So is an evaluation without a
+    learnt threshold, which warns. Attention over the chosen
     pairs is exact and its weights sum to one. The choice has no gradient. A query without such a key sees the key
     that is estimated nearest. Masks, causal attention, grouped queries and dropout are supported.
 
@@ -124,6 +126,7 @@ class ELSAAttention(SelectedKeys):
         self._threshold: float | None = None
         self._found: list[float] = []
         self._projections: dict[tuple[int, str], Tensor] = {}
+        self._warned = False
 
     @property
     @override
@@ -157,7 +160,15 @@ class ELSAAttention(SelectedKeys):
 
     @override
     def attend(self, call: Call) -> Tensor:
-        return call.run() if self._threshold is None else super().attend(call)
+        if self._threshold is not None:
+            return super().attend(call)
+        if not self.session.fitting and not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"{WHO}: it has learnt no threshold, so this evaluation computes plain attention. Give the checkpoint of a"
+                " fit with it, ckpt_path=..., or evaluate with the Trainer that trained."
+            )
+        return call.run()
 
     @override
     def keep(self, call: Call) -> Tensor:

@@ -62,7 +62,6 @@ class GreedyLayerwise(Freezing):
         **dict.fromkeys(
             ("MESA", "Lookahead"), "it takes in what trains, a batch sooner or later by the order in which they stand"
         ),
-        "Rematerialization": "its plan is made for blocks that keep activations, of which those that are frozen keep none",
     }
     sparse_gradients: ClassVar[bool] = True
 

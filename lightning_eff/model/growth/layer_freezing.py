@@ -61,7 +61,6 @@ class LayerFreezing(Freezing):
     control: ClassVar[Control] = Control("the baseline for as many seconds")
     conflicts: ClassVar[Mapping[str, str]] = {
         "GreedyLayerwise": "both say which blocks take gradients",
-        "Rematerialization": "its plan is made for blocks that keep activations, of which those that are frozen keep none",
     }
     sparse_gradients: ClassVar[bool] = True
 

@@ -51,6 +51,10 @@ class ProgressiveLayerDropping(Dropping):
     outside the blocks is trained (adapters, freezing), the first of those that train. With
     :class:`ProgressiveStacking`, ``L`` counts the blocks that run. Under DDP, ``find_unused_parameters`` is switched on.
 
+    A block must return its input plus something, each block must feed the next one, and nobody may read what a block sets on
+    itself as it runs. The first training step checks this before anything is updated. A forward hook of your own on a dropped
+    block still fires, with the block's input as its output.
+
     Logged: ``theta``, and ``layers_dropped``, the number of blocks that the step passed over.
 
     Args:

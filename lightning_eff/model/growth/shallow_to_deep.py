@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
@@ -159,7 +159,7 @@ class ShallowToDeep(Stacking):
 
     def _reset(self) -> None:
         super()._reset()
-        self._rates = Rates()
+        self._rates = Rates("ShallowToDeep")
         self._factor = 1.0
 
     @property
@@ -204,6 +204,17 @@ class ShallowToDeep(Stacking):
     def on_optimizers(self, session: Session) -> None:
         super().on_optimizers(session)
         self._rates.made(session)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        if self._session is not None and not self.neutral and self.rate is not None:
+            self._rates.begin(self._session)  # before any hook of a batch can write others
+
+    @override
+    def detach(self, session: Session) -> None:
+        super().detach(session)
+        self._rates.held.release()
 
     @override
     def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:

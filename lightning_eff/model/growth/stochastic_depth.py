@@ -75,6 +75,11 @@ class StochasticDepth(Dropping):
     ``find_unused_parameters``; and where blocks hand tensors on beside the hidden state (T5's position bias), the first one is
     always kept; where nothing outside the blocks is trained (adapters, freezing), the first of those that train.
 
+    A block must return its input plus something; norms, activations and changes of shape around the sum are allowed. The first
+    training step checks this before anything is updated. It also checks that each block feeds the next one, that the loss uses
+    no other output of a block by itself, and that nobody reads what a block sets on itself as it runs. A forward hook of your
+    own on a dropped block still fires, with the block's input as its output.
+
     Logged: ``layers_dropped``, the number of blocks that the step passed over (0 in "sample" mode), and ``drop``.
 
     Args:
@@ -84,8 +89,8 @@ class StochasticDepth(Dropping):
 
     Raises:
         ValueError: if an argument is out of its range; at setup, if no blocks are found or they are shared, or, in "batch"
-            mode, under DDP with ``static_graph=True`` or reentrant checkpointing; on the first batches, if no block returns
-            its input's shape, or in "sample" mode no dimension of the hidden state is the batch's.
+            mode, under DDP with ``static_graph=True`` or reentrant checkpointing; on the first batches, if a block cannot be
+            skipped, if no block returns its input's shape, or in "sample" mode no dimension of the hidden state is the batch's.
 
     Sources:
         Huang et al. 2016, arXiv:1603.09382.

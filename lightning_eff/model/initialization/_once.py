@@ -7,10 +7,11 @@ from weakref import WeakSet
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core._architecture.computed import as_parameters
 from lightning_eff._core._branches.tracing import traced as traced
 from lightning_eff._core._run.checks import is_plain
 from lightning_eff._core.session import Session
@@ -152,8 +153,14 @@ class Initialization(Technique):
                     technique._set(session, batch, batch_idx)
 
     def _set(self, session: Session, batch: Any, batch_idx: int) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), as_parameters(session.module) as left:
             numbers = self.initialize(session, batch, batch_idx)
+        if left:
+            rank_zero_warn(
+                f"{type(self).__name__}: {', '.join(left[:5])}{' and others' if len(left) > 5 else ''} stay as they were,"
+                " because a parametrization (such as spectral_norm) computes them and cannot give what was set. Register the"
+                " parametrization after the initialization, or leave these weights out."
+            )
         if numbers is None:  # no weight moves, so the next batch is as good
             return
         self._done, self._numbers = True, numbers

@@ -4,17 +4,21 @@ The rule is :func:`fixup_factor`; the scalars are those of ``_scales.fixed.Fixed
 """
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._branches.ends import alike_unused, biases_beside, tensors_that_end
-from lightning_eff._core._branches.finding import branches
+from lightning_eff._core._branches.finding import branches, heads
 from lightning_eff._core._branches.probing import Probe, probed
+from lightning_eff._core._branches.tracing import traced
+from lightning_eff._core._run.checks import is_plain
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
+from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.initialization._given.attention import branches_given, check_whole_branches
 from lightning_eff.model.initialization._given.names import by_hand
@@ -50,9 +54,9 @@ class Fixup(OfBranches):
     weights of norms that were never trained, with which it computes something else.
 
     Branches are found before anything has run, by a pass over an input that is made up, in a Trainer as in
-    ``lightning_eff.apply``; they, the classifier and what was left alone are said. A head that shares its weight with an
-    embedding stays as it is. Scalars are for linear maps and convolutions; they and the multiplier do not decay. The paper
-    gives them a tenth of the rate, which is the optimizer's affair.
+    ``lightning_eff.apply``. That pass may not reach the classifier. In a Trainer the first batch's loss tells which it
+    is. A head that shares its weight with an embedding stays as it is. Scalars are for linear maps and convolutions;
+    they and the multiplier do not decay. The paper gives them a tenth of the rate, which is the optimizer's affair.
 
     ``lightning_eff.export`` folds the multiplier into the last weight, and scalars into biases. That says why not where a map
     has no bias that could take them, and where a convolution pads with zeros, which its input's scalar does not change:
@@ -94,6 +98,10 @@ class Fixup(OfBranches):
         ),
     }
 
+    _zeroed: tuple[str, ...] = ()  # the classifier's tensors
+    _of_branches: tuple[str, ...] = ()
+    _sought = False  # the first batch has yet to show the classifier
+
     def __init__(
         self,
         *,
@@ -116,8 +124,10 @@ class Fixup(OfBranches):
         self._check_random(root)
         probe = probed(root, who=WHO, batch=surgeon.batch) if self.branches is None else None
         ends, begins = _found(root, probe) if probe is not None else _by_hand(root, self.branches or ())
-        heads = self._heads(root, probe)
-        begins |= dict.fromkeys([name for names in ends for name in names] + heads, 0.0)
+        begun = self._heads(root, probe)
+        self._zeroed, self._of_branches = tuple(begun), (*begins, *(name for names in ends for name in names))
+        self._sought = self.head is True
+        begins |= dict.fromkeys([name for names in ends for name in names] + begun, 0.0)
         paths = {id(m): path for path, m in root.named_modules()}
         owned: dict[int, dict[str, float]] = {}
         for name, factor in begins.items():
@@ -131,7 +141,7 @@ class Fixup(OfBranches):
             read = self._is_read(root, path, plain)
             own = owned[id(plain)]
             tensors = {key: (branch_of[f"{path}.{key}"], 0) for key in own if f"{path}.{key}" in branch_of}
-            mine = self.biases and takes_biases(plain) and f"{path}.weight" not in heads
+            mine = self.biases and takes_biases(plain) and f"{path}.weight" not in begun
             return fixed(
                 plain,
                 tensors,
@@ -151,7 +161,7 @@ class Fixup(OfBranches):
         rank_zero_info(
             f"{WHO}: {len(ends)} residual branches{f', found by {probe.of},' if probe else ''} begin at zero: {listed(ends)}."
             f" Others of theirs: {listed([(f'{n} x {f:.3g}',) for n, f in begins.items() if f])}. The classifier:"
-            f" {', '.join(heads) or 'none is set'}."
+            f" {', '.join(begun) or 'none is found yet' if self.head else 'none is set'}."
         )
 
     def _heads(self, root: nn.Module, probe: Probe | None) -> list[str]:
@@ -162,6 +172,55 @@ class Fixup(OfBranches):
             return []
         alone = [weight for weight in probe.heads if len(probe.graph.uses(weight)) == 1]
         return [name for weight in alone for name in (weight, *biases_beside(root, weight))]
+
+    # -- the classifier, as the first loss shows it
+
+    @override
+    def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
+        super().on_batch_start(session, batch, batch_idx)
+        if not self._sought or session.trainer.ckpt_path is not None:
+            return
+        module = session.module
+        can = module.automatic_optimization and is_plain(session.trainer.strategy)
+        try:
+            graph = traced(session, batch, batch_idx, who=WHO) if can else None
+        except ValueError as e:
+            self._refuse_unknown(str(e).removeprefix(f"{WHO}: "))
+            graph = None
+        if can and graph is None and not self._zeroed:
+            return  # the next batch may have a loss
+        self._sought = False
+        if graph is None:
+            self._refuse_unknown("the first step cannot be looked at under this strategy or in manual optimization")
+            return
+        found = [name for name in heads(graph) if name not in self._of_branches]
+        wrong = [name for name in self._zeroed if name not in found and module.get_parameter(name).ndim > 1]
+        if found and wrong:
+            raise ValueError(
+                f"{WHO}: {wrong[0]} was set to zero as the classifier's weight, and the loss of classes is taken of"
+                f" {found[0]}. Name the classifier, {WHO}(head={found[0]!r})."
+            )
+        names = [
+            name
+            for weight in found
+            if len(graph.uses(weight)) == 1
+            for name in (weight, *biases_beside(module, weight))
+            if name not in self._zeroed
+        ]
+        with torch.no_grad():
+            for name in names:
+                module.get_parameter(name).zero_()
+        if names:
+            self._zeroed = (*self._zeroed, *names)
+            session.blocks_changed(self)
+            rank_zero_info(f"{WHO}: the classifier begins at zero: {', '.join(names)}.")
+
+    def _refuse_unknown(self, why: str) -> None:
+        if not self._zeroed:
+            raise ValueError(
+                f"{WHO}(head=True): the classifier was not found ({why}). Name its weight, {WHO}(head='fc.weight'), or give"
+                " head=False."
+            )
 
     @override
     def summary(self) -> str:

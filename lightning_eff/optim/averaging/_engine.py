@@ -16,6 +16,7 @@ from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._run.checks import is_plain
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import OtherWeights
+from lightning_eff.optim.averaging import _buffers
 from lightning_eff.optim.averaging._batch_norm import batch_norms, modes, recompute_statistics
 
 
@@ -64,7 +65,8 @@ class AveragedWeights(OtherWeights):
     """A technique that makes other weights of those that are trained, and shows them in their place.
 
     A subclass says in :meth:`average` what the other weights are, holds what they are made of, and calls :meth:`outdate`
-    when they change. While the trainer validates, and from the end of fit on, the module holds them; every checkpoint's
+    when they change. Buffers that a parametrisation computes from weights, as spectral normalisation its vectors, are computed
+    at the other weights too. While the trainer validates, and from the end of fit on, the module holds them; every checkpoint's
     ``state_dict`` is them too, once there are any, and the trained weights are in the callback's state. BatchNorm
     statistics are recomputed for them where ``bn_batches`` says so.
 
@@ -84,6 +86,7 @@ class AveragedWeights(OtherWeights):
         self._raw: dict[str, Tensor] | None = None  # set while the module holds the other weights
         self._statistics: dict[str, Tensor] | None = None  # BatchNorm's, at the other weights; None until needed
         self._modes: dict[str, bool] = {}
+        self._computed: dict[str, tuple[str, ...]] = {}  # buffers that follow from weights, by who computes them
         self._step = 0
         self._finished = False
 
@@ -199,6 +202,7 @@ class AveragedWeights(OtherWeights):
                 " Use automatic optimization, or layers without running statistics."
             )
         self._modes = modes(session.module)
+        self._computed = _buffers.computed(session.module) if is_plain(session.trainer.strategy) else {}
         self.take_out(session)
 
     @override
@@ -238,6 +242,11 @@ class AveragedWeights(OtherWeights):
                 raw[name] = held[name].clone()
                 held[name].copy_(value)
             self._raw = raw
+            if self._computed:
+                trained = _buffers.values_of(session.module, self._computed)
+                for name, value in trained.items():
+                    raw.setdefault(name, value)
+                _buffers.compute(session.module, self._computed)
             if self._statistics is None and self.recomputes:
                 self._statistics = recompute_statistics(session, self._modes, self.bn_batches, epoch=self._taken)
             for name, value in (self._statistics or {}).items():
@@ -268,7 +277,8 @@ class AveragedWeights(OtherWeights):
         raw, names = self._raw, [*self.names]
         if raw is None and names and self._session is not None:
             held = pieces(self._session)
-            raw = {name: held[name] for name in (*names, *(self._statistics or ()))}
+            computed = [name for found in self._computed.values() for name in found]
+            raw = {name: held[name] for name in (*names, *(self._statistics or ()), *computed)}
         state = {"taken": self._taken, **self.saved(), "raw": raw, "statistics": self._statistics}
         session = self._session or self._past
         if session is None or not _divided(session):

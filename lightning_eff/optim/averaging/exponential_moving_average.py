@@ -18,6 +18,7 @@ from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Unifor
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.optim.averaging._batch_norm import batch_norms
+from lightning_eff.optim.averaging._buffers import is_statistic
 from lightning_eff.optim.averaging._engine import AveragedWeights, check_bn_batches, pieces, rivals
 
 TAIL_BLEND = 0.6  # the average's share at the end of a run of which the tail is averaged: modded-nanogpt's
@@ -78,10 +79,11 @@ class ExponentialMovingAverage(AveragedWeights):
     """Validate, test and keep a moving average of the weights, while training goes on from the raw ones.
 
     After each optimizer step ``a <- s a + (1 - s) w`` with ``s = 2^(-1 / half_life)``, of every parameter that takes
-    gradients, and of the buffers that a checkpoint holds, BatchNorm's statistics among them; it starts from the first
-    weights that it sees. With ``tail`` only the last share of the run is averaged, and what is shown is a blend of the
-    average and the present weights: the average lags behind, the more so the faster the weights still move. With a rate that
-    is wholly decayed little is left to gain.
+    gradients, and of BatchNorm's running statistics; it starts from the first weights that it sees. Other buffers, such as
+    counts, masks, codebooks and scales of quantisers, are shown as training left them, and the vectors of spectral
+    normalisation are computed at the averaged weights. With ``tail`` only the last share of the run is averaged, and what is
+    shown is a blend of the average and the present weights: the average lags behind, the more so the faster the weights still
+    move. With a rate that is wholly decayed little is left to gain.
 
     While the trainer validates, and from the end of fit on, the module holds the average, and so does every checkpoint's
     ``state_dict``; the raw weights are in this callback's state, and a resumed fit goes on from them. A checkpoint that is
@@ -236,8 +238,8 @@ class ExponentialMovingAverage(AveragedWeights):
             if (p.requires_grad or name in self._held) and name not in self._left_out and p.is_floating_point():
                 yield name, held[name]
         for name, b in session.module.named_buffers():
-            begins = not self._taken and name in self._kept and b.is_floating_point()
-            if name in self._held or (begins and bool(b.isfinite().all())):  # a mask of infinities has no average
+            begins = not self._taken and name in self._kept and is_statistic(name) and b.is_floating_point()
+            if name in self._held or begins:
                 yield name, held[name]
 
     @override

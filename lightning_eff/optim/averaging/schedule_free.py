@@ -15,7 +15,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff._core._optim.combined import set_rate
+from lightning_eff._core._optim.held import HeldRates
+from lightning_eff._core._optim.multiples import Multiples
 from lightning_eff._core._optim.scheduled import optimizers_of, put_to_rest, reference_rates, schedulers_of
+from lightning_eff._core._optim.written import Share, look, unwatch, watch
 from lightning_eff._core.optimizers import evaluates_anew
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
@@ -204,6 +207,8 @@ class ScheduleFree(AveragedWeights):
         self._base: Base | None = None
         self._wrapper: Any = None
         self._rates: list[float | None] = []  # as training began
+        self._warming = HeldRates("ScheduleFree(warmup_steps)")
+        self._multiples: Multiples | None = None
         self._names: dict[Tensor, str] = {}
         self._progress: list[dict[str, Any]] = []  # of each group, until training starts
         self._loaded: dict[str, Any] | None = None  # a checkpoint's, until the optimizer is there
@@ -224,7 +229,7 @@ class ScheduleFree(AveragedWeights):
             configured = configure()
             schedulers = schedulers_of(configured)
             for optimizer in optimizers_of(configured):
-                if "train_mode" in optimizer.param_groups[0]:
+                if any("train_mode" in group for group in optimizer.param_groups):
                     raise ValueError(
                         f"ScheduleFree: {type(session.module).__name__}.configure_optimizers returned"
                         f" {type(optimizer).__name__}, which is schedule-free by itself; expected a plain optimizer,"
@@ -263,6 +268,10 @@ class ScheduleFree(AveragedWeights):
         plain = optimizer.step
         self._base = Base(optimizer, plain)
         self._wrapper = wrapper_around(self._base, self.momentum, self.power)
+        if self.lr_factor != 1.0 and not self.warmup_steps:
+            shares: list[Share | None] = [Share(i, self.lr_factor) for i in range(len(optimizer.param_groups))]
+            self._multiples = Multiples(optimizer, [], shares)
+            watch(optimizer, self._multiples)
         made = rates_of(optimizer)
         if self._loaded is not None:
             by_name = {name: p for p, name in self._names.items()}
@@ -271,6 +280,8 @@ class ScheduleFree(AveragedWeights):
             self._progress = self._loaded["groups"]
             self._take_up_progress()
             self._rates = self._loaded.get("rates", made)  # checkpoints of earlier versions have none
+            if self._multiples is not None:
+                self._multiples.absolute = self._loaded["absolute"]
             self._loaded = None
 
         def step(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -281,6 +292,7 @@ class ScheduleFree(AveragedWeights):
                 with torch.enable_grad():
                     loss = closure()
             assert self._base is not None
+            look([optimizer], stepping=True)
             self._base.look()
             self._wrapper.step()
             self.outdate(session)
@@ -309,9 +321,15 @@ class ScheduleFree(AveragedWeights):
         if self.warmup_steps:
             share = min(1.0, (session.trainer.global_step + 1) / self.warmup_steps)
             for optimizer in session.optimizers:
-                for group, rate in zip(optimizer.param_groups, self._rates, strict=False):
-                    if rate is not None:
-                        set_rate(group, rate * share)
+                self._warming.set(optimizer, self._rates, share)
+
+    @override
+    def detach(self, session: Session) -> None:
+        super().detach(session)
+        self._warming.release()
+        if self._multiples is not None:
+            unwatch(self._multiples.optimizer, self._multiples)
+            self._multiples = None
 
     # -- the average
 
@@ -352,6 +370,7 @@ class ScheduleFree(AveragedWeights):
         return {
             "z": self._z(),
             "rates": self._rates,
+            "absolute": self._multiples is not None and self._multiples.absolute,
             "groups": [{name: g[name] for name in _PROGRESS if name in g} for g in groups],
         }
 
@@ -360,6 +379,7 @@ class ScheduleFree(AveragedWeights):
         self._loaded = {
             "z": dict(state["z"]),
             **{name: list(state[name]) for name in ("groups", "rates") if name in state},
+            "absolute": state.get("absolute", False),
         }
 
     @override

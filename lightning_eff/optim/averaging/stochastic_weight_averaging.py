@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_eff._core._optim.combined import set_rate
+from lightning_eff._core._optim.held import HeldRates
 from lightning_eff._core._optim.scheduled import reference_rates
 from lightning_eff._core._run.late import ActsLate, Length
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
@@ -116,6 +116,7 @@ class StochasticWeightAveraging(ActsLate, AveragedWeights):
         super()._reset()
         self._counts: dict[str, int] = {}  # how many weights each of the sums holds
         self._bases: list[list[float | None]] = []
+        self._rates = HeldRates("StochasticWeightAveraging")
         self._steps = 0  # since start
         self._active = False
 
@@ -155,12 +156,14 @@ class StochasticWeightAveraging(ActsLate, AveragedWeights):
         if not self._active:
             return
         factor = self._factor(session.trainer, batch_idx)
+        schedulers = [config.scheduler for config in session.trainer.strategy.lr_scheduler_configs]
         for optimizer, bases in zip(session.optimizers, self._bases, strict=True):
-            for group in optimizer.param_groups[len(bases) :]:  # somebody has thawed parameters since
-                bases.append(None if group.get("lr") is None else float(group["lr"]))
-            for group, base in zip(optimizer.param_groups, bases, strict=False):
-                if base is not None:
-                    set_rate(group, base * factor)
+            self._rates.set(optimizer, bases, factor, schedulers)
+
+    @override
+    def detach(self, session: Session) -> None:
+        super().detach(session)
+        self._rates.release()
 
     def _factor(self, trainer: Trainer, batch_idx: int) -> float:
         if self.low is None:

@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_eff._core.blocks import candidates
+from lightning_eff._core._branches.side_by_side import verdicts
+from lightning_eff._core.blocks import Candidate, candidates
 
 Split = str | Mapping[str, int | Sequence[int]] | None
 
@@ -127,41 +128,71 @@ def _divided(layout: Layout, name: str, tensor: Tensor, parts: int | Sequence[in
 def hidden_matrices(module: nn.Module, split: Split = "auto") -> dict[str, Layout]:
     """The hidden matrices of any module, by the parameter's name in ``module.named_parameters()``.
 
-    They are the weights of linear maps, of attention's fused input projection, of convolutions whose groups are one, and
-    stacks of experts' matrices: within the stacks of repeated blocks where there are any, else (networks of unlike
-    layers) everywhere but in the first and the last such map. Never embeddings, what is tied to one, heads, positions,
-    and other tables.
+    They are the weights of linear layers, of attention's fused input projection, of convolutions whose groups are one, and
+    stacks of experts' matrices. In a network with a stack of blocks that follow one another, they are those in its lists of
+    blocks. In any other network they are all but the first and the last. A list whose blocks run side by side, such as the
+    heads of an attention, is no stack, and its matrices count like those outside of it. Embeddings, what is tied to one,
+    heads, positions and other tables are never among them.
 
     Args:
         module: a LightningModule, or any.
         split: which of them are several maps in one tensor, as in :class:`Muon`.
     """
-    stacks = [found.path for found in candidates(module)]
+    lists = candidates(module)
     owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for path, owner in module.named_modules(remove_duplicate=False):
         for own, p in owner._parameters.items():
             if p is not None:
                 owners.setdefault(id(p), []).append((f"{path}.{own}" if path else own, owner, own))
-    found: dict[str, Layout] = {}
-    outside: dict[str, Layout] = {}
+    maps: dict[str, tuple[str, Layout]] = {}
     for name, p in module.named_parameters():
         held = owners[id(p)]
         if p.ndim < 2 or any(isinstance(owner, nn.Embedding | nn.EmbeddingBag) for _, owner, _ in held):
             continue
         path, owner, own = next((one for one in held if one[0] == name), held[0])
         layout = _layout_in(owner, own, path, p)
-        if layout is None:
-            continue
-        inside = any(path.startswith(f"{stack}.") for stack in stacks)
-        # names count below the block alone: "embedding.layers.3.fc.weight" is a matrix of a block
-        below = _below(path, stacks)
-        if any(_NOT_HIDDEN.fullmatch(component) for component in below.split(".")):
-            continue
-        (found if inside else outside)[name] = _with_parts(layout, name, p, split)
-    if found:
+        if layout is not None:
+            maps[name] = (path, _with_parts(layout, name, p, split))
+    # names count below the block alone: "embedding.layers.3.fc.weight" is a matrix of a block
+    inside = [c.path for c in lists]
+    found = {
+        n: layout for n, (path, layout) in maps.items() if _within(path, inside) and _is_hidden(_below(path, inside))
+    }
+    outside = [n for n, (path, _) in maps.items() if not _within(path, inside) and _is_hidden(path)]
+    if found and (len(outside) <= 2 or _has_stack(module, lists)):
         return found
-    # no repeated blocks: the first map reads the input, and the last one writes the output
-    return dict(list(outside.items())[1:-1])
+    # no stack: what reads the input comes first, and what writes the output last
+    hidden = [n for n, (path, _) in maps.items() if _is_hidden(path)]
+    ends = {
+        m for end in (*hidden[:1], *hidden[-1:]) for m in hidden if m == end or _alike(maps[m][0], maps[end][0], inside)
+    }
+    return {n: maps[n][1] for n in hidden if n not in ends}
+
+
+def _has_stack(module: nn.Module, lists: Sequence[Candidate]) -> bool:
+    """Whether the blocks of any list follow one another; where nothing tells, those that are most of the module are."""
+    if any(isinstance(c.container, nn.Sequential) for c in lists):
+        return True
+    told = verdicts(module, lists)
+    size = sum(p.numel() for p in module.parameters() if p.ndim > 1)
+    most = [c.composite and 2 * sum(p.numel() for p in c.container.parameters() if p.ndim > 1) >= size for c in lists]
+    return any(told.get(c.path, large) for c, large in zip(lists, most, strict=True))
+
+
+def _is_hidden(name: str) -> bool:
+    return not any(_NOT_HIDDEN.fullmatch(component) for component in name.split("."))
+
+
+def _within(path: str, lists: Iterable[str]) -> bool:
+    return any(path.startswith(f"{one}.") for one in lists)
+
+
+def _alike(path: str, other: str, lists: Iterable[str]) -> bool:
+    """Whether two weights stand at the same place in two blocks of one list."""
+    for one in lists:
+        if path.startswith(f"{one}.") and other.startswith(f"{one}."):
+            return path.removeprefix(f"{one}.").partition(".")[2] == other.removeprefix(f"{one}.").partition(".")[2]
+    return False
 
 
 def _below(path: str, stacks: Iterable[str]) -> str:

@@ -41,15 +41,25 @@ def output_dims(module: nn.Module) -> dict[str, int]:
     """The weights of linear maps and convolutions, by their names among the parameters, each with the outputs' dimension.
 
     Never those of embeddings, also where one is tied to the head: a row of a table is no map. A transposed convolution in
-    groups is left out, since its outputs lie along no one dimension.
+    groups is left out, since its outputs lie along no one dimension. So is a weight with one input for each output, whose
+    gradient is its own mean, and the lengths that ``weight_norm`` keeps beside the directions.
     """
     tables = {id(p) for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) for p in m.parameters()}
     found: dict[int, int] = {}
     for owner in module.modules():
         dim = _output_dim(owner)
         if dim is not None:
-            found |= {id(p): dim for p in owner.parameters(recurse=False) if p.ndim > 1 and id(p) not in tables}
+            own = (p for p in owner.parameters(recurse=False) if p.ndim > 1 and id(p) not in tables)
+            found |= {id(p): dim for p in own if p.numel() > p.shape[dim] and not _is_lengths(owner, p)}
     return {name: found[id(p)] for name, p in module.named_parameters() if id(p) in found}
+
+
+def _is_lengths(owner: nn.Module, p: Tensor) -> bool:
+    """Whether ``p`` scales slices of the owner's weight, as ``weight_g`` of ``torch.nn.utils.weight_norm`` does."""
+    weight = vars(owner).get("weight")  # computed before each forward pass
+    if not isinstance(weight, Tensor) or weight.ndim != p.ndim or weight.shape == p.shape:
+        return False
+    return all(a in (1, b) for a, b in zip(p.shape, weight.shape, strict=True))
 
 
 def _output_dim(owner: nn.Module) -> int | None:
@@ -68,7 +78,9 @@ class GradientCentralization(Technique):
     mean over inputs and places in the kernel. Under plain SGD the mean of each output's weights then stays what it was at
     the start, and what all inputs have in common, such as the mean of activations that are never negative, moves the
     weights no more. It comes before clipping, and after gradients are summed over accumulation windows and ranks, which is
-    the same as before, since the mean is linear. Biases, norms, embeddings and what is tied to one keep their gradients.
+    the same as before, since the mean is linear. Biases, norms, embeddings and what is tied to one keep their gradients. So do
+    weights with one input for each output, such as those of ``nn.Linear(1, n)`` and of depthwise 1x1 convolutions, which would
+    be left without any gradient, and the lengths of ``weight_norm``.
 
     Logged: ``centralized``, the number of weights in the last step; ``removed_norm``, the norm of what it took out of their
     gradients.
@@ -125,8 +137,8 @@ class GradientCentralization(Technique):
         if not self._dims:
             raise ValueError(
                 f"GradientCentralization: the optimizers of {type(session.module).__name__} step no weight of a linear map or a"
-                f" convolution; expected one of those that it has: {', '.join(dims) or 'none'}. Let an optimizer step it, or"
-                " take the technique out."
+                " convolution with several inputs for each output; expected one of those that it has:"
+                f" {', '.join(dims) or 'none'}. Let an optimizer step it, or take the technique out."
             )
 
     @override

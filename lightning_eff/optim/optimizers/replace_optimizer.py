@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -21,6 +22,7 @@ from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.optim.optimizers._replacing.assignment import Share, check_not_taken, group_of, shares
 from lightning_eff.optim.optimizers._replacing.making import made, making
+from lightning_eff.optim.optimizers._replacing.modes import Modes
 
 
 def combine(
@@ -51,7 +53,7 @@ def combine(
         ratio = 1.0 if part.rate is None else _ratio(part.rate, references[part.origin], part, bool(schedulers))
         for name in ("lr", "initial_lr", "max_lr", "min_lr"):
             if part.rate is not None and isinstance(group.get(name), int | float | Tensor):
-                group[name] = group[name] * ratio
+                group[name] = group[name] * ratio if ratio is not None else part.rate
         full = part.rate if part.rate is not None else references[part.origin]
         following.append(Following(part.origin, ratio, full, settings=True))
     optimizers: list[Optimizer] = []
@@ -84,11 +86,11 @@ def combine(
     return combined
 
 
-def _ratio(rate: float, reference: float | None, part: Share, scheduled: bool) -> float:
+def _ratio(rate: float, reference: float | None, part: Share, scheduled: bool) -> float | None:
     if reference:
         return rate / reference
     if not scheduled:
-        return 1.0
+        return None
     raise ValueError(
         f"ReplaceOptimizer: the module's optimizer has {', '.join(part.names[:3])} in a group of rate {reference}, to which"
         f" {rate:g} is in no proportion, and a scheduler moves it; expected a rate above zero there."
@@ -118,10 +120,14 @@ class ReplaceOptimizer(Technique):
     Both step as one ``torch.optim.Optimizer``, so that automatic optimization, clipping, accumulation, gradient scalers,
     ``lr_find``, ``LearningRateMonitor`` and checkpoints go on as they are. The module's schedulers, of whatever kind, stay what
     they are and act on the groups that the module made; after each of their steps every group of the optimizer gets its own
-    rate times what the schedule has made of the module's (of a cycle: of its highest rate). Parameters that the module had
-    in different groups stay apart, so that a list of functions holds for each; groups that the module does not decay, where
-    it decays others, are not decayed by the other optimizer either. Its momentum is its own: where a scheduler cycles
-    momenta, that holds for what stays.
+    rate times what the schedule has made of the module's (of a cycle: of its highest rate). The same holds for a learning rate
+    that the module, or another callback, writes into ``param_groups`` by hand, as in a warm-up in ``optimizer_step``.
+    Parameters that the module had in different groups stay apart, so that a list of functions holds for each; groups that the
+    module does not decay, where it decays others, are not decayed by the other optimizer either. Its momentum is its own:
+    where a scheduler cycles momenta, that holds for what stays.
+
+    An optimizer that has ``train()`` and ``eval()``, as schedule-free ones have, evaluates at other weights than it trains at:
+    both are called around validation, and at the end of fit. Checkpoints' ``state_dict`` holds the weights of ``eval()``.
 
     What went where is printed as training begins. An optimizer with an attribute ``u``, such as :class:`Muon` with settings
     that are functions of it, is told the run's progress before each step.
@@ -218,6 +224,8 @@ class ReplaceOptimizer(Technique):
         self._replacing = ("", list[str]())  # the class of the module's optimizer, and those of its schedulers
         self._last: dict[str, float | int] = {}
         self._who = ""
+        self._modes: Modes | None = None
+        self._trained: dict[str, Tensor] | None = None  # a checkpoint's, of an optimizer that evaluates at others
 
     @property
     @override
@@ -275,6 +283,34 @@ class ReplaceOptimizer(Technique):
         check_not_taken(session.module, self._combined, self._parts, self.parameters, self.group_lr)
         rank_zero_info(_told(*self._replacing, self._combined, session.module))
         self._tell(session)
+        self._modes = Modes(session, self._parts[-1:] if self.optimizer is not None else [])
+        if self._trained is not None:
+            self._modes.put(self._trained)
+            self._trained = None
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        if self._modes:
+            self._modes.train()
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_validation_start(trainer, pl_module)
+        if self._modes:
+            self._modes.evaluate()
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_validation_end(trainer, pl_module)
+        if self._modes:
+            self._modes.train()
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_end(trainer, pl_module)
+        if self._modes:
+            self._modes.evaluate()
 
     @override
     def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
@@ -288,7 +324,7 @@ class ReplaceOptimizer(Technique):
     @override
     def detach(self, session: Session) -> None:
         self._last = self._quantities()
-        self._combined, self._parts = None, []
+        self._combined, self._parts, self._modes = None, [], None
 
     def _quantities(self) -> dict[str, float | int]:
         if self._combined is None:
@@ -313,7 +349,13 @@ class ReplaceOptimizer(Technique):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.neutral else {"optimizer": self._who}
+        if self.neutral:
+            return {}
+        return {"optimizer": self._who, **({"trained": self._modes.weights()} if self._modes else {})}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._trained = state_dict.get("trained") if self._session is not None and self._session.fitting else None
 
 
 def _told(own: str, schedulers: list[str], combined: CombinedOptimizer, module: nn.Module) -> str:

@@ -19,8 +19,10 @@ def inverse_root(covariance: Tensor, power: float, eps: float) -> Tensor:
     Args:
         covariance: ``C``, (n, d, d), symmetric. Where one is not finite, the result is not either.
         power: > 0.
-        eps: >= 0, in parts of the largest eigenvalue.
+        eps: >= 0, in parts of the largest eigenvalue. Eigenvalues that small are rounding errors of the larger ones, so it
+            counts as no less than 8 units of the dtype's precision (1e-6 in float32).
     """
+    eps = max(eps, 8 * torch.finfo(covariance.dtype).eps)
     finite = covariance.isfinite().all(-1).all(-1)[:, None, None]
     identity = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
     values, vectors = torch.linalg.eigh(torch.where(finite, covariance, identity))
@@ -59,7 +61,8 @@ class Shampoo(Kronecker):
         params: a module, its ``named_parameters()`` or ``parameters()``, or groups of them.
         lr: the rate, >= 0: about AdamW's, with ``graft="adam"``.
         betas: (b1, b2), b1 in [0, 1), b2 in [0, 1].
-        eps: > 0, what is added to the eigenvalues, in parts of the largest one.
+        eps: > 0, what is added to the eigenvalues, in parts of the largest one; at least 1e-6 in float32 and 2e-15 in
+            float64, below which an eigenvalue is a rounding error.
         weight_decay: ``lambda`` >= 0, decoupled and scaled by the rate.
         graft: "adam", "sgd" or None.
         graft_eps: > 0 keeps Adam's denominator away from zero.

@@ -267,13 +267,13 @@ class SAF(Trajectory):
         if indices is None:
             problem = ValueError(
                 f"SAF: it is not known which samples a batch holds, because {self.session.loaders.why_unknown}. Pass a"
-                f" torch.utils.data.DataLoader over a dataset with __getitem__ and __len__. {_OR_MESA}."
+                f" torch.utils.data.DataLoader over a dataset with __getitem__ and __len__, or use MESA: {_OR_MESA}."
             )
         elif len(indices) != size or not all(isinstance(i, int) for i in indices):
             problem = ValueError(
-                f"SAF: the loader gave {len(indices)} indices for a batch of {size} samples; expected one for each,"
-                " because a sample's scores must be found again epochs later. Give the loader a batch_size and a collate_fn "
-                f"that makes one sample of each index, or use MESA: {_OR_MESA}."
+                f"SAF: the loader gave {len(indices)} indices for a batch of {size} samples; expected one integer for each,"
+                " because a sample's scores are looked up again later. Give the loader a batch_size and a collate_fn that"
+                f" makes one sample of each index, or use MESA: {_OR_MESA}."
             )
         if not self._checked:
             agree(self.session, problem)

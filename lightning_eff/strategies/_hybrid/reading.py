@@ -15,11 +15,11 @@ from typing import Any
 
 from torch import nn
 
+from lightning_eff._core._lightning.names import ROOTS
+
 _LIBRARIES = (
     "torch",
-    "lightning",
-    "lightning_fabric",
-    "pytorch_lightning",
+    *ROOTS,
     "lightning_eff",
     "torchmetrics",
     "transformers",

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_eff._core._architecture.linear_maps import is_conv1d
+from lightning_eff._core._architecture.stand_ins import stands_in
 from lightning_eff.strategies._tensor.access import own_class
 
 PACKED = "packed_colwise"
@@ -48,7 +49,7 @@ def parse_style(text: str, *, where: str) -> Style:
 
 def is_linear(module: nn.Module) -> bool:
     """Whether ``module`` is a linear layer that can be split: ``nn.Linear``, a subclass of it, or ``Conv1D``."""
-    return isinstance(module, nn.Linear) or is_conv1d(module)
+    return (isinstance(module, nn.Linear) and not stands_in(module)) or is_conv1d(module)
 
 
 def features(module: nn.Module) -> tuple[int, int]:

@@ -299,6 +299,28 @@ def test_windows_over_a_run_and_what_validation_sees() -> None:
     assert seen["full"][False] == [32] * 4 and seen["present"][False] == [8, 24, 32, 32]
 
 
+@pytest.mark.parametrize("evaluate", ["full", "present"])
+def test_validation_of_a_checkpoint_sees_the_window_that_the_fit_had(evaluate: Any, tmp_path: Path) -> None:
+    def build() -> AttentionWindowWarmup:
+        return AttentionWindowWarmup(start=4, until=1.0, multiple_of=4, evaluate=evaluate)
+
+    def validated(*techniques: Any, path: Path | None) -> float:
+        t = trainer(*techniques, limit_val_batches=1)
+        (found,) = t.validate(net, loader("tiny_gpt", 4, shuffle=False), ckpt_path=path, verbose=False)
+        return next(iter(found.values()))
+
+    net = TinyGPT(num_layers=1)
+    t = trainer(build(), max_steps=4, limit_val_batches=1)
+    t.fit(net, loader("tiny_gpt", 40), loader("tiny_gpt", 4, shuffle=False))
+    last = t.validate(net, loader("tiny_gpt", 4, shuffle=False), verbose=False)[0]
+    t.save_checkpoint(tmp_path / "a.ckpt")
+    plain = validated(path=tmp_path / "a.ckpt")
+    loaded = validated(build(), path=tmp_path / "a.ckpt")
+    assert loaded == next(iter(last.values()))
+    assert (loaded == plain) == (evaluate == "full")
+    assert validated(build(), path=None) == plain, "without the state of a fit there is no window"
+
+
 # -- errors and control
 
 

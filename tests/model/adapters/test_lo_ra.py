@@ -3,6 +3,7 @@
 import copy
 import logging
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -307,6 +308,21 @@ def test_a_head_that_trains_is_saved_for_peft(tmp_path: Path) -> None:
         eff.export_adapter(partly.model, tmp_path)
     with pytest.raises(ValueError, match="nothing in HuggingFace was made by peft"):
         eff.export_adapter(plain, tmp_path)
+
+
+@pytest.mark.parametrize("also", [["model.transformer.wte"], ["model.lm_head"]])
+def test_peft_reads_a_tied_embedding_that_trains(also: list[str], tmp_path: Path) -> None:
+    """peft copies each module that is saved as a whole, so both ends of the tie are among them."""
+    plain = families.module("gpt2")
+    assert plain.model.lm_head.weight is plain.model.transformer.wte.weight
+    net = shaken(eff.apply(copy.deepcopy(plain), LoRA(rank=2, also=also)))
+    folder = eff.export_adapter(net.model, tmp_path)
+    learnt = logits(net.model, "gpt2")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft warns of the tie
+        loaded: Any = peft.PeftModel.from_pretrained(copy.deepcopy(plain.model), folder)  # pyright: ignore[reportArgumentType]
+        torch.testing.assert_close(logits(loaded, "gpt2"), learnt, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(logits(loaded.merge_and_unload(), "gpt2"), learnt, rtol=1e-5, atol=1e-5)
 
 
 # -- what is refused

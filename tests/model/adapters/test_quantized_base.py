@@ -84,7 +84,12 @@ def test_weights_are_rounded_as_by_hand_and_gradients_are_those_of_the_rounded(b
         for at in (torch.autograd.grad(half.float().sum(), x), torch.autograd.grad(other.float().sum(), y)):
             assert at[0].dtype == torch.float32
     low = net.to(torch.bfloat16)  # the scales stay whole
-    torch.testing.assert_close(low[0].weight.float(), same[0].weight)
+    assert low[0].weight.dtype == torch.bfloat16
+    assert torch.equal(low[0].weight, same[0].weight.to(torch.bfloat16))
+    plain_again: Any = eff.dequantize(low)
+    assert {p.dtype for p in plain_again.parameters()} == {torch.bfloat16}
+    z = x.detach().to(torch.bfloat16)
+    assert torch.equal(plain_again(z), low(z))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -118,6 +123,19 @@ def test_qlora_on_models_of_others(name: str) -> None:
         torch.testing.assert_close(
             whole.model.eval()(**batch).logits, net.model.eval()(**batch).logits, rtol=1e-5, atol=1e-5
         )
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_after_a_run_in_bfloat16_the_plain_maps_are_bfloat16(bits: Any) -> None:
+    net = qlora(families.module("gpt2"), bits).to(torch.bfloat16)
+    rounded = eff.dequantize(net)
+    merged = eff.export(rounded)
+    assert {p.dtype for p in (*rounded.parameters(), *merged.parameters())} == {torch.bfloat16}
+    batch = families.batch("gpt2", 2)
+    with torch.no_grad():
+        wanted = net.model.eval()(**batch).logits
+        assert torch.equal(rounded.model.eval()(**batch).logits, wanted)
+        torch.testing.assert_close(merged.model.eval()(**batch).logits, wanted, rtol=0.02, atol=0.02)
 
 
 def test_peft_reads_what_was_learnt_beside_the_rounded_weights(tmp_path: Path) -> None:

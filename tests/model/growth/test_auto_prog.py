@@ -453,4 +453,11 @@ def test_controls_are_the_stages_by_the_clock_and_the_smallest_depth() -> None:
 
 
 def test_from_a_yaml(tmp_path: Path) -> None:
-    fit_yaml(tmp_path, "AutoProg", {"depth": 0.34, "resolution": 1.0, "search": 0.3}, max_steps=8)
+    fit_yaml(
+        tmp_path,
+        "AutoProg",
+        {"depth": 0.34, "resolution": 1.0, "search": 0.3},
+        model="TinyGPT",
+        data="Sequences",
+        max_steps=8,
+    )

@@ -181,4 +181,4 @@ def test_bad_input_is_refused() -> None:
 
 
 def test_runs_by_a_yaml(tmp_path: Path) -> None:
-    fit_yaml(tmp_path, "DropIn", {"first": 1, "start": 0.0, "end": 0.5}, max_steps=4)
+    fit_yaml(tmp_path, "DropIn", {"first": 1, "start": 0.0, "end": 0.5}, model="TinyGPT", data="Sequences", max_steps=4)

@@ -236,4 +236,6 @@ def test_bad_input_is_refused() -> None:
 
 
 def test_runs_by_a_yaml(tmp_path: Path) -> None:
-    fit_yaml(tmp_path, "StochasticDepth", {"drop": 0.5, "mode": "sample"}, max_steps=2)
+    fit_yaml(
+        tmp_path, "StochasticDepth", {"drop": 0.5, "mode": "sample"}, model="TinyGPT", data="Sequences", max_steps=2
+    )

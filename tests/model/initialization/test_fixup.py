@@ -6,10 +6,12 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_eff as eff
 from lightning_eff import Fixup
@@ -18,7 +20,7 @@ from lightning_eff.model.initialization.fixup import fixup_factor
 from tests.cases import Case, classifier
 from tests.model.initialization.test_re_zero import EVERY, Plain, loss_of, skips
 from tests.model.initialization.test_zero_projections import NETWORKS, Images, images, resnet
-from tests.models import TinyGPT, hugging_face, make_batch
+from tests.models import TinyGPT, hugging_face, make_batch, trainer
 from tests.runs import fit_yaml
 
 CASES = {
@@ -176,6 +178,53 @@ class Own(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks(x)
         return x + torch.tanh(self.up(x)) @ self.down
+
+
+class InStep(pl.LightningModule):
+    """A residual network whose classifier is called in ``training_step`` alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(*[_Added() for _ in range(3)])
+        self.neck, self.top = nn.Linear(8, 8), nn.Linear(8, 10)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self.top(self.neck(self.body(x))), y)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 1e-2)
+
+
+class _Added(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(F.relu(self.a(x)))
+
+
+def test_the_first_batch_shows_a_classifier_that_only_the_step_calls() -> None:
+    g = torch.Generator().manual_seed(1)
+    loader = DataLoader(TensorDataset(torch.randn(8, 8, generator=g), torch.randint(0, 10, (8,), generator=g)), 4)
+    net = InStep()
+    trainer(Fixup(), max_steps=1).fit(net, loader)
+    assert net.losses == pytest.approx([math.log(10)])
+
+    class Features(InStep):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.neck(self.body(x))
+
+    with pytest.raises(ValueError, match=r"neck.weight was set to zero .* of top.weight.*Fixup\(head='top.weight'\)"):
+        trainer(Fixup(), max_steps=1).fit(Features(), loader)
+    named = Features()
+    trainer(Fixup(head="top"), max_steps=1).fit(named, loader)
+    assert named.losses == pytest.approx([math.log(10)])
 
 
 def test_what_fails_leaves_all_as_it_was() -> None:

@@ -199,3 +199,33 @@ def test_an_optimizer_without_a_map_is_refused_with_the_maps_that_there_are() ->
         ValueError, match=r"optimizers of TinyClassifier step no .* it has: blocks\.0\.0\.weight, .*head\.1"
     ):
         trainer(GradientCentralization(), max_steps=1).fit(net, loader("classifier"))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_weights_with_one_input_for_each_output_keep_their_gradients() -> None:
+    class One(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.depthwise = nn.Linear(1, 8), nn.Conv1d(8, 8, 1, groups=8)
+            self.scaled = torch.nn.utils.weight_norm(nn.Linear(8, 8))
+            self.columns = torch.nn.utils.weight_norm(nn.Linear(8, 8), dim=1)
+            self.last = nn.Linear(8, 1)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            h = self.depthwise(self.first(batch).tanh().unsqueeze(-1)).squeeze(-1)
+            return self.last(self.columns(self.scaled(h).tanh()).tanh()).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    net = One()
+    assert output_dims(net) == {"scaled.weight_v": 0, "columns.weight_v": 0, "last.weight": 0}
+    data = torch.randn(8, 1, generator=torch.Generator().manual_seed(1))
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    grads = torch.autograd.grad(net.training_step(data, 0), list(net.parameters()))
+    trainer(GradientCentralization(), max_steps=1).fit(net, torch.utils.data.DataLoader(data, 8))
+    for (name, p), grad in zip(net.named_parameters(), grads, strict=True):
+        if name not in output_dims(net):
+            torch.testing.assert_close(p.detach(), before[name] - 0.1 * grad, msg=name)
+            assert not torch.equal(p.detach(), before[name])

@@ -130,6 +130,18 @@ def test_eigenvalues_that_rounding_made_negative_count_as_zero() -> None:
     torch.testing.assert_close(root[0].diagonal(), torch.tensor([4 * (1 + 1e-6), 4e-6]).double() ** -0.5)
 
 
+@pytest.mark.parametrize("size", [16, 96])
+def test_nearly_singular_gradients_in_single_precision_take_steps_of_length_one(size: int) -> None:
+    # the roots at both sides of one gradient leave its polar factor, of which no singular value exceeds 1
+    g = torch.Generator().manual_seed(2)
+    for _ in range(4):
+        w = nn.Parameter(torch.zeros(size, size))
+        u, v = (torch.linalg.qr(torch.randn(size, size, generator=g)).Q for _ in range(2))
+        w.grad = u @ torch.diag(torch.logspace(0, -7, size)) @ v
+        Shampoo([w], 1.0, eps=1e-12, weight_decay=0.0, graft=None, split=None).step()
+        assert torch.linalg.matrix_norm(w.detach(), 2) <= 1.05
+
+
 @pytest.mark.parametrize("root_steps", [1, 10])
 def test_gradients_of_zero_and_such_that_are_not_finite(root_steps: int) -> None:
     """Also where roots are computed of what is not finite, which torch's eigenvalues would fail at."""

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_eff._core.batches import num_samples, select
 from lightning_eff._core.blocks import BlockStack, refuse_compiled_around, split_output
+from lightning_eff._core.losses import loss_of
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step
@@ -177,6 +178,15 @@ class ManifoldMixup(Convex):
     def inputs(self, batch: Any, labels: dict[str, Tensor]) -> list[Tensor]:
         return super().inputs(batch, labels) if 0 in self.depths else []
 
+    @property
+    @override
+    def mixes_inputs(self) -> bool:
+        return 0 in self.depths
+
+    @override
+    def entrances(self, module: nn.Module) -> list[nn.Module]:
+        return [self._modules[k - 1] for k in self.depths if k > 0]
+
     @override
     def look(self, step: Step, batch: Any) -> None:
         """Whether each block of ``depths`` is called once, on the batch's samples, and what it returns can be mixed."""
@@ -266,7 +276,7 @@ class ManifoldMixup(Convex):
 
         hook = OutputHook(block, mixed)
         output = standing_around(step, self.session, [hook], batch, proceed)
-        if hook.calls != 1:
+        if hook.calls != 1 and loss_of(output) is not None:
             raise ValueError(
                 f"{WHO}: the block of depth {self._depth}, a {type(block).__name__}, was called {hook.calls} times in a step;"
                 " expected once, as in the first batch. Switch off what passes over blocks in training, or name others by"

@@ -11,6 +11,7 @@ from typing_extensions import override
 from lightning_eff._core._targets.calls import Change, TargetCall
 from lightning_eff._core.batches import num_samples, tensors
 from lightning_eff._core.blocks import refuse_compiled_around
+from lightning_eff._core.losses import loss_of
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step
@@ -181,6 +182,15 @@ class SeqMix(Convex):
         self._count = len(found)
         return [t for _, t in found] + masks
 
+    @property
+    @override
+    def mixes_inputs(self) -> bool:
+        return False
+
+    @override
+    def entrances(self, module: nn.Module) -> list[nn.Module]:
+        return [m for m in module.modules() if isinstance(m, nn.Embedding)]
+
     @override
     def look(self, step: Step, batch: Any) -> None:
         """Which embeddings look up the batch's tokens, and what else of it there is for each place."""
@@ -254,7 +264,7 @@ class SeqMix(Convex):
             for m in self._embeddings.values()
         ]
         output = standing_around(step, self.session, hooks, batch, proceed)
-        if not any(hook.calls for hook in hooks):
+        if not any(hook.calls for hook in hooks) and loss_of(output) is not None:
             raise ValueError(
                 f"{WHO}: none of the embeddings {', '.join(self._embeddings)} was called in a step; expected the tokens to be"
                 " looked up by them, as in the first batch. Let every step look up its tokens alike, or take the technique out."

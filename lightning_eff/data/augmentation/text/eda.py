@@ -216,6 +216,7 @@ class EDA(Augmentation):
         if not self._checked:
             on_all_ranks(self.session, lambda: self._fits(batch))
             if not self._targets.labels(step, batch):  # the step skips this batch
+                self._note(0.0)
                 return proceed(batch)
             self._checked = True
         return super()._link(step, batch, proceed)

@@ -164,6 +164,7 @@ class TokenNoise(Augmentation):
             on_all_ranks(self.session, lambda: found_tokens(batch, self.keys, who=WHO))
             labels = self._targets.labels(step, batch)
             if not labels:  # the step skips this batch
+                self._note(0.0)
                 return proceed(batch)
             on_all_ranks(self.session, lambda: self._apart(batch, labels))
             self._checked = True

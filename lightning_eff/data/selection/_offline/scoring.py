@@ -59,12 +59,14 @@ class DataScorer(Scorer):
         return self.kind == "prototypes" or (self.kind == "grand" and self.gradients == "head")
 
     @override
-    def check_first(self, session: Session, step: Step, batch: Any, size: int) -> None:
+    def check_first(
+        self, session: Session, step: Step, batch: Any, size: int, again: Callable[[list[int]], Any] | None = None
+    ) -> None:
         if not self.by_sample:
             self.checked = True
             return
         try:
-            super().check_first(session, step, batch, size)
+            super().check_first(session, step, batch, size, again)
         except LossNotVisible as error:
             raise LossNotVisible(str(error).partition(" Give sample_loss=")[0] + _ADVICE) from None
 

@@ -156,7 +156,8 @@ class PackedBlocks(Tokens):
             return None if loss is None or not math.isfinite(float(loss)) else float(loss)
 
         with in_evaluation([*step.module.modules()]), unrounded():
-            passed(looking=True)
+            if passed(looking=True) is None and not self._tried:  # the step skips this batch
+                return False
             if not self._tried:
                 raise ValueError(
                     f"{self.who}: training_step called none of the blocks of {self.stack}; expected each step to call them."

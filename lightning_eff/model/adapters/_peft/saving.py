@@ -1,5 +1,6 @@
 """What a folder of peft holds: its config, and tensors by peft's names."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -48,4 +49,8 @@ def states_of(module: nn.Module, layers: Mapping[str, Any], modules: Sequence[st
     found = {PREFIX + name: p for name, p in found.items()}
     if isinstance(next(iter(layers.values())), VeRALinear):
         found |= projections_of(layers)
-    return {name: p.detach().cpu().contiguous() for name, p in found.items()}
+    tensors = {name: p.detach().cpu().contiguous() for name, p in found.items()}
+    several = Counter(t.data_ptr() for t in tensors.values())
+    return {
+        name: t.clone() if several[t.data_ptr()] > 1 else t for name, t in tensors.items()
+    }  # none is shared in a file

@@ -1,7 +1,7 @@
 """A linear map whose weight is kept in few bits, in the place of one that does not train."""
 
-from collections.abc import Mapping
-from typing import cast
+from collections.abc import Callable, Mapping
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ class QuantizedLinear(nn.Module):
         bits: 4 or 8.
         shape: of W, (N, K).
         transposed: the plain map's weight is ``W^T``.
-        dtype: of the plain map's weight.
+        dtype: of the plain map's weight; it changes as the module is cast.
     """
 
     def __init__(self, plain: LinearMap, bits: int) -> None:
@@ -51,6 +51,12 @@ class QuantizedLinear(nn.Module):
         """The rounded weight, made anew, as the plain map has it."""
         made = dequantized(self.stored, self.bits, self.shape, self.dtype)
         return made.T.contiguous() if self.transposed else made
+
+    @override
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        """torch's own; the weight that is made anew follows, as the plain map's would with ``module.to(torch.bfloat16)``."""
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        return super()._apply(fn, recurse)
 
     @override
     def forward(self, x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ def blocks_of(session: Session, layers: str | None, *, who: str) -> BlockStack:
     Raises:
         ValueError: if there is none, or it lies within a compiled module.
     """
-    stack = session.stack(layers, who=who)
+    stack = session.stack(layers, who=who, parts=True)
     refuse_compiled_around(session.module, stack.path, who=who)
     return stack
 

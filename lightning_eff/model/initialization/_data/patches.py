@@ -118,7 +118,7 @@ def first_map(module: nn.Module) -> Iterator[_Inputs]:
     found = _Inputs()
     with ExitStack() as scope:
         for path, owner in module.named_modules():
-            if isinstance(owner, nn.Linear | nn.Conv2d | nn.Conv3d) and isinstance(owner.weight, nn.Parameter):
+            if isinstance(owner, nn.Linear | nn.Conv2d | nn.Conv3d) and "weight" in owner._parameters:
                 name = f"{path}.weight" if path else "weight"
 
                 def note(owner: nn.Module, args: tuple[Any, ...], name: str = name) -> None:

@@ -3,7 +3,7 @@
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lightning_eff._core._lightning.names import is_exactly, is_overridden
+from lightning_eff._core._lightning.names import is_exactly, is_lightnings, is_overridden
 from lightning_eff._core._stack.compiled import compiled_around
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Technique
@@ -20,7 +20,7 @@ def dense_for(session: Session) -> str:
         return f"{type(trainer.strategy).__name__} exchanges whole ones"
     if not module.automatic_optimization:
         return "under manual optimization the module may read them"
-    if not type(plugin).__module__.startswith("lightning."):
+    if not is_lightnings(type(plugin)):
         return f"{type(plugin).__name__} may read them"
     if compiled_around(module, [m for m in module.modules() if isinstance(m, Ngrams)]):
         return "the embedding lies in what is compiled as a whole"
@@ -31,7 +31,7 @@ def dense_for(session: Session) -> str:
         if is_overridden(name, module):
             return f"{type(module).__name__}.{name} may read them"
     for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
-        known = isinstance(callback, Technique) or type(callback).__module__.startswith("lightning.")
+        known = isinstance(callback, Technique) or is_lightnings(type(callback))
         known = known or getattr(callback, "sparse_gradients", False)
         if not known and any(is_overridden(name, callback, pl.Callback) for name in _READS_GRADIENTS[:2]):
             return f"{type(callback).__name__} may read them"

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_eff._core._architecture.computed import computed_weights
 from lightning_eff._core._architecture.linear_maps import is_conv1d
 from lightning_eff._core._architecture.naming import meets, nearest
 
@@ -92,6 +94,10 @@ def prunable(module: nn.Module, masked: Container[str] = ()) -> dict[str, Weight
             stack = _is_stack(path, own, p)
             if stack or _is_map(owner, own):
                 found[id(p)] = stack
+    for one in computed_weights(module):
+        carrier = one.carrier() if _is_map(one.layer, one.name) else None
+        if carrier is not None and id(one.sources[carrier]) in trains:
+            found[id(one.sources[carrier])] = False
     return {name: Weight(name, tuple(p.shape), found[id(p)]) for name, p in module.named_parameters() if id(p) in found}
 
 
@@ -162,6 +168,8 @@ def chosen(
     for pattern in dense:
         if not any(_means(name, pattern) for name in maps):
             _refuse(pattern, "dense", [*maps], [*every], module, who)
+    if names is None:
+        _tell_computed(module, trains, who=who, use=use)
     order = [name for name, _ in module.named_parameters() if name in found]
     left = {name: found[name] for name in order if not any(_means(name, pattern) for pattern in dense)}
     if not left:
@@ -179,9 +187,26 @@ def chosen(
     return left
 
 
+def _tell_computed(module: nn.Module, trains: set[int], *, who: str, use: str) -> None:
+    """Warn of weights that cannot have zeros where a mask wants them, since their layers compute them."""
+    left = [
+        f"{one.path}.{one.name}"
+        for one in computed_weights(module)
+        if _is_map(one.layer, one.name) and any(id(p) in trains for p in one.sources.values()) and one.carrier() is None
+    ]
+    if left:
+        rank_zero_warn(
+            f"{who}: {', '.join(left[:5])}{' and others' if len(left) > 5 else ''} cannot be {use}, because a parametrization"
+            " computes them and would fill the zeros. Take the parametrization off these layers, or name other weights by"
+            " names=[...]."
+        )
+
+
 def _means(name: str, pattern: str) -> bool:
-    """Whether ``pattern`` is that of a weight, or of a module that holds it."""
-    return meets(name, pattern) or meets(name.rpartition(".")[0], pattern)
+    """Whether ``pattern`` is that of a weight, of a module that holds it, or of a layer that computes its weight of it."""
+    owner = name.rpartition(".")[0]
+    layer = owner.partition(".parametrizations.")[0]
+    return any(meets(at, pattern) for at in dict.fromkeys((name, owner, layer, f"{layer}.weight")))
 
 
 def _refuse(pattern: str, argument: str, maps: list[str], every: list[str], module: nn.Module, who: str) -> None:

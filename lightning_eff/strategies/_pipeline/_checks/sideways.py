@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torchmetrics import Metric
 
 from lightning_eff._core import rng
+from lightning_eff._core._lightning.names import ROOTS
 from lightning_eff._core.steps import silent
 from lightning_eff.strategies._pipeline._losses.probing import perturbed
 from lightning_eff.strategies._pipeline.course import Step
@@ -31,7 +32,8 @@ from lightning_eff.strategies._pipeline.view import Marks, uncut
 
 _DEEP = 4
 _OURS = ("lightning_eff.", "torchmetrics.")
-_THEIRS = ("torch.", "torchao.", "torchvision.", "lightning.", "pytorch_lightning.", "lightning_fabric.")
+_THEIRS = ("torch.", "torchao.", "torchvision.", *(f"{root}." for root in ROOTS))
+_LEFT = ("torch", *ROOTS, "builtins", "logging", "threading")
 _PLAIN = {*nn.Module().__dict__, *pl.LightningModule().__dict__}
 
 
@@ -143,7 +145,7 @@ def _inside(name: str, value: Any, seen: set[int], deep: int) -> Iterator[tuple[
         items = [(name, value.__func__), (name, value.__self__)]
     elif isinstance(value, partial):
         items = [(name, value.func), *((name, item) for item in (*value.args, *value.keywords.values()))]
-    elif type(value).__module__.partition(".")[0] not in ("torch", "lightning", "builtins", "logging", "threading"):
+    elif type(value).__module__.partition(".")[0] not in _LEFT:
         items = [(f"{name}.{key}", item) for key, item in getattr(value, "__dict__", {}).items()]
     for inner, item in items:
         yield from _inside(inner, item, seen, deep - 1)

@@ -1,0 +1,178 @@
+"""Whether a module computes something else since layers of it are of another class."""
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_eff._core import rng
+from lightning_eff._core._architecture.record import Swap, swapped
+from lightning_eff._core.steps import Step, looking_on, silent
+
+_SAMPLES = 256  # elements of a tensor that are compared, beside its sum
+_RTOL = 1e-3
+
+
+def check_classes(step: Step, batch: Any) -> None:
+    """Raise ``ValueError`` where the user's step branches on the class of a layer that was replaced.
+
+    A module may ask ``type(layer) is nn.Linear`` or ``isinstance(layer, nn.LayerNorm)`` and compute something else once
+    the layer is of another class. The step runs twice beside the run, without a trace: with the replacements, and with
+    objects of the replaced classes that call them. What each replacement is given must be the same, and so must be
+    what the modules around it return. The loss is not compared: a penalty on weights may count other weights now.
+
+    Args:
+        step: the first step that returns a loss.
+        batch: of it.
+    """
+    places = [(path, m, swap) for path, m, swap in swapped(step.module) if _is_layer(m, swap)]
+    if not places:
+        return
+    for grad in (False, True):  # some steps differentiate by themselves
+        ours = _pass(step, batch, places, grad=grad, plain=False)
+        theirs = _pass(step, batch, places, grad=grad, plain=True)
+        if ours is None and theirs is None:
+            continue
+        if theirs is not None:
+            _compare(step.module, places, ours, theirs)
+        return
+
+
+def _is_layer(m: nn.Module, swap: Swap) -> bool:
+    """Whether a layer of torch's was replaced, which keeps its meaning when something else is called in its place."""
+    cls = type(swap.was)
+    return (
+        type(m) is not cls
+        and cls.__module__.startswith("torch.nn.modules.")
+        and cls.forward is not nn.Module.forward
+        and not any(True for _ in swap.was.children())
+    )
+
+
+_Call = tuple[str, list[tuple[list[int], Tensor]]]
+
+
+def _pass(
+    step: Step, batch: Any, places: list[tuple[str, nn.Module, Swap]], *, grad: bool, plain: bool
+) -> list[_Call] | None:
+    """What each replacement is given in one pass, and modules around return, in order; None where the pass raises."""
+    calls: list[_Call] = []
+    with ExitStack() as scope:
+        scope.enter_context(torch.set_grad_enabled(grad))
+        scope.enter_context(rng.fork())
+        scope.enter_context(silent(step.module))
+        scope.enter_context(looking_on())
+        around = {path[:i] for path, _, _ in places for i in (0, *(i for i, c in enumerate(path) if c == "."))}
+        for path in sorted(around):
+            hook = step.module.get_submodule(path).register_forward_hook(_noting_output(path, calls))
+            scope.callback(hook.remove)
+        for path, m, _ in places:
+            hook = m.register_forward_pre_hook(_noting(path, calls), with_kwargs=True)
+            scope.callback(hook.remove)
+        if plain:
+            scope.enter_context(_of_plain_classes(step.module, places))
+        try:
+            step.chain.call(step, batch, stages=())
+        except Exception:  # the real step tells why
+            return None
+    step.chain.cost.forward_passes += 1
+    return calls
+
+
+def _noting(path: str, calls: list[_Call]) -> Callable[..., None]:
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append((path, _sketches((args, kwargs))))
+
+    return note
+
+
+def _noting_output(path: str, calls: list[_Call]) -> Callable[..., None]:
+    def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        calls.append((path, _sketches(output)))
+
+    return note
+
+
+@torch.no_grad()
+def _sketches(values: Any) -> list[tuple[list[int], Tensor]]:
+    """Shapes and few numbers of all tensors in ``values``."""
+    found: list[tuple[list[int], Tensor]] = []
+    for t in tree_leaves(values):
+        if isinstance(t, Tensor) and t.numel() and not t.is_sparse:
+            flat = t.detach().reshape(-1)
+            few = flat[:: math.ceil(flat.numel() / _SAMPLES)].to(torch.float32)
+            found.append((list(t.shape), torch.cat([few, flat.to(torch.float32).abs().mean()[None]])))
+    return found
+
+
+@contextmanager
+def _of_plain_classes(module: nn.Module, places: list[tuple[str, nn.Module, Swap]]) -> Iterator[None]:
+    """In the place of each replacement an object of the class that it replaced, which calls it."""
+    made = {id(m): _posing(m, swap) for _, m, swap in places}
+    held: list[tuple[nn.Module, str, nn.Module]] = []
+    for parent in list(module.modules()):
+        for name, child in list(parent._modules.items()):
+            if child is not None and id(child) in made:
+                held.append((parent, name, child))
+                parent._modules[name] = made[id(child)]
+    try:
+        yield
+    finally:
+        for parent, name, child in held:
+            parent._modules[name] = child
+
+
+def _posing(m: nn.Module, swap: Swap) -> nn.Module:
+    """An object of the class that ``m`` replaced, with tensors of its shapes, which computes what ``m`` does."""
+    posing = copy.copy(swap.was)
+    posing.__dict__.update({k: dict(v) if isinstance(v, dict) else v for k, v in swap.was.__dict__.items()})
+    first = next((t for t in (*m.parameters(), *m.buffers()) if t.is_floating_point()), torch.empty(0))
+    for name, (shape, _) in swap.tensors.items():
+        tensor = getattr(m, name, None)
+        if not isinstance(tensor, Tensor) or list(tensor.shape) != shape:
+            tensor = torch.zeros((), dtype=first.dtype, device=first.device).expand(shape)
+        (posing._buffers if name in posing._buffers else posing._parameters)[name] = tensor  # type: ignore[assignment]
+    posing.training = m.training
+    posing.__dict__["forward"] = m.__call__
+    return posing
+
+
+def _compare(
+    module: LightningModule,
+    places: list[tuple[str, nn.Module, Swap]],
+    ours: list[_Call] | None,
+    theirs: list[_Call],
+) -> None:
+    path = _first_difference(ours, theirs) if ours is not None else places[0][0]
+    if path is None:
+        return
+    of = {at: (m, swap) for at, m, swap in places}
+    path = next((at for at in of if at == path or at.startswith(f"{path}." if path else "")), places[0][0])
+    m, swap = of[path]
+    raise ValueError(
+        f"{swap.by}: {type(module).__name__} computes something else when {path} is a {type(m).__name__} in place of"
+        f" {type(swap.was).__name__}, because its forward pass asks for the layer's class. Leave {path} out of {swap.by},"
+        " or let the forward pass not ask for it."
+    )
+
+
+def _first_difference(ours: list[_Call], theirs: list[_Call]) -> str | None:
+    """Where two passes part: the path of the first layer that is given, or of the module that returns, something else."""
+    for (path, given), (other, wanted) in zip(ours, theirs, strict=False):
+        if path != other:
+            return other or path
+        if len(given) != len(wanted):
+            return path
+        for (shape, a), (wanted_shape, b) in zip(given, wanted, strict=True):
+            if shape != wanted_shape:
+                return path
+            scale = float(b[-1].nan_to_num()) if b[-1].isfinite() else 1.0
+            if not torch.allclose(a, b, rtol=_RTOL, atol=_RTOL * scale + 1e-12, equal_nan=True):
+                return path
+    return None if len(ours) == len(theirs) else ""

@@ -1,0 +1,96 @@
+"""Learning rates that a technique sets for all groups, and that hold whatever is written over them."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.optim import Optimizer
+
+from lightning_eff._core._optim.combined import set_rate
+from lightning_eff._core._optim.multiples import scheduled
+from lightning_eff._core._optim.written import Known, settle, unwatch, watch
+
+
+class HeldRates:
+    """Sets learning rates, and puts them back before a step if somebody has written others; a warning says so, once.
+
+    Args:
+        who: sets them.
+    """
+
+    def __init__(self, who: str) -> None:
+        self._who = who
+        self._held: dict[int, _Held] = {}
+        self._warned = False
+
+    def set(
+        self, optimizer: Optimizer, bases: list[float | None], factor: float, schedulers: Iterable[Any] = ()
+    ) -> None:
+        """Let each group's rate be ``factor`` times its base; groups that somebody has added get an entry in ``bases``.
+
+        Args:
+            optimizer: whose groups they are.
+            bases: by group, None for one without a rate.
+            factor: of all of them.
+            schedulers: that go on, and whose learning rates are overridden without a word.
+        """
+        groups = optimizer.param_groups
+        held = self._held.get(id(optimizer))
+        now = {} if held is None else held.between.changed(groups)
+        written = not scheduled(optimizer, schedulers, now) and next(iter(now.values()), None)
+        for group in groups[len(bases) :]:  # somebody has thawed parameters since
+            bases.append(None if group.get("lr") is None else float(group["lr"]))
+        for group, base in zip(groups, bases, strict=False):
+            if base is not None:
+                set_rate(group, base * factor)
+        if id(optimizer) not in self._held:
+            self._held[id(optimizer)] = _Held(optimizer, self)
+            watch(optimizer, self._held[id(optimizer)])
+        self._held[id(optimizer)].known.take(groups)
+        settle(optimizer)
+        if written:
+            self.warn(written, float(groups[next(iter(now))]["lr"]))
+
+    def release(self) -> None:
+        """Let others write what they like."""
+        for one in self._held.values():
+            unwatch(one.optimizer, one)
+        self._held.clear()
+        self._warned = False
+
+    def warn(self, written: float, ours: float) -> None:
+        """Say what is overridden."""
+        if not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"{self._who}: the module or another callback wrote a learning rate of {written:g} into"
+                f" optimizer.param_groups, and {self._who} overrides it with {ours:g}, as it does with schedulers. Remove the"
+                f" code that writes param_groups[...]['lr'], or take {self._who} out of the trainer's callbacks."
+            )
+
+
+class _Held:
+    """The learning rates of one optimizer."""
+
+    def __init__(self, optimizer: Optimizer, rates: HeldRates) -> None:
+        self.optimizer, self._rates = optimizer, rates
+        self.known = Known(optimizer.param_groups)
+        self.between = Known(optimizer.param_groups)  # as techniques and schedulers have left them since
+
+    def settle(self) -> None:
+        """Others than users have set learning rates, against which these hold too, until :meth:`HeldRates.set`."""
+        self.between.take(self.optimizer.param_groups)
+
+    def look(self, stepping: bool = False) -> None:
+        """Put the learning rates back if others stand there as a step begins; in between, schedulers may set what they like."""
+        if not stepping:
+            return
+        groups = self.optimizer.param_groups
+        now = self.known.changed(groups)
+        for i, written in now.items():
+            ours = self.known.rates[i]
+            assert ours is not None
+            self._rates.warn(written, ours)
+            set_rate(groups[i], ours)
+        if now:
+            settle(self.optimizer)

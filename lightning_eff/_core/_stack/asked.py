@@ -1,0 +1,72 @@
+"""The stacks of blocks that the techniques of one run act on: found once, shared by all, and looked at as they run."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_eff._core._branches.side_by_side import side_by_side
+from lightning_eff._core._stack.finding import listed, stacks
+from lightning_eff._core._stack.running import running
+from lightning_eff._core._stack.verifying import Verifying
+from lightning_eff._core.blocks import BlockStack, Candidate, find_stack, find_stages
+
+
+class Stacks:
+    """What a session knows of its module's blocks."""
+
+    def take_module(self, module: LightningModule, *, sizes: dict[str, tuple[int, int]], fitting: bool) -> None:
+        """Begin with a module, no stack of which anybody has asked for."""
+        self.module, self.sizes, self.fitting = module, sizes, fitting
+        self._stacks: dict[str, BlockStack] = {}
+
+    def stack(self, layers: str | None, *, who: str, chain: bool = True, parts: bool = False) -> BlockStack:
+        """The stack of blocks at ``layers`` (or the longest): one object for all techniques that act on it.
+
+        Args:
+            layers: its dotted path; None looks for it.
+            who: the technique's name, for messages.
+            chain: each block must feed the next one, which the first training steps show. Otherwise any list will do.
+            parts: the first steps may run a single block, and then do not show it, so it is looked at before.
+
+        Raises:
+            ValueError: if there is no such stack, or its blocks run side by side.
+        """
+        without = functools.partial(side_by_side, self.module, always=parts) if chain else tuple
+        found = find_stack(self.module, layers, who=who, in_runs=True, without=without)
+        if parts and self.fitting and found.path in without():
+            chains = [c for c in stacks(self.module) if c.path not in without()]
+            raise ValueError(
+                f"{who}(layers={layers!r}): the blocks of {found} run side by side, and {who} needs blocks that each feed"
+                f" the next one. Leave layers out, or name a stack. Stacks: {listed(chains)}."
+            )
+        return self._stack(found, who, chain=chain)
+
+    def stages(self, layers: str | Sequence[str] | None, *, who: str) -> list[BlockStack]:
+        """The stacks of blocks at the paths ``layers`` (or all of the class that most blocks are of), in their order."""
+        without = functools.partial(side_by_side, self.module)
+        return [self._stack(found, who) for found in find_stages(self.module, layers, who=who, without=without)]
+
+    def _stack(self, found: Candidate, who: str, *, chain: bool = True) -> BlockStack:
+        if found.path not in self._stacks:
+            self._stacks[found.path] = BlockStack(found, self.module)
+            rank_zero_info(f"{who}: blocks found at {found}")
+        stack = self._stacks[found.path]
+        if chain and self.fitting and stack.verifying is None:
+            stack.verifying = Verifying(found, self.module, who=who, adds=stack.scales)
+        return stack
+
+    def verify(self, output: Any) -> None:
+        """Raise ``ValueError`` if a training step, which returned ``output``, showed that a stack is none."""
+        for stack in self._stacks.values():
+            stack.verify(output)
+
+    def signature(self) -> tuple[tuple[str, int, int], ...]:
+        """Which blocks the network runs at the moment: (path, blocks that run, those of them that take gradients).
+
+        One entry for each stack that a technique has asked for, by path, and then of each of ``sizes``. Within
+        ``training_step`` the blocks are those that this very step runs, without the dropped ones; elsewhere the active.
+        """
+        return (*running(self._stacks), *((name, *size) for name, size in sorted(self.sizes.items())))

@@ -1,0 +1,49 @@
+"""A block's call and output: which of their tensors is the hidden state; and a block's tensors, copied onto another's."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@torch.no_grad()
+def copy_block(source: nn.Module, target: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Copy all parameters and buffers of ``source`` onto those of the same names in ``target``, in place.
+
+    Both have the same signature, or ``target`` has some beside, which stay as they are.
+
+    Returns:
+        The pairs of parameters that were copied; one that both blocks share is left out.
+    """
+    buffers, parameters = dict(target.named_buffers()), dict(target.named_parameters())
+    for name, old in source.named_buffers():
+        if old is not buffers[name]:
+            buffers[name].copy_(old)
+    pairs = [(old, parameters[name]) for name, old in source.named_parameters() if old is not parameters[name]]
+    for old, new in pairs:
+        new.copy_(old)
+    return pairs
+
+
+def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """The hidden state in a block's call: its first tensor argument."""
+    for value in (*args, kwargs.get("hidden_states"), *kwargs.values()):
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value
+    raise TypeError(
+        f"A block was called with {[type(a).__name__ for a in args]} and {sorted(kwargs)}; expected a floating-point"
+        " tensor, the hidden state, among them. Name another stack by layers=."
+    )
+
+
+def split_output(output: Any) -> tuple[Tensor, tuple[Any, ...] | None]:
+    """A block's output as (hidden state, the rest of the tuple or None)."""
+    if isinstance(output, Tensor):
+        return output, None
+    if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
+        return output[0], tuple(output[1:])
+    raise TypeError(
+        f"A block returned {type(output).__name__}; expected a tensor, or a tuple that begins with one. Name another"
+        " stack by layers=."
+    )

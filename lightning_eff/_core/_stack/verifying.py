@@ -1,0 +1,218 @@
+"""The first training steps of a stack: do its blocks follow one another, and may one of them be passed over?
+
+What a step does not tell is looked at again in the next. A run that is refused has not been updated yet.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_eff._core._stack.calls import hidden_of, split_output
+from lightning_eff._core._stack.chains import Feeding, Node, comes_of, nodes_of
+from lightning_eff._core._stack.finding import Candidate, listed, stacks
+from lightning_eff._core._stack.leaving import Leavings
+from lightning_eff._core._stack.residual import adds_to, is_subtracted
+
+
+class Verifying:
+    """Watches a stack's blocks in training steps, until :attr:`done`.
+
+    Attributes:
+        done: nothing is left to be looked at.
+        adds: blocks must return what they are given plus something, because they are passed over, or their branches scaled.
+        skips: blocks do not run in some steps, so nobody may need what only a block that runs leaves.
+        reshaping: blocks may return another shape, and are then never passed over.
+    """
+
+    def __init__(self, found: Candidate, root: nn.Module, *, who: str, adds: bool = False) -> None:
+        self.done = self.reshaping = False
+        self.adds = self.skips = adds
+        self._found, self._root, self._who = found, root, who
+        self._blocks = found.named_blocks
+        self._at = [*self._blocks.values()]
+        self._at_once = not getattr(root, "automatic_optimization", True)  # the step itself updates
+        self._graph = False
+        self._feeding = Feeding()
+        self._others: list[tuple[Candidate, Feeding]] = []
+        self._adds: dict[int, bool | None] = {}
+        self._minus = False
+        self._hidden: dict[int, Tensor] = {}
+        self._rest: dict[int, list[Tensor]] = {}
+        self._order: list[int] = []
+        self._leavings: Leavings | None = None
+        self._handles: list[RemovableHandle] = []
+
+    def begin(self, dropped: frozenset[int]) -> None:
+        """A training step begins, in which some blocks are passed over."""
+        if self._handles:
+            self.end()
+        if any(block._compiled_call_impl is not None for block in self._blocks.values()):
+            self.done = True  # hooks would be compiled with it
+            return
+        self._begin_pass()
+        self._graph = False
+        self._others = [(c, Feeding()) for c in stacks(self._root) if c.path != self._found.path]
+        if self.skips and not dropped:
+            self._leavings = Leavings(self._blocks)
+        for index, block in enumerate(self._blocks.values()):
+            if index in dropped:
+                continue
+            self._handles.append(block.register_forward_pre_hook(self._enter(index)))
+            self._handles.append(block.register_forward_hook(self._leave(index), with_kwargs=True, prepend=True))
+        for c, feeding in self._others:
+            for index, block in enumerate(c.named_blocks.values()):
+                hook = _seen(feeding, index)
+                self._handles.append(block.register_forward_hook(hook, with_kwargs=True, prepend=True))
+
+    def _begin_pass(self) -> None:
+        self._hidden, self._rest, self._order = {}, {}, []
+        self._feeding.begin()
+
+    def _enter(self, index: int) -> Any:
+        def hook(block: nn.Module, _: Any) -> None:
+            if self._leavings is not None and block is self._at[index]:
+                self._leavings.enter(index, block)
+
+        return hook
+
+    def _leave(self, index: int) -> Any:
+        def hook(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if block is not self._at[index]:  # a copy, with the hooks of its original
+                return
+            if torch.is_grad_enabled() and not self._graph:  # a pass without a graph may come first, and tells less
+                self._graph = True
+                self._begin_pass()
+            self._feeding.seen(index, args, kwargs, output)
+            if self._leavings is not None:
+                self._leavings.leave(index)
+            try:
+                entered, (left, rest) = hidden_of(args, kwargs), split_output(output)
+            except TypeError:
+                return
+            self._note(index, entered, left, rest)
+            if self._at_once and (trouble := self._trouble(None)) is not None:
+                raise ValueError(f"{self._who}: {trouble}")
+
+        return hook
+
+    def _note(self, index: int, entered: Tensor, left: Tensor, rest: tuple[Any, ...] | None) -> None:
+        if self._order and self._order[-1] != index:
+            before = self._hidden[self._order[-1]]
+            self._minus |= is_subtracted(entered, before)
+        if index not in self._hidden:
+            self._order.append(index)
+            self._hidden[index], self._rest[index] = left, [t for t in rest or () if isinstance(t, Tensor)]
+            if self._adds.get(index) is None:
+                reshapes = self.reshaping and entered.shape != left.shape
+                self._adds[index] = None if reshapes else adds_to(entered, left)
+
+    def end(self) -> None:
+        """The forward pass is over."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._feeding.end()
+        for _, feeding in self._others:
+            feeding.end()
+        if self._leavings is not None:
+            self._leavings.end()
+
+    def look(self, output: Any) -> None:
+        """Raise ``ValueError`` if the step, which returned ``output``, showed that this is no stack to act on.
+
+        Raises:
+            ValueError: with the reason, and the lists that are stacks.
+        """
+        if not self._handles:
+            return
+        self.end()
+        trouble = self._trouble(output)
+        read_of, self._leavings = self._leavings, None
+        chain, loss = self._feeding.verdict, _loss(output)
+        self._hidden, self._rest = {}, {}
+        if trouble is not None:
+            raise ValueError(f"{self._who}: {trouble}")
+        adds = [*self._adds.values()]
+        added = not self.adds or True in adds or (bool(adds) and None not in adds)
+        looked = not self.skips or (loss is not None and read_of is not None)
+        self.done = chain is not None and added and looked
+
+    def _trouble(self, output: Any) -> str | None:
+        if self._feeding.verdict is False:
+            first, second = next(pair for pair, fed in self._feeding.links.items() if fed is False)
+            return (
+                f"block {second} of {self._found} is not fed by block {first}, so they are no stack. {self._way_out()}"
+            )
+        if not self.adds:
+            return None
+        plain = [index for index, adds in self._adds.items() if adds is False]
+        if plain:
+            return (
+                f"block {plain[0]} of {self._found} does not return its input plus something, so a skipped block could not"
+                f" hand its input on. {self._way_out()}"
+            )
+        if self._minus:
+            return (
+                f"the module subtracts what a block of {self._found} returns, so a skipped block, which returns its input,"
+                f" would leave nothing. {self._way_out()}"
+            )
+        if not self.skips:
+            return None
+        if self._leavings is not None and self._leavings.reads:
+            name, index = next(iter(self._leavings.reads.items()))
+            return (
+                f"the module reads {name}, which block {index} sets only when it runs, so a skipped block would leave a value"
+                f" of another batch. Return the value from the block's forward, or remove {self._who}."
+            )
+        index = self._read_beside(output)
+        if index is not None:
+            return (
+                f"the loss uses more of what block {index} of {self._found} returns than its first tensor, and a skipped block"
+                f" has none of that. {self._way_out()}"
+            )
+        return None
+
+    def _read_beside(self, output: Any) -> int | None:
+        """A block of which the loss uses another output than the hidden state, and not by way of later blocks."""
+        loss = _loss(output)
+        if loss is None or not any(self._rest.values()):
+            return None
+        hidden, beside = nodes_of(self._hidden.values()), dict[Node, int]()
+        for index in self._order:
+            for node in nodes_of(self._rest[index]) - hidden:
+                beside[node] = index
+        oldest = min((node._sequence_nr() for node in {*hidden, *beside}), default=0)
+        front, met, seen = [*nodes_of([loss])], set[int](), set[Node]()
+        while front:
+            node = front.pop()
+            if node in seen or node._sequence_nr() < oldest:
+                continue
+            seen.add(node)
+            if node in beside:
+                met.add(beside[node])
+            elif node not in hidden:
+                front += [other for other, _ in node.next_functions if other is not None]
+        last = self._order[-1]
+        handed_on = len(self._order) > 1 and comes_of(self._rest[last], nodes_of(self._rest[self._order[-2]]))
+        return min(met - ({last} if handed_on else set()), default=None)
+
+    def _way_out(self) -> str:
+        chains = [c for c, feeding in self._others if feeding.verdict]
+        if not chains:
+            return f"Remove {self._who}."
+        return f"Name another stack, e.g. layers={chains[0].path!r}, or remove {self._who}. Stacks: {listed(chains)}."
+
+
+def _loss(output: Any) -> Tensor | None:
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    return loss if isinstance(loss, Tensor) and loss.grad_fn is not None else None
+
+
+def _seen(feeding: Feeding, index: int) -> Any:
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        feeding.seen(index, args, kwargs, output)
+
+    return hook

@@ -1,0 +1,193 @@
+"""Labels that reach a step's loss otherwise than as targets: what a technique that changes targets cannot change.
+
+A mask made of labels, an index, a class weight or an embedding of them acts by the plain labels, whatever the targets
+have become. Two things tell. :class:`Leaks` marks every tensor into which labels go by an operation that is not followed.
+:func:`rolled` gives other labels to the same inputs while the targets stay: a loss that moves then comes of labels by
+another way, be it a number of Python or code that torch does not show.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_eff._core._targets.following import Follower, Kind, Trace
+from lightning_eff._core._targets.operations import CASTING, name_of
+
+# fmt: off
+#: Ask a tensor for its form, not for its values.
+_FORM = frozenset((
+    "data_ptr", "delete", "device", "dim", "dtype", "element_size", "empty_like", "format", "full_like", "get_device",
+    "grad", "grad_fn", "has_names", "hash", "is_complex", "is_contiguous", "is_cpu", "is_cuda", "is_floating_point",
+    "is_leaf", "is_meta", "is_mps", "is_nested", "is_pinned", "is_quantized", "is_same_size", "is_sparse", "is_tensor", "iter",
+    "itemsize", "layout", "len", "names", "nbytes", "ndim", "ndimension", "nelement", "new_empty", "new_full", "new_ones",
+    "new_zeros", "numel", "ones_like", "rand_like", "randint_like", "randn_like", "repr", "requires_grad", "result_type",
+    "set", "shape", "size", "stride", "storage_offset", "version", "zeros_like",
+))
+#: Take the form of their second argument alone.
+_LIKE = CASTING | frozenset(("expand_as", "reshape_as", "view_as"))
+# fmt: on
+
+
+class Level(IntEnum):
+    """How labels went into a tensor."""
+
+    NOT = 0
+    MASK = 1  #: as a mask of labels that are ignored, or of one class: others may have the same mask
+    VALUE = 2  #: by their values
+
+
+@dataclass(frozen=True)
+class Leak:
+    """How labels went into a tensor, and by which operation of torch first."""
+
+    level: Level
+    name: str
+
+
+_NONE = Leak(Level.NOT, "")
+
+
+def _held(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _held(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _held(item)
+
+
+class Leaks:
+    """The tensors of one pass into which labels went by operations that are not followed.
+
+    Args:
+        through_inputs: labels that reach a loss call by its input or its weights count as well.
+
+    Attributes:
+        escaped: whether numbers of Python were made of labels, whose ways cannot be seen.
+        entered: whether labels, as ids, went into a module that :meth:`entering` stands at.
+    """
+
+    def __init__(self, *, through_inputs: bool) -> None:
+        self.through_inputs = through_inputs
+        self.escaped = self.entered = False
+        self._found: dict[int, tuple[Tensor, Leak]] = {}  # tensors are kept, since an id is one only while they live
+
+    def of(self, value: Any) -> Leak:
+        """The worst leak of the tensors in ``value``."""
+        found = [self._found[id(t)][1] for t in _held(value) if id(t) in self._found] if self._found else []
+        return max(found, key=lambda leak: leak.level, default=_NONE)
+
+    def knows(self, args: Any, kwargs: Any) -> bool:
+        """Whether one of a call's tensors is marked."""
+        return bool(self._found) and any(id(t) in self._found for t in _held((args, kwargs)))
+
+    def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, follower: Follower) -> None:
+        """Look at a call of torch, other than of a loss, that has been made and followed."""
+        name = name_of(func)
+        if name in _FORM:
+            return
+        given: Any = args[:1] if name in _LIKE and len(args) > 1 and not follower.get(args[0]) else (args, kwargs)
+        written = args[0] if name == "setitem" else kwargs.get("out")
+        leak = self.of(given)
+        made = [t for t in (*_held(output), *_held(written)) if follower.get(t) is None]
+        if made or not any(True for _ in _held(output)):
+            traces = [trace for t in _held(given) if (trace := follower.get(t)) is not None]
+            new = max((_level(trace) for trace in traces), default=Level.NOT)
+            leak = leak if leak.level >= new else Leak(new, name)
+        if leak.level is Level.NOT:
+            return
+        into = [*_held(output), *_held(written)]
+        self.escaped |= output is not None and not into
+        for t in into:
+            if name != "setitem" or follower.get(t) is None:
+                self._mark(t, leak)
+
+    def on_loss(self, arguments: Mapping[str, Any], target: Trace | None, output: Tensor, follower: Follower) -> None:
+        """Look at a loss call, whose target has this trace."""
+        leak = self.of(arguments["target"])
+        rest = {key: value for key, value in arguments.items() if key != "target"}
+        if self.through_inputs:
+            traces = [trace for t in _held(rest) if (trace := follower.get(t)) is not None]
+            found = [leak, self.of(rest), *(Leak(_level(trace), "sub") for trace in traces)]
+            leak = max(found, key=lambda leak: leak.level)
+        elif target is None:
+            leak = max(leak, self.of(rest), key=lambda leak: leak.level)
+        if target is not None and target.kind is Kind.PAIRS:
+            leak = Leak(Level.VALUE, "eq")
+        if leak.level:
+            self._mark(output, leak)
+
+    def entering(self, modules: list[nn.Module]) -> list[Any]:
+        """Let what these modules return be free of leaks: labels that are ids are mixed there. Returns the handles."""
+
+        def clear(module: nn.Module, args: Any, output: Any) -> None:
+            for t in _held(output):
+                if id(t) in self._found and not (isinstance(module, nn.Embedding) and t.ndim < 3):
+                    del self._found[id(t)]
+                    self.entered = True
+
+        return [module.register_forward_hook(clear) for module in modules]
+
+    def _mark(self, tensor: Tensor, leak: Leak) -> None:
+        for t in (tensor, tensor._base):
+            if t is not None and leak.level > self.of(t).level:
+                self._found[id(t)] = (t, leak)
+
+
+def _level(trace: Trace) -> Level:
+    return Level.MASK if trace.selects and trace.kind is Kind.SINGLE else Level.VALUE
+
+
+def rolled(labels: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    """Each sample's labels in the place of another's, so that most samples have others; None if all have the same."""
+    size = min(len(y) for y in labels.values())
+
+    def moved(k: int) -> int:
+        return sum(
+            int((y != y.roll(k, 0)).reshape(len(y), -1).any(dim=1).sum())
+            for y in labels.values()
+            if y.ndim > 0 and len(y)
+        )
+
+    most = max(range(1, min(size, 17)), key=moved, default=0)
+    return {path: y.roll(most, 0) for path, y in labels.items()} if most and moved(most) else None
+
+
+def moves(run: Callable[[bool], Tensor | None]) -> bool | None:
+    """Whether a loss moves as labels do, its targets apart; None where that cannot be told.
+
+    Args:
+        run: the loss of one pass from the same random state, with other labels if True.
+    """
+    try:
+        plain, other = run(False), run(True)
+    except (RuntimeError, IndexError, ValueError, TypeError, KeyError):  # other labels may have no meaning there
+        return None
+    if plain is None or other is None:
+        return None
+    if not _differ(plain, other):
+        return False
+    again = run(False)  # a step that draws otherwise each time
+    return None if again is None or _differ(plain, again) else True
+
+
+def _differ(a: Tensor, b: Tensor) -> bool:
+    eps = max(32 * torch.finfo(a.dtype).eps, 1e-9) if a.is_floating_point() else 0.0
+    a, b = a.detach().double(), b.detach().double()
+    return bool(((a - b).abs() > eps * (1e-3 + a.abs())).any())
+
+
+def leaked(who: str, labels: str, by: str | None) -> str:
+    """What is said of labels that reach the loss by an operation, or by a way that cannot be seen."""
+    way = f"by torch's {by!r}, and not only" if by else "not only"
+    return (
+        f"{who}: the labels {labels} come into the loss {way} as targets of loss calls, so that part of the loss would keep the"
+        f" plain labels. Compute the loss by F.cross_entropy, F.nll_loss or F.binary_cross_entropy on the labels alone, or"
+        f" remove {who}."
+    )

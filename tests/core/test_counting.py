@@ -1,0 +1,76 @@
+"""How many samples a batch holds, against the number that the loader was asked for."""
+
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import DataLoader
+
+import lightning_eff as eff
+from lightning_eff._core.batches import num_samples, num_tokens
+from lightning_eff._core.counting import CURRENT, own_count
+
+
+class Graphs(NamedTuple):
+    nodes: Tensor
+    edges: Tensor
+    graph: Tensor
+    targets: Tensor
+
+
+class Whole:
+    """A batch object with a count of its own."""
+
+    num_graphs = 3
+
+
+DATA = [(torch.rand(3 + i % 3, 5), torch.rand(1)) for i in range(20)]
+
+
+def collate(items: Any) -> Graphs:
+    sizes = torch.tensor([len(v) for v, _ in items])
+    at = torch.repeat_interleave(torch.arange(len(items)), sizes)
+    edges = torch.stack([torch.arange(len(at)), torch.arange(len(at)).roll(1)])
+    return Graphs(torch.cat([v for v, _ in items]), edges, at, torch.stack([y for _, y in items]))
+
+
+class Net(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(5, 1)
+        self.counts: list[tuple[int, int]] = []
+
+    def training_step(self, batch: Graphs, batch_idx: int) -> Tensor:
+        self.counts.append((num_samples(batch), num_tokens(batch)))
+        out = torch.zeros(len(batch.targets), 1).index_add(0, batch.graph, self.net(batch.nodes))
+        return F.mse_loss(out, batch.targets)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 1e-3)
+
+
+def test_graphs_are_counted_and_not_their_nodes() -> None:
+    module, noise = Net(), eff.GradientNoiseScale()
+    trainer = pl.Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[noise],
+    )
+    trainer.fit(module, DataLoader(DATA, 6, collate_fn=collate))
+    assert module.counts == [(6, 0), (6, 0), (6, 0), (2, 0)] * 2
+    assert CURRENT.rule is None
+
+
+def test_batches_with_a_count_of_their_own() -> None:
+    packed = pack_sequence([torch.zeros(3), torch.zeros(2)])
+    nested = torch.nested.nested_tensor([torch.zeros(3), torch.zeros(2)], layout=torch.jagged)
+    assert (num_samples(packed), num_samples((nested, torch.zeros(2)))) == (2, 2)
+    assert num_samples((Whole(), torch.zeros(9))) == 3
+    assert own_count((torch.zeros(4), [1, 2])) is None

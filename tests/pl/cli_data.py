@@ -1,0 +1,5 @@
+"""``tests/cli_data.py`` with pytorch_lightning."""
+
+from tests import pl
+
+pl.read("cli_data", globals())

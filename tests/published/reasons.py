@@ -1,0 +1,12 @@
+"""Why a technique is refused on a module, where that is true of the module: patterns of the messages."""
+
+NO_STACK = "found no stack of repeated blocks"
+NOT_A_STREAM = "residual|backcast|not a stack|fed by|parallel"
+NO_BRANCH = "found no residual branch"
+NO_LAYER_NORM = "has no LayerNorm to act on"
+NO_ACTIVATION = "has no activation to act on"
+NO_IMAGES = "found no images in the batch"
+NO_CLASSES = "are no classes|no labels"
+NO_LOSS_CALL = "called none of|no loss call|comes of no loss call"
+WEIGHT_DECAY_IN_GRADIENT = "weight_decay=.* within the gradient"
+NOTHING_LARGE = "bytes that the first step saves could be compressed"
