@@ -27,7 +27,7 @@ class Whole:
     num_graphs = 3
 
 
-DATA = [(torch.rand(3 + i % 3, 5), torch.rand(1)) for i in range(20)]
+DATA: Any = [(torch.rand(3 + i % 3, 5), torch.rand(1)) for i in range(20)]
 
 
 def collate(items: Any) -> Graphs:

@@ -212,9 +212,9 @@ def at_hand(session: Session, module: nn.Module) -> Iterator[None]:
             scope.callback(module.to, first.device)
             module.to(session.trainer.strategy.root_device)
         for own in module.modules():
-            if hasattr(own, "_trainer"):  # a LightningModule of either name
-                scope.callback(setattr, own, "_trainer", own._trainer)
-                own._trainer = session.trainer  # pyright: ignore[reportAttributeAccessIssue]
+            if "_trainer" in vars(own):  # a LightningModule of either name
+                scope.callback(vars(own).__setitem__, "_trainer", vars(own)["_trainer"])
+                vars(own)["_trainer"] = session.trainer
         patches = Patches()
         scope.callback(patches.restore)
         if hasattr(module, "_trainer"):

@@ -92,7 +92,9 @@ class Leaks:
         name = name_of(func)
         if name in _FORM:
             return
-        given: Any = args[:1] if name in _LIKE and len(args) > 1 and not follower.get(args[0]) else (args, kwargs)
+        given: Any = (args, kwargs)
+        if name in _LIKE and len(args) > 1 and not follower.get(args[0]):
+            given = args[:1]
         written = args[0] if name == "setitem" else kwargs.get("out")
         leak = self.of(given)
         made = [t for t in (*_held(output), *_held(written)) if follower.get(t) is None]
