@@ -69,7 +69,8 @@ class ConfigParser(LightningArgumentParser):
     def add_lightning_class_args(self, lightning_class: Any, nested_key: str, *args: Any, **kwargs: Any) -> list[str]:
         if nested_key == "data" and lightning_class in both(LightningDataModule):  # one of either package will do
             kinds: Any = both(LightningDataModule)
-            return self.add_subclass_arguments(kinds, nested_key, fail_untyped=False, required=False)
+            self.add_subclass_arguments(kinds, nested_key, fail_untyped=False, required=False)
+            return []
         return super().add_lightning_class_args(lightning_class, nested_key, *args, **kwargs)
 
     @override

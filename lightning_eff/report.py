@@ -10,8 +10,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_eff._core._lightning.names import of_both
+from lightning_eff._core._samples.counting import counting
 from lightning_eff._core.batches import num_samples, num_tokens, tensors
-from lightning_eff._core.counting import counting
 from lightning_eff._core.progress import in_flight
 from lightning_eff._core.technique import techniques_of
 

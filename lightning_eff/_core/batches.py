@@ -13,7 +13,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_eff._core.counting import CURRENT, own_count
+from lightning_eff._core._samples.counting import CURRENT, own_count
 
 
 def tensors(batch: Any, path: str = "") -> list[tuple[str, Tensor]]:
@@ -37,7 +37,7 @@ def lies_at(path: str, key: str | int) -> bool:
 
 
 def num_samples(batch: Any) -> int:
-    """The number of samples B: what the run says of its batches, in the order of :mod:`lightning_eff._core.counting`.
+    """The number of samples B: what the run says of its batches, in the order of :mod:`lightning_eff._core._samples.counting`.
 
     Where nothing tells, it is the leading size that most tensors share (the first one's on a tie).
 

@@ -22,10 +22,10 @@ from lightning_eff._core._run.loading import TrainLoaders
 from lightning_eff._core._run.member import Member
 from lightning_eff._core._run.metrics import CurrentMetrics, reported
 from lightning_eff._core._run.processes import gathered, wrap_again
+from lightning_eff._core._samples.counting import CURRENT, Counting, counted
 from lightning_eff._core._stack.asked import Stacks
 from lightning_eff._core._stack.thawing import thawing
 from lightning_eff._core.batches import tensors
-from lightning_eff._core.counting import CURRENT, Counting, counted
 from lightning_eff._core.patches import Patches
 from lightning_eff._core.progress import Progress
 from lightning_eff._core.steps import Step, StepChain

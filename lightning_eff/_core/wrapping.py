@@ -131,10 +131,14 @@ class WrappingPrecision(Precision):
         with self.inner.train_step_context():
             yield
 
-    @override
-    def convert_module(self, module: nn.Module) -> nn.Module:
+    def _belong_to(self, module: nn.Module) -> None:
+        """Inherit from the one of Lightning's packages that ``module`` is of: the other's clips none of its gradients."""
         adapt(self, module)
         adapt(self.inner, module)
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        self._belong_to(module)
         self._module = module = self.inner.convert_module(module)
         return module
 

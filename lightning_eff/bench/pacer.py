@@ -14,8 +14,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_eff._core._samples.counting import counting
 from lightning_eff._core.batches import num_samples, num_tokens, tensors
-from lightning_eff._core.counting import counting
 from lightning_eff._core.losses import loss_of
 from lightning_eff._core.patches import Patches
 from lightning_eff._core.progress import Clock

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_eff._core import counting as samples
 from lightning_eff._core._lightning.names import is_overridden
+from lightning_eff._core._samples import counting as samples
 from lightning_eff._core.batches import num_samples, num_tokens, tensors
 from lightning_eff._core.patches import Patches
 from lightning_eff._core.steps import Proceed, Stage, Step

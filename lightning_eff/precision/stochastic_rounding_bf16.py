@@ -90,6 +90,7 @@ class StochasticRoundingBF16(WrappingPrecision):
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         self._put_back()
+        self._belong_to(module)
         self._module = module
         named = [(path, *found) for path, found in _buffers(module).items()]
         for name in self.cast_buffers:

@@ -341,7 +341,7 @@ def _imported(name: str, exported: Mapping[str, Any]) -> Any:
         raise UsageError(f"Got the technique {name!r}, which is not found ({error}); {expected}.{hint}") from None
     if cls is None:
         raise UsageError(f"Got the technique {name!r}, which there is not; {expected}.{hint}")
-    if not (inspect.isclass(cls) and issubclass(cls, tuple(base for base, _ in _PLACES))):
+    if not (inspect.isclass(cls) and is_subclass(cls, *(base for base, _ in _PLACES))):
         raise UsageError(f"Got {name!r}, which is no callback, precision plugin or strategy; {expected}.")
     return cls
 

@@ -10,8 +10,8 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
 
 import lightning_eff as eff
+from lightning_eff._core._samples.counting import CURRENT, own_count
 from lightning_eff._core.batches import num_samples, num_tokens
-from lightning_eff._core.counting import CURRENT, own_count
 
 
 class Graphs(NamedTuple):

@@ -113,7 +113,7 @@ class LoaderProxy:
                 put_sampler(holder, own)
         for watched in self._watched:
             watched.remove()
-        self._watched = []
+        self._watched, self._made = [], None
         iterator = self.__dict__["_iterator"]
         if iterator is not None and iterator is not getattr(loader, "_iterator", None):
             shut_down(iterator)  # its workers; those that persist are the loader's

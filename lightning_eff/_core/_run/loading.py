@@ -41,6 +41,7 @@ class TrainLoaders:
         self.started = False
         self._trainer, self._gather = trainer, gather
         self._loaders: list[ResumableLoader] = []
+        self._past: list[ResumableLoader] = []  # put back, for a checkpoint that is saved after the run
         self._users: list[Any] = []  # the user's loaders, in their order
         self._combined: CombinedLoader | None = None
         self._iterations: dict[int, int] = {}
@@ -153,6 +154,7 @@ class TrainLoaders:
                 user if held is loader else held
                 for held, loader, user in zip(combined.flattened, self._loaders, users, strict=True)
             ]
+        self._past = self._loaders
         self._loaders, self._users, self._combined = [], [], None
 
     @property
@@ -257,7 +259,9 @@ class TrainLoaders:
         That is nothing, since it would refuse states of loaders that keep none, unless all that do tell theirs.
         """
         states = state.pop("combined_loader", [])
-        own = [loader.own_state() for loader in self._loaders if loader.has_state]
+        if not self._loaders:
+            states = [loader.state_dict() for loader in self._past]
+        own = [loader.own_state() for loader in (self._loaders or self._past) if loader.has_state]
         if own and None not in own:
             state["combined_loader"] = own
         return states

@@ -13,9 +13,9 @@ from torch.utils.data import BatchSampler, DataLoader
 from lightning_eff._core import rng
 from lightning_eff._core._run._silent.unlogged import unlogged
 from lightning_eff._core._samples.chosen import share
+from lightning_eff._core._samples.counting import CURRENT
 from lightning_eff._core._samples.scoring import Scorer, agree
 from lightning_eff._core.batches import num_samples, tensors
-from lightning_eff._core.counting import CURRENT
 from lightning_eff._core.loaders import ResumableLoader
 from lightning_eff._core.patches import Patches
 from lightning_eff._core.session import Session

@@ -6,7 +6,7 @@ from typing import TypeVar
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-from lightning_eff._core._lightning.names import is_a
+from lightning_eff._core._lightning.names import both, is_a
 from lightning_eff._core._run.member import Member
 from lightning_eff._core.patches import Patches
 
@@ -47,6 +47,6 @@ def silence(
         leads = driven and technique is techniques[0]
         for name in BATCH_HOOKS:
             own = getattr(type(technique), name)
-            of_nobody = own is getattr(Callback, name)
+            of_nobody = any(own is getattr(cls, name) for cls in both(Callback))
             if of_nobody or (not leads and (own in _DRIVING or technique not in working)):
                 patches.set(technique, name, None)
