@@ -51,7 +51,7 @@ PACKAGE = Package(
         "Mixup": reasons.PARTLY_MIXED,
     },
     known={
-        "ProgressiveStacking": "The module keeps a list with the attention of every block, and a waiting block leaves None in it.",
+        "ProgressiveStacking": "The module reads the attention of every block, and a waiting block leaves None in that list.",
         "StochasticRoundingBF16": "The module turns bfloat16 into NumPy arrays; plain bf16-true fails in the same line.",
     },
 )
