@@ -24,7 +24,11 @@ The check asks for five things:
 - Nothing stays on the module after the run.
 
 "yes" means that all five hold. "refused" means that the technique raises an error, because the module lacks what the
-technique acts on. The reasons are listed below the table. An error with a wrong reason counts as a failure.
+technique acts on. The reasons are listed below the table. An error with a wrong reason counts as a failure. "yes*" means that
+the technique works with the limit that is listed below. An empty cell was not tried.
+
+Precision plugins and `EfficiencyMonitor` stand beside `ExactResume()`, which they need for exact resumes in the middle of an
+epoch.
 """
 
 

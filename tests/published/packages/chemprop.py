@@ -1,5 +1,6 @@
 """chemprop: message passing over molecules, with its own data set, collation and loader."""
 
+from tests.published import reasons
 from tests.published.package import Package
 
 SMILES = ["C" * n + end for n in (1, 2, 3, 4, 5, 6) for end in ("O", "N", "Cl", "C=O")]
@@ -16,4 +17,23 @@ def build():
     ), loader
 
 
-PACKAGE = Package("chemprop", "MPNN with bond message passing, regression", build, trusted=True)
+PACKAGE = Package(
+    "chemprop",
+    "MPNN with bond message passing, regression",
+    build,
+    trusted=True,
+    refused={
+        "ProgressiveStacking": reasons.NO_STACK,
+        "StochasticDepth": reasons.NO_STACK,
+        "LayerFreezing": reasons.NO_STACK,
+        "LayerScale": reasons.NO_BRANCH,
+        "RMSNormalization": reasons.NO_LAYER_NORM,
+        "SelectiveBackprop": reasons.NO_SAMPLES,
+        "DataPruning": reasons.NO_LOSS_CALL,
+        "DifficultyPacing": reasons.NO_LOSS_CALL,
+        "Mixup": reasons.NO_CLASSES,
+        "LabelSmoothing": reasons.NO_CLASSES,
+        "Rematerialization": reasons.NO_STACK,
+        "StochasticRoundingBF16": reasons.OTHER_DTYPES,
+    },
+)

@@ -1,5 +1,6 @@
 """darts: TransformerModel, whose Trainer takes ``pl_trainer_kwargs``."""
 
+from tests.published import reasons
 from tests.published.package import Package, captured
 
 
@@ -41,4 +42,14 @@ PACKAGE = Package(
     trainer="pytorch_lightning",
     fit=fit,
     trusted=True,
+    refused={
+        "ProgressiveStacking": reasons.TWO_STACKS,
+        "StochasticDepth": reasons.TWO_STACKS,
+        "LayerFreezing": reasons.TWO_STACKS,
+        "SwapActivation": reasons.NO_ACTIVATION,
+        "DataPruning": reasons.SAMPLES_SECOND,
+        "Mixup": reasons.LABELS_ELSEWHERE,
+        "LabelSmoothing": reasons.NO_CLASSES,
+        "Rematerialization": reasons.TWO_STACKS,
+    },
 )

@@ -1,5 +1,6 @@
 """deeptab: FT-Transformer through its scikit-learn estimator."""
 
+from tests.published import reasons
 from tests.published.package import Package, captured
 
 
@@ -31,4 +32,7 @@ PACKAGE = Package(
     fit=fit,
     settings={"limit_val_batches": 1.0},
     trusted=True,
+    refused={
+        "EightBitOptimizer": reasons.DECAY_IN_GRADIENT,
+    },
 )

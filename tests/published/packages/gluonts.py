@@ -1,5 +1,6 @@
 """gluonts: DeepAR through PyTorchLightningEstimator.train, whose Trainer takes ``trainer_kwargs``."""
 
+from tests.published import reasons
 from tests.published.package import Package, captured
 
 
@@ -44,5 +45,18 @@ def fit(callbacks, **settings):
 
 
 PACKAGE = Package(
-    "gluonts", "PatchTST on its own iterable loader", lambda: captured(lambda: fit([])), fit=fit, trusted=True
+    "gluonts",
+    "PatchTST on its own iterable loader",
+    lambda: captured(lambda: fit([])),
+    fit=fit,
+    trusted=True,
+    refused={
+        "EightBitOptimizer": reasons.DECAY_IN_GRADIENT,
+        "SwapActivation": reasons.NO_ACTIVATION,
+        "SelectiveBackprop": reasons.NO_LOSS_CALL,
+        "DataPruning": reasons.NO_DATA_LOADER,
+        "DifficultyPacing": reasons.NO_DATA_LOADER,
+        "Mixup": reasons.NO_LOSS_CALL,
+        "LabelSmoothing": reasons.NO_LOSS_CALL,
+    },
 )

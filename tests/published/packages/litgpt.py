@@ -1,5 +1,6 @@
 """litgpt: its GPT in the LightningModule of its README."""
 
+from tests.published import reasons
 from tests.published.package import Package
 
 
@@ -44,5 +45,13 @@ def build():
 
 
 PACKAGE = Package(
-    "litgpt", "GPT with rotary positions, in the LightningModule of its README", build, flags=("--no-deps",)
+    "litgpt",
+    "GPT with rotary positions, in the LightningModule of its README",
+    build,
+    flags=("--no-deps",),
+    refused={
+        "RMSNormalization": reasons.NO_LAYER_NORM,
+        "SwapActivation": reasons.NO_ACTIVATION,
+        "Mixup": reasons.LABELS_ELSEWHERE,
+    },
 )

@@ -1,5 +1,6 @@
 """neuralforecast: NHITS through NeuralForecast.fit, whose Trainer takes the model's keyword arguments."""
 
+from tests.published import reasons
 from tests.published.package import Package, captured
 
 
@@ -37,8 +38,9 @@ def fit(callbacks, **settings):
         callbacks=list(callbacks),
         **settings,
     )
-    NeuralForecast([model], freq="D").fit(pd.DataFrame(rows))
-    return model
+    forecast = NeuralForecast([model], freq="D")
+    forecast.fit(pd.DataFrame(rows))
+    return forecast.models[0]  # a copy of the model is what is trained
 
 
 PACKAGE = Package(
@@ -48,4 +50,17 @@ PACKAGE = Package(
     trainer="pytorch_lightning",
     fit=fit,
     trusted=True,
+    refused={
+        "ProgressiveStacking": reasons.NO_STACK,
+        "StochasticDepth": reasons.NOT_RESIDUAL,
+        "LayerScale": reasons.NO_BRANCH,
+        "RMSNormalization": reasons.NO_LAYER_NORM,
+        "SelectiveBackprop": reasons.NO_LOSS_CALL,
+        "DataPruning": reasons.NO_LOGITS,
+        "DifficultyPacing": reasons.NO_LOSS_CALL,
+        "Mixup": reasons.NO_LOSS_CALL,
+        "LabelSmoothing": reasons.NO_LOSS_CALL,
+        "Rematerialization": reasons.NO_STACK,
+        "ActivationCompression": reasons.NOTHING_LARGE,
+    },
 )

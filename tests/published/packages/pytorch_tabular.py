@@ -1,5 +1,6 @@
 """pytorch-tabular: FT-Transformer through TabularModel.fit."""
 
+from tests.published import reasons
 from tests.published.package import Package, captured
 
 
@@ -45,4 +46,12 @@ PACKAGE = Package(
     trainer="pytorch_lightning",
     fit=fit,
     trusted=True,
+    refused={
+        "StochasticDepth": reasons.READ_BY_OTHERS,
+        "Mixup": reasons.PARTLY_MIXED,
+    },
+    known={
+        "ProgressiveStacking": "The module reads the attention of every block, and a waiting block leaves None in that list.",
+        "StochasticRoundingBF16": "The module turns bfloat16 into NumPy arrays; plain bf16-true fails in the same line.",
+    },
 )
