@@ -10,8 +10,8 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
 
 import lightning_eff as eff
-from lightning_eff._core._samples.counting import CURRENT, own_count
-from lightning_eff._core.batches import num_samples, num_tokens
+from lightning_eff._core._samples.counting import CURRENT, Counting, own_count
+from lightning_eff._core.batches import num_samples, num_tokens, tensors
 
 
 class Graphs(NamedTuple):
@@ -74,3 +74,19 @@ def test_batches_with_a_count_of_their_own() -> None:
     assert (num_samples(packed), num_samples((nested, torch.zeros(2)))) == (2, 2)
     assert num_samples((Whole(), torch.zeros(9))) == 3
     assert own_count((torch.zeros(4), [1, 2])) is None
+
+
+def test_parts_of_a_batch_are_counted_as_the_whole_was() -> None:
+    rule = Counting()
+    for start in (0, 6):
+        rule.learn(tensors(collate(DATA[start : start + 6])), 6)
+    part = collate(DATA[12:15])
+    assert rule.count(part, tensors(part)) == 3
+
+
+def test_the_size_that_the_user_logs_is_trusted_most() -> None:
+    rule, batch = Counting(), collate(DATA[:6])
+    rule.learn(tensors(batch), len(batch.nodes))
+    rule.hear(tensors(batch), [6])
+    rule.learn(tensors(batch), len(batch.nodes))
+    assert rule.count(batch, tensors(batch)) == 6

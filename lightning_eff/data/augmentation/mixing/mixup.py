@@ -22,7 +22,9 @@ class Mixup(Convex):
 
     The loss must be a call of ``torch.nn.functional`` that can be seen (``nn.CrossEntropyLoss`` and Hugging Face's models
     with ``labels=`` make such calls), with any reduction, class weights (each of the two losses is divided by its own
-    labels' weights), ignored and smoothed labels, or probabilities as labels. Another loss is an error at the first batch.
+    labels' weights), ignored and smoothed labels, or probabilities as labels. Another loss is an error at the first batch, and
+    so are labels that reach it beside such a call: by a mask, an index, a weight or an embedding. Metrics may use labels. A
+    batch of which only a part can be mixed, such as numbers beside categories, is an error unless ``keys`` name that part.
     What chooses samples by their loss scores the mixtures. Where several techniques mix, each batch is mixed by one of them.
 
     It regularises: it costs a little time at each step, makes training fit more slowly, and pays over many epochs alone.
