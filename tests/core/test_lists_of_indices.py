@@ -85,7 +85,7 @@ TECHNIQUES: dict[str, Callable[[], Any]] = {
     "RobustImportanceSampling": RobustImportanceSampling,
     "AutoAssist": AutoAssist,
     "LossBiasedSampling": LossBiasedSampling,
-    "RHOLoss": lambda: RHOLoss(model=Net(), keep=0.5),
+    "RHOLoss": lambda: RHOLoss(model=Net(), keep=0.5, epochs=1),
     "SAF": lambda: SAF(lag=1),
 }
 
