@@ -249,14 +249,14 @@ def test_resume_equals_uninterrupted(name: str, undisturbed: Callable[[], Undist
     assert resume_from_every_step(case.model, lambda: [case.active()], run.directory, whole=run.final, third=some) == {}
 
 
-BY_THE_CLOCK = ("LoaderTuning",)  # what it reports is about seconds, which are others in each run
+BY_THE_CLOCK = ("LoaderTuning",)  # all that it reports follows from measured seconds
 
 
 @every_and_stand_ins
 def test_runs_alike_and_resumes_under_pytorch_lightning(
     name: str, tmp_path: Path, undisturbed: Callable[[], Undisturbed]
 ) -> None:
-    """The same run under Lightning's other name, saved in mid-epoch and resumed from there."""
+    """The same run under Lightning's other name; a third of them is saved in mid-epoch and resumed from there."""
     from tests.pl import runs
 
     case, run = ALL[name], undisturbed()
@@ -265,9 +265,11 @@ def test_runs_alike_and_resumes_under_pytorch_lightning(
     assert type(net).__module__.startswith("tests.pl") and isinstance(t, runs.pl.Trainer)
     assert differences(run.final, final_state(net, t)) == []
     if name not in BY_THE_CLOCK:
-        assert dict(technique.report()) == run.reported
-    resumed = runs.fit(case.model, lambda: [case.active()], resume=tmp_path / f"batch={saved}.ckpt")
-    assert differences(run.final, final_state(*resumed)) == []
+        reported = dict(technique.report())
+        assert {**reported, **{key: run.reported[key] for key in reported.keys() & {"milliseconds"}}} == run.reported
+    if share_of(3, name, "other name") == 0:
+        resumed = runs.fit(case.model, lambda: [case.active()], resume=tmp_path / f"batch={saved}.ckpt")
+        assert differences(run.final, final_state(*resumed)) == []
 
 
 OTHER_MODES = sorted(set(MODES) - {"plain"})
@@ -307,7 +309,9 @@ def test_resume_from_every_step_in_every_mode(name: str, mode: str, tmp_path: Pa
 @a_third(NAMES, "batch norm")
 def test_resume_without_dropout_layers_but_with_batch_norm(name: str, tmp_path: Path) -> None:
     some = third_of(name[::-1])
-    if CASES[name].too_small:  # it needs tensors of some size, or sequences
+    if (
+        CASES[name].too_small or "classifier" in CASES[name].refuses
+    ):  # it needs large tensors, sequences, or residual blocks
         model = next(
             model for model in ("gpt2", "vit", "bert", "translator", "llama") if model not in CASES[name].refuses
         )

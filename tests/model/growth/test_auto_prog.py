@@ -31,6 +31,7 @@ CASES = {
         active=lambda: AutoProg(**{**SHORT, "num_stages": 3, "until": 0.5, "search": 0.3}),
         neutral=lambda: AutoProg(depth=1.0, resolution=1.0),
         lost=(no_blocks, "classifier", "no stack of repeated blocks"),
+        refuses={"classifier": "does not return its input plus something"},
     )
 }
 

@@ -24,6 +24,7 @@ CASES = {
         neutral=lambda: DropIn(start=0.0, end=0.0),
         on_classifier=lambda: DropIn(first=1, start=0.2, end=0.8),
         lost=(no_blocks, "classifier", "no stack of repeated blocks"),
+        refuses={"classifier": "does not return its input plus something"},
     )
 }
 

@@ -29,6 +29,7 @@ CASES = {
         active=lambda: ProgressiveLayerDropping(theta_min=0.3, gamma=20.0),
         neutral=lambda: ProgressiveLayerDropping(theta_min=1.0),
         lost=(no_blocks, "classifier", "no stack of repeated blocks"),
+        refuses={"classifier": "does not return its input plus something"},
     )
 }
 

@@ -24,6 +24,7 @@ CASES = {
         active=lambda: StochasticDepth(drop=0.7),
         neutral=lambda: StochasticDepth(drop=0.0),
         lost=(no_blocks, "classifier", "no stack of repeated blocks"),
+        refuses={"classifier": "does not return its input plus something"},
     )
 }
 
