@@ -48,6 +48,7 @@ IMPORTED = (
     "torch.fx.experimental._config",
     "torch.nn.modules.batchnorm._BatchNorm",
     "torch.nn.modules.batchnorm._NormBase",
+    "torch.nn.modules.conv._ConvNd",
     "torch.nn.modules.dropout._DropoutNd",
     "torch.nn.modules.loss._WeightedLoss",
     "torch.nn.utils.parametrizations._SpectralNorm",

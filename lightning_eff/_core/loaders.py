@@ -106,7 +106,8 @@ class ResumableLoader(LoaderProxy):
         self._waiting = True
         self._position, self._began, self._origin, self._ended = 0, None, None, False
         self._redo.clear()
-        if self.chosen is None and (self._resume is None or (self.finished and self._host.started)):
+        waits = self._host.waits and not self._host.started
+        if self.chosen is None and not waits and (self._resume is None or (self.finished and self._host.started)):
             self._host.resume_rng()
             self.begin()
         return self
@@ -195,6 +196,13 @@ class ResumableLoader(LoaderProxy):
         if not self._redo and not self._keeps:
             self._pieces.set_generators(state["generators"])
             self._resume = None
+
+    def wait(self) -> None:
+        """Begin again as the next batch is asked for: nothing of what has begun was trained on."""
+        if not self._waiting:
+            shut_down(self.__dict__["_iterator"])
+            self._waiting = True
+            self._iterations -= 1
 
     def go_on_after_epoch(self) -> None:
         """Bring the loader to where it was at the end of the epoch with which the checkpoint was saved."""

@@ -77,8 +77,12 @@ def _is_elsewhere(module: nn.Module) -> bool:
 
 @contextmanager
 def as_it_was(module: nn.Module) -> Iterator[None]:
-    """What parts of ``module`` set on themselves meanwhile is gone afterwards."""
+    """What parts of ``module`` set on themselves meanwhile is gone afterwards, hooks too.
+
+    Hugging Face's models install hooks in their first call, and note on themselves that they have.
+    """
     before = [(m.__dict__, dict(m.__dict__)) for m in module.modules()]
+    hooks = [(v, set(v)) for _, had in before for name, v in had.items() if "_hooks" in name and isinstance(v, dict)]
     lengths = [(v, len(v)) for _, had in before for v in had.values() if type(v) is list]
     try:
         yield
@@ -87,5 +91,8 @@ def as_it_was(module: nn.Module) -> Iterator[None]:
             for name in [name for name in namespace if name not in had]:
                 del namespace[name]
             namespace.update((name, value) for name, value in had.items() if namespace.get(name) is not value)
+        for registered, names in hooks:
+            for name in [name for name in registered if name not in names]:
+                del registered[name]
         for values, length in lengths:
             del values[length:]

@@ -63,6 +63,11 @@ class LoaderHost(Protocol):
         ...
 
     @property
+    def waits(self) -> bool:
+        """Whether iterators begin only once the run has started, because the checkpoint was saved before it had loaders."""
+        ...
+
+    @property
     def looks_ahead(self) -> bool:
         """Whether Lightning fetches a batch ahead of the one that is trained on, since the epoch has no known length."""
         ...

@@ -38,7 +38,7 @@ class TrainLoaders:
         self.take: Callable[[Any, bool], None] | None = None
         self.tune: Callable[[ResumableLoader], None] | None = None
         self.take_up_rng = take_up_rng
-        self.started = False
+        self.started = self.waits = False
         self._trainer, self._gather = trainer, gather
         self._loaders: list[ResumableLoader] = []
         self._past: list[ResumableLoader] = []  # put back, for a checkpoint that is saved after the run
@@ -136,8 +136,11 @@ class TrainLoaders:
     def take_up(self, states: list[dict[str, Any]]) -> None:
         """Go on from what a checkpoint says: loaders to come, and those that a strategy has asked for before it is restored."""
         self.states = states
+        self.waits = not states  # saved before there were loaders, as Lightning's tuners do
         for loader, state in zip(self._loaders, states, strict=False):
             loader.load_state_dict(state)
+        for loader in self._loaders[len(states) :]:  # a tuner of Lightning's began it, from another random state
+            loader.wait()
         fetcher = self._trainer.fit_loop._data_fetcher
         if self._loaders and fetcher is not None and getattr(fetcher, "batches", None):
             iter(fetcher)  # the batch that was fetched ahead is another epoch's
