@@ -50,8 +50,9 @@ def keep_class(new: nn.Module, plain: nn.Module) -> None:
 @functools.cache
 def _stand_in(own: type[nn.Module], plain: type[nn.Module]) -> type[nn.Module]:
     members: dict[str, Any] = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    if hasattr(own, "reset_parameters"):
-        members["reset_parameters"] = own.reset_parameters
+    reset = getattr(own, "reset_parameters", None)
+    if reset is not None:
+        members["reset_parameters"] = reset
     return cast("type[nn.Module]", type(own.__name__, (StandsIn, own, plain), members))
 
 

@@ -93,9 +93,10 @@ class Leaks:
         if name in _FORM:
             return
         given: Any = (args, kwargs)
-        if name in _LIKE and len(args) > 1 and not follower.get(args[0]):
-            given = args[:1]
-        written = args[0] if name == "setitem" else kwargs.get("out")
+        first: Any = args[0] if args else None
+        if name in _LIKE and len(args) > 1 and not follower.get(first):
+            given = (first,)
+        written = first if name == "setitem" else kwargs.get("out")
         leak = self.of(given)
         made = [t for t in (*_held(output), *_held(written)) if follower.get(t) is None]
         if made or not any(True for _ in _held(output)):
