@@ -347,9 +347,10 @@ class Session(Stacks):
 
     def _log(self) -> None:
         trainer = self.trainer
+        self._reports = True
         if self._logged and not (trainer._logger_connector.should_update_logs or trainer.is_last_batch):
             return
-        self._logged = self._reports = True
+        self._logged = True
         metrics = self._reported()
         if metrics:
             self.module.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
