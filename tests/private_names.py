@@ -87,8 +87,10 @@ ON_MODULES_AND_CLASSES = {
     "_global_backward_pre_hooks": "torch.nn.modules.module",
     "_global_forward_hooks": "torch.nn.modules.module",
     "_global_forward_pre_hooks": "torch.nn.modules.module",
+    "_index_sampler": "torch.utils.data:DataLoader",
     "_int_mm": "torch",
     "_is_view": "torch:Tensor",
+    "_next_data": "torch.utils.data.dataloader:_BaseDataLoaderIter",
     "_next_index": "torch.utils.data.dataloader:_BaseDataLoaderIter",
     "_num_ready_batches_reached": "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop",
     "_on_before_batch_transfer": "lightning.pytorch:LightningModule",
@@ -141,6 +143,8 @@ def trainer() -> pl.Trainer:
 
 #: Attribute -> an object that must have it.
 ON_OBJECTS: dict[str, Callable[[], Any]] = {
+    "_sampler_iter": lambda: iter(torch.utils.data.DataLoader([0, 1])),
+    "_task_info": lambda: iter(torch.utils.data.DataLoader([0, 1], num_workers=1)),
     "_accelerator_connector": trainer,
     "_backward_hooks": nn.Module,
     "_backward_pre_hooks": nn.Module,
