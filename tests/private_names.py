@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.cli import LightningCLI
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -75,6 +75,9 @@ ON_MODULES_AND_CLASSES = {
     "_lru_cache_wrapper": "functools",
     "_make_wrapper_subclass": "torch:Tensor",
     "_call_impl": "torch.nn:Module",
+    "_call_callback_hooks": "lightning.pytorch.trainer.call",
+    "_call_lightning_module_hook": "lightning.pytorch.trainer.call",
+    "_call_strategy_hook": "lightning.pytorch.trainer.call",
     "_cdata": "torch:UntypedStorage",
     "_compiled_call_impl": "torch.nn:Module",
     "_current_graph_task_id": "torch._C",
@@ -143,6 +146,26 @@ def trainer() -> pl.Trainer:
 
 #: Attribute -> an object that must have it.
 ON_OBJECTS: dict[str, Callable[[], Any]] = {
+    "_skip_next_val": lambda: pl.Trainer(logger=False).fit_loop.epoch_loop,
+    "_should_reload_train_dl": lambda: pl.Trainer(logger=False).fit_loop,
+    "_seen_batches_per_dataloader": lambda: pl.Trainer(logger=False).fit_loop.epoch_loop.val_loop,
+    "_run": lambda: pl.Trainer(logger=False),
+    "_resuming_from_checkpoint": lambda: pl.Trainer(logger=False).fit_loop,
+    "_results": lambda: pl.Trainer(logger=False),
+    "_restarting": lambda: pl.Trainer(logger=False).fit_loop,
+    "_restart_stage": lambda: pl.Trainer(logger=False).fit_loop,
+    "_progress_bar_metrics": lambda: pl.Trainer(logger=False)._logger_connector,
+    "_on_evaluation_model_train": lambda: pl.Trainer(logger=False).fit_loop.epoch_loop.val_loop,
+    "_on_evaluation_end": lambda: pl.Trainer(logger=False).fit_loop.epoch_loop.val_loop,
+    "_module_mode": lambda: pl.Trainer(logger=False).fit_loop.epoch_loop.val_loop,
+    "_logged_metrics": lambda: pl.Trainer(logger=False)._logger_connector,
+    "_last_val_dl_reload_epoch": lambda: pl.Trainer(logger=False).fit_loop.epoch_loop.val_loop,
+    "_last_train_dl_reload_epoch": lambda: pl.Trainer(logger=False).fit_loop,
+    "_last_global_step_saved": lambda: ModelCheckpoint(),
+    "_has_run": lambda: pl.Trainer(logger=False).fit_loop.epoch_loop.val_loop,
+    "_first_loop_iter": lambda: pl.Trainer(logger=False)._logger_connector,
+    "_defer_save_until_validation": lambda: ModelCheckpoint(),
+    "_current_fx": lambda: pl.Trainer(logger=False)._logger_connector,
     "_sampler_iter": lambda: iter(torch.utils.data.DataLoader([0, 1])),
     "_task_info": lambda: iter(torch.utils.data.DataLoader([0, 1], num_workers=1)),
     "_accelerator_connector": trainer,
