@@ -228,4 +228,11 @@ INTERNALS: dict[str, Callable[[], Any]] = {
 }
 
 #: Of Python itself, of Hugging Face's conventions, and names of our own that the code sets by other ways.
-OTHERS = {"_exit": "os", "_getframe": "sys", "_init_weights": "Hugging Face", "_loader": "ours", "_recorder": "ours"}
+OTHERS = {
+    "_last_val_time": "Lightning sets it on the Trainer in a fit",
+    "_exit": "os",
+    "_getframe": "sys",
+    "_init_weights": "Hugging Face",
+    "_loader": "ours",
+    "_recorder": "ours",
+}
