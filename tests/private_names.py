@@ -150,6 +150,8 @@ def trainer() -> pl.Trainer:
 
 #: Attribute -> an object that must have it.
 ON_OBJECTS: dict[str, Callable[[], Any]] = {
+    "_sequence_nr": lambda: (torch.ones((), requires_grad=True) + 1).grad_fn,
+    "_num_workers": lambda: iter(torch.utils.data.DataLoader([0, 1])),
     "_skip_next_val": lambda: pl.Trainer(logger=False).fit_loop.epoch_loop,
     "_should_reload_train_dl": lambda: pl.Trainer(logger=False).fit_loop,
     "_seen_batches_per_dataloader": lambda: pl.Trainer(logger=False).fit_loop.epoch_loop.val_loop,
