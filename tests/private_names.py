@@ -57,6 +57,7 @@ IMPORTED = (
     "torch.utils._triton.has_triton",
     "torch.utils._python_dispatch.TorchDispatchMode",
     "torch.utils._python_dispatch._disable_current_modes",
+    "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
     "torch.utils._pytree.TreeSpec",
     "torch.utils._pytree.tree_flatten",
     "torch.utils._pytree.tree_leaves",
