@@ -25,6 +25,7 @@ from lightning_eff._core.search_space import SearchSpace, Survey, needs_memory_b
 from lightning_eff._core.wrapping import WrappingPrecision
 from lightning_eff.kernels.bf16_adamw import adamw_
 from lightning_eff.kernels.stochastic_rounding import stochastic_round
+from lightning_eff.precision._rounding.advice import step_of, to_be_cast
 
 _MIXING = (_WeightedLoss, _SpectralNorm)  # whose buffers are computed with activations or weights
 _MIXED = re.compile(r"dtype|scalar type|same type|data type|type torch\.")
@@ -44,8 +45,8 @@ class StochasticRoundingBF16(WrappingPrecision):
     Buffers stay as they are: running statistics, rotary frequencies and the like keep their float32, and so do weight and
     bias of the norms that have running statistics, which torch computes with them. Of torch's own modules those are cast
     whose buffers enter products with what is bfloat16: class weights of losses, the vectors of spectral norm. Others that
-    need it (position tables that are added to activations, float masks) are named by ``cast_buffers``; where one is
-    missing, the first step's error says so.
+    need it (position tables that are added to activations, float masks) are named by ``cast_buffers``. Where one is missing,
+    the first step's error names it, after running that step again with it cast.
 
     Checkpoints hold what is trained: bfloat16 weights and states, and buffers as they are. They load strictly into the
     plain module, which turns them into its own dtype without a change. After the run the module's own parameters have the
@@ -173,18 +174,35 @@ class StochasticRoundingBF16(WrappingPrecision):
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """An error of mixed dtypes tells which buffers may be why."""
+        """An error of mixed dtypes says which buffers to cast, after trying that."""
         try:
             yield
         except RuntimeError as error:
-            if not self._kept or _MIXED.search(str(error)) is None:
+            step = step_of(error.__traceback__)
+            if not self._kept or step is None or _MIXED.search(str(error)) is None:
                 raise
-            raise RuntimeError(
-                f"StochasticRoundingBF16: an operation was given different dtypes ({error}). Buffers are not cast, and one"
-                f" of them may have made the other: {', '.join(self._kept)}. Expected those that are computed with"
-                " activations or weights to be named: StochasticRoundingBF16(cast_buffers=(...)). Or let the module turn"
-                " the result into its input's dtype."
-            ) from error
+            kept = {
+                path: (owner, name)  # statistics belong to norms whose weights stay float32, too
+                for path, (owner, name) in _buffers(self._module).items()
+                if path in self._kept and not _has_statistics(owner)
+            }
+            needed = to_be_cast(step, self._module, kept)
+            raise RuntimeError(self._advice(error, needed)) from error
+
+    def _advice(self, error: RuntimeError, needed: list[str] | None) -> str:
+        who = f"StochasticRoundingBF16(cast_buffers={self.cast_buffers})"
+        if needed:
+            names = (*self.cast_buffers, *needed)
+            return (
+                f"{who}: an operation was given different dtypes ({error}), because {', '.join(needed)}"
+                f" {'stay' if len(needed) > 1 else 'stays'} float32. Write StochasticRoundingBF16(cast_buffers={names!r}),"
+                " with which this step runs."
+            )
+        return (
+            f"{who}: an operation was given different dtypes ({error}), and casting the module's buffers does not help. The"
+            " module makes float32 values itself or gets them in the batch. Turn them into the dtype of what they meet, such"
+            " as y.to(x.dtype), or use precision='bf16-mixed'."
+        )
 
     # -- the update
 

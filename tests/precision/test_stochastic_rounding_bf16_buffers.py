@@ -106,14 +106,49 @@ class Positions(nn.Module):
         return self.map(x + getattr(self, self.name))
 
 
-def test_a_buffer_that_makes_activations_float32_is_named() -> None:
-    with pytest.raises(RuntimeError, match=r"Buffers are not cast.*net\.table.*cast_buffers="):
-        run(Around(Positions()), numbers())
-    net = Around(Positions())
+class Normed(Positions):
+    """Beside the table, running statistics and a scale of the output, which may stay float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x)) * self.scale
+
+
+class Makes(Positions):
+    """Makes a float32 tensor of its own, so that no buffer is the cause."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.map(x + torch.linspace(0, 1, 8, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("build", [Positions, Normed])
+def test_a_buffer_that_makes_activations_float32_is_named_alone(build: Callable[[], nn.Module]) -> None:
+    net = Around(build())
+    before = {name: b.clone() for name, b in net.named_buffers()}
+    with pytest.raises(
+        RuntimeError, match=r"because net\.table stays float32.*cast_buffers=\('net\.table',\)\), with which"
+    ):
+        run(net, numbers())
+    after = dict(net.named_buffers())
+    assert all(torch.equal(after[name], b) for name, b in before.items() if ".norm." not in name)
+    assert int(after.get("net.norm.num_batches_tracked", 1)) == 1, "the step that failed moved it, and no try did"
+    net = Around(build())
     table = net.net.table.clone()  # pyright: ignore[reportCallIssue]
-    run(net, numbers(), StochasticRoundingBF16(cast_buffers=("table",)))
+    run(net, numbers(), StochasticRoundingBF16(cast_buffers=("net.table",)))
     assert net.seen[0]["table"] == torch.bfloat16
     assert torch.equal(net.net.table, table)  # pyright: ignore[reportArgumentType]
+
+
+def test_where_casting_buffers_does_not_help_it_is_not_advised() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"casting the module's buffers does not help.*precision='bf16-mixed'"
+    ) as caught:
+        run(Around(Makes()), numbers())
+    assert "Write StochasticRoundingBF16" not in str(caught.value)
 
 
 def test_cast_buffers_that_name_nothing_are_refused() -> None:
