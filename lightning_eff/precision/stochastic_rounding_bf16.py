@@ -178,15 +178,15 @@ class StochasticRoundingBF16(WrappingPrecision):
         try:
             yield
         except RuntimeError as error:
-            step = step_of(error.__traceback__)
-            if not self._kept or step is None or _MIXED.search(str(error)) is None:
+            step, module = step_of(error.__traceback__), self._module
+            if not self._kept or step is None or module is None or _MIXED.search(str(error)) is None:
                 raise
             kept = {
                 path: (owner, name)  # statistics belong to norms whose weights stay float32, too
-                for path, (owner, name) in _buffers(self._module).items()
+                for path, (owner, name) in _buffers(module).items()
                 if path in self._kept and not _has_statistics(owner)
             }
-            needed = to_be_cast(step, self._module, kept)
+            needed = to_be_cast(step, module, kept)
             raise RuntimeError(self._advice(error, needed)) from error
 
     def _advice(self, error: RuntimeError, needed: list[str] | None) -> str:
