@@ -130,7 +130,7 @@ def test_what_crashes_or_diverges_is_told_and_the_others_finish(tmp_path: Path) 
         "explodes": arm(Explode),
         "good": arm(),
     }
-    results = bench(recipes, tmp_path, budget="0.5rs").run(progress=False, report=False)
+    results = bench(recipes, tmp_path, budget="1rs").run(progress=False, report=False)
     status = {run["arm"]: run["status"] for run in results["runs"]}
     errors = {run["arm"]: run["error"] for run in results["runs"]}
     assert status == {

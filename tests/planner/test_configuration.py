@@ -56,10 +56,12 @@ def test_the_strategy_takes_every_layout_with_every_argument() -> None:
         if key in seen:
             continue
         seen.add(key)
-        found = strategy(at, split, "stack")
+        found = strategy(at, split, SECTION)
         assert isinstance(found, dict)
         if at.plain:
-            assert found["class_path"].endswith("DDPStrategy")
+            assert found["class_path"] == "lightning.pytorch.strategies.DDPStrategy"
+            other = strategy(at, split, replace(SECTION, package="pytorch_lightning"))
+            assert isinstance(other, dict) and other["class_path"] == "pytorch_lightning.strategies.DDPStrategy"
             continue
         arguments = found["init_args"]
         text = dict(arguments, timeout=None)
