@@ -199,13 +199,19 @@ class Session(Stacks):
                 return original(*args, **kwargs)
             self.end_step()
             self._show(self._scope, training=True)
-            if self.chain.links:
-                batch_idx = self.trainer.fit_loop.epoch_loop.batch_idx
-                indices = self.sample_indices if isinstance(self.sample_indices, list) else None
-                step = Step(self.chain, self.module, args[1:], batch_idx, self.trainer.global_step, indices)
-                output = counted(self.module, tensors(args[0]), indices, lambda: self.chain.run(step, args[0]))
-            else:
-                output = original(*args, **kwargs)
+            try:
+                if self.chain.links:
+                    batch_idx = self.trainer.fit_loop.epoch_loop.batch_idx
+                    indices = self.sample_indices if isinstance(self.sample_indices, list) else None
+                    step = Step(self.chain, self.module, args[1:], batch_idx, self.trainer.global_step, indices)
+                    output = counted(self.module, tensors(args[0]), indices, lambda: self.chain.run(step, args[0]))
+                else:
+                    output = original(*args, **kwargs)
+            except Exception as error:
+                missing = self.missing_blocks()
+                self.end_step()
+                self.explain(error, missing, lambda: original(*args, **kwargs))
+                raise
             self.verify(output)
             if output is None or not self.module.automatic_optimization:
                 self.end_step()  # no backward pass comes, which would end it

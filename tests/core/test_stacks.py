@@ -301,3 +301,30 @@ def test_equal_blocks_with_unequal_branches_are_an_error_with_the_list() -> None
     module[1][2].whole = False
     with pytest.raises(ValueError, match=r"unequal residual branches.*these in: 1\.2 \(a\.weight\)"):
         apply(module, LayerScale())
+
+
+def test_a_module_that_needs_every_block_is_told_of_those_that_do_not_run() -> None:
+    """As FT-Transformer's feature importance, which has a place for the attention of each block."""
+
+    def kept(blocks: Any, x: Tensor) -> Tensor:
+        places: list[Any] = [None] * 3
+        for i, block in enumerate(blocks):
+            x = block(x)
+            places[i] = x
+        return x + sum(place.mean() for place in places)
+
+    net = Stack(Adds, kept)
+    before = [p.clone() for p in net.parameters()]
+    with pytest.raises(ValueError, match=r"ProgressiveStacking: 2 of the 3 blocks.*raised AttributeError.*every block"):
+        fit(net, ProgressiveStacking(stages=[(0.0, 2), (0.5, 3)]))
+    assert all(map(torch.equal, net.parameters(), before))
+
+
+def test_an_error_that_all_blocks_raise_stays_its_own() -> None:
+    def fails(blocks: Any, x: Tensor) -> Tensor:
+        for block in blocks:
+            x = block(x)
+        raise LookupError("planted")
+
+    with pytest.raises(LookupError, match="planted"):
+        fit(Stack(Adds, fails), ProgressiveStacking(stages=[(0.0, 2), (0.5, 3)]))

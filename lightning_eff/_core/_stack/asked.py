@@ -1,17 +1,24 @@
 """The stacks of blocks that the techniques of one run act on: found once, shared by all, and looked at as they run."""
 
 import functools
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_eff._core import rng
 from lightning_eff._core._branches.side_by_side import side_by_side
 from lightning_eff._core._stack.finding import listed, stacks
 from lightning_eff._core._stack.running import running
 from lightning_eff._core._stack.verifying import Verifying
 from lightning_eff._core.blocks import BlockStack, Candidate, find_stack, find_stages
+from lightning_eff._core.steps import looking_on, silent
+
+_OURS = Path(__file__).parents[2]
 
 
 class Stacks:
@@ -21,6 +28,7 @@ class Stacks:
         """Begin with a module, no stack of which anybody has asked for."""
         self.module, self.sizes, self.fitting = module, sizes, fitting
         self._stacks: dict[str, BlockStack] = {}
+        self._askers: dict[str, list[str]] = {}
 
     def stack(self, layers: str | None, *, who: str, chain: bool = True, parts: bool = False) -> BlockStack:
         """The stack of blocks at ``layers`` (or the longest): one object for all techniques that act on it.
@@ -54,6 +62,7 @@ class Stacks:
             self._stacks[found.path] = BlockStack(found, self.module)
             rank_zero_info(f"{who}: blocks found at {found}")
         stack = self._stacks[found.path]
+        self._askers.setdefault(found.path, []).append(who)
         if chain and self.fitting and stack.verifying is None:
             stack.verifying = Verifying(found, self.module, who=who, adds=stack.scales)
         return stack
@@ -62,6 +71,37 @@ class Stacks:
         """Raise ``ValueError`` if a training step, which returned ``output``, showed that a stack is none."""
         for stack in self._stacks.values():
             stack.verify(output)
+
+    def missing_blocks(self) -> str | None:
+        """Which blocks do not run in the step under way, and who is set to leave them out; None if all run."""
+        for path, stack in self._stacks.items():
+            runs = len(stack.running())
+            if runs < len(stack):
+                return f"{' and '.join(dict.fromkeys(self._askers[path]))}: {runs} of the {len(stack)} blocks of {stack} run"
+        return None
+
+    def explain(self, error: Exception, missing: str | None, step: Callable[[], Any]) -> None:
+        """Raise ``ValueError`` if a training step failed because some blocks do not run.
+
+        That is tried: the step runs again with all blocks, and leaves no trace. Errors of our own are left as they are.
+
+        Args:
+            error: what the step raised.
+            missing: what :meth:`missing_blocks` said during the step.
+            step: the module's own step, on the same batch.
+        """
+        frames = traceback.extract_tb(error.__traceback__)
+        if missing is None or not frames or Path(frames[-1].filename).is_relative_to(_OURS):
+            return
+        try:
+            with torch.no_grad(), rng.fork(), silent(self.module), looking_on():
+                step()
+        except Exception:  # it fails with all blocks as well, so they are not why
+            return
+        raise ValueError(
+            f"{missing} in this step, where training_step raised {type(error).__name__} ({error}). With all blocks it works,"
+            f" so the module needs what every block computes. Remove {missing.partition(':')[0]}."
+        ) from error
 
     def signature(self) -> tuple[tuple[str, int, int], ...]:
         """Which blocks the network runs at the moment: (path, blocks that run, those of them that take gradients).
