@@ -13,7 +13,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_eff._core._samples.counting import CURRENT, own_count
+from lightning_eff._core._samples.counting import current_rule, own_count
 
 
 def tensors(batch: Any, path: str = "") -> list[tuple[str, Tensor]]:
@@ -44,7 +44,7 @@ def num_samples(batch: Any) -> int:
     Raises:
         ValueError: if the batch holds no tensor with a leading dimension, and has no count of its own.
     """
-    found, rule = tensors(batch), CURRENT.rule
+    found, rule = tensors(batch), current_rule()
     told = own_count(batch) if rule is None else rule.count(batch, found)
     if told is not None:
         return told
@@ -246,7 +246,7 @@ def num_tokens(batch: Any) -> int:
 
     One of its dimensions counts the samples, or sequences are packed into one row: edges (2, E) of graphs are no tokens.
     """
-    every, rule = tensors(batch), CURRENT.rule
+    every, rule = tensors(batch), current_rule()
     found = [
         (path, t)
         for path, t in every

@@ -22,7 +22,7 @@ from lightning_eff._core._run.loading import TrainLoaders
 from lightning_eff._core._run.member import Member
 from lightning_eff._core._run.metrics import CurrentMetrics, reported
 from lightning_eff._core._run.processes import gathered, wrap_again
-from lightning_eff._core._samples.counting import CURRENT, Counting, counted
+from lightning_eff._core._samples.counting import Counting, counted, using
 from lightning_eff._core._stack.asked import Stacks
 from lightning_eff._core._stack.thawing import thawing
 from lightning_eff._core.batches import tensors
@@ -174,7 +174,7 @@ class Session(Stacks):
             self.patches.set(loop.epoch_loop, "on_run_start", self.loaders.beginning(loop.epoch_loop.on_run_start))
             self.patches.set(strategy, "process_dataloader", self.loaders.wrap(strategy.process_dataloader))
             self.patches.set(module, "training_step", self._training(module.training_step))
-            self.patches.set(CURRENT, "rule", Counting())
+            self.patches.set(loop, "run", self._counted(loop.run))
             self.patches.set(module, "configure_optimizers", thawing(module.configure_optimizers, self._stacks))
         for technique in self.working:
             technique.on_open(self)
@@ -186,6 +186,15 @@ class Session(Stacks):
                 stack.release()
             self._stacks.clear()
         silence(self.trainer, self.module, self.techniques, self.working, self.patches)
+
+    def _counted(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        """The fit loop's ``run``, within which samples are counted by what this run says of its batches."""
+
+        def counted_run() -> Any:
+            with using(Counting()):
+                return run()
+
+        return counted_run
 
     # -- the module's own methods, wrapped
 

@@ -1,5 +1,6 @@
 """How many samples a batch holds, against the number that the loader was asked for."""
 
+import threading
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -10,7 +11,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
 
 import lightning_eff as eff
-from lightning_eff._core._samples.counting import CURRENT, Counting, own_count
+from lightning_eff._core._samples.counting import Counting, current_rule, own_count
 from lightning_eff._core.batches import num_samples, num_tokens, tensors
 
 
@@ -52,8 +53,8 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 1e-3)
 
 
-def test_graphs_are_counted_and_not_their_nodes() -> None:
-    module, noise = Net(), eff.GradientNoiseScale()
+def fitted(size: int, *callbacks: pl.Callback) -> Net:
+    module = Net()
     trainer = pl.Trainer(
         max_epochs=2,
         accelerator="cpu",
@@ -61,11 +62,42 @@ def test_graphs_are_counted_and_not_their_nodes() -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[noise],
+        callbacks=[eff.GradientNoiseScale(), *callbacks],
     )
-    trainer.fit(module, DataLoader(DATA, 6, collate_fn=collate))
-    assert module.counts == [(6, 0), (6, 0), (6, 0), (2, 0)] * 2
-    assert CURRENT.rule is None
+    trainer.fit(module, DataLoader(DATA, size, collate_fn=collate))
+    return module
+
+
+def test_graphs_are_counted_and_not_their_nodes() -> None:
+    assert fitted(6).counts == [(6, 0), (6, 0), (6, 0), (2, 0)] * 2
+    assert current_rule() is None
+
+
+def test_runs_that_take_turns_count_by_themselves() -> None:
+    """A run within another's hook, and one in a thread that begins first and ends last."""
+    begun, over = threading.Event(), threading.Event()
+    found: list[Net] = []
+
+    class Within(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            if not found:
+                found.append(Net())
+                found[0] = fitted(7)
+
+    class Waits(pl.Callback):
+        def on_train_batch_start(self, *args: Any) -> None:
+            begun.set()
+            assert over.wait(60)
+
+    inside = threading.Thread(target=lambda: found.append(fitted(5, Waits())))
+    inside.start()
+    assert begun.wait(60)
+    outer = fitted(6, Within())
+    over.set()
+    inside.join()
+    assert outer.counts == [(6, 0), (6, 0), (6, 0), (2, 0)] * 2
+    assert [net.counts[0][0] for net in found] == [7, 5]
+    assert current_rule() is None
 
 
 def test_batches_with_a_count_of_their_own() -> None:

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from lightning_eff._core import rng
 from lightning_eff._core._run._silent.unlogged import unlogged
 from lightning_eff._core._samples.chosen import share
-from lightning_eff._core._samples.counting import CURRENT
+from lightning_eff._core._samples.counting import current_rule
 from lightning_eff._core._samples.scoring import Scorer, agree
 from lightning_eff._core.batches import num_samples, tensors
 from lightning_eff._core.loaders import ResumableLoader
@@ -111,8 +111,8 @@ def _scored(
     for number, batch in enumerate(batches_of(session, _over(loader, own, batch_size=size, collate=loader.collate_fn))):
         step = Step(chain, module, (number,) if with_index else (), number, trainer.global_step)
         expected = None if size is None else min(size, len(own) - len(values))
-        if CURRENT.rule is not None:
-            CURRENT.rule.learn(tensors(batch), expected)
+        if (rule := current_rule()) is not None:
+            rule.learn(tensors(batch), expected)
         got = num_samples(batch)
         expected = expected or got
         if got != expected:

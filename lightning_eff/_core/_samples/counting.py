@@ -15,6 +15,7 @@ share is the last resort. In their order of trust:
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import is_dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -138,36 +139,42 @@ def _shape(t: Tensor) -> tuple[int, ...]:
     return (t.size(0),) if t.is_nested else tuple(t.shape)
 
 
-class Current:
-    """Holds what counts the batches of the run at hand."""
-
-    rule: Counting | None = None
-
-
-CURRENT = Current()
+_RULE: ContextVar[Counting | None] = ContextVar("rule", default=None)
 _OF_TRAINERS: WeakKeyDictionary[Any, Counting] = WeakKeyDictionary()
+
+
+def current_rule() -> Counting | None:
+    """What counts the batches of the run that this call is part of."""
+    return _RULE.get()
+
+
+@contextmanager
+def using(rule: Counting) -> Iterator[None]:
+    """Batches are counted by ``rule`` within; runs may take turns in threads of one process."""
+    token = _RULE.set(rule)
+    try:
+        yield
+    finally:
+        _RULE.reset(token)
 
 
 @contextmanager
 def counting(trainer: Any, found: list[tuple[str, Tensor]]) -> Iterator[None]:
     """A batch of ``trainer`` with these tensors, as its loader gave it, is counted within: for those without a session."""
-    if CURRENT.rule is not None:
+    if current_rule() is not None:
         yield
         return
     rule = _OF_TRAINERS.setdefault(trainer, Counting())
     loader = trainer.train_dataloader
     size = getattr(loader, "batch_size", None)
     rule.learn(found, size if isinstance(size, int) else None, exact=False)
-    CURRENT.rule = rule
-    try:
+    with using(rule):
         yield
-    finally:
-        CURRENT.rule = None
 
 
 def counted(module: Any, found: list[tuple[str, Tensor]], indices: list[Any] | None, run: Callable[[], Any]) -> Any:
     """A training step, ``run()``, within which its batch with these tensors and indices is counted."""
-    rule = CURRENT.rule
+    rule = current_rule()
     if rule is None:
         return run()
     rule.learn(found, None if indices is None else len(indices))
