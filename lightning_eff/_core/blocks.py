@@ -273,13 +273,14 @@ class BlockStack:
         self.carries, self._arity = state["carries"], state["arity"]
         self.reshapes = set(state.get("reshapes", ()))
 
-    def watch(self, *, scales: bool, reshaping: bool = False, skips: bool | None = None) -> None:
+    def watch(self, *, scales: bool, reshaping: bool = False, skips: bool | None = None, who: str = "") -> None:
         """Learn what form the blocks' output has, until :meth:`release`.
 
         Args:
             scales: kept branches are scaled by 1/p, so an output that cannot be scaled is an error.
             reshaping: blocks may return a hidden state of another shape; they are noted, and are not to be scaled.
             skips: blocks do not run in some steps; None for those of scaled branches.
+            who: the technique that scales or skips, for messages.
         """
         self._scales |= scales
         self._reshaping |= reshaping
@@ -287,6 +288,7 @@ class BlockStack:
             self.verifying.adds |= scales or bool(skips)
             self.verifying.skips |= scales if skips is None else skips
             self.verifying.reshaping |= reshaping
+            self.verifying.skipper = self.verifying.skipper or who
         if not self._watched:
             self._watched = True
             for index, block in enumerate(self.blocks):

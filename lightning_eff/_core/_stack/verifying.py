@@ -30,6 +30,7 @@ class Verifying:
     def __init__(self, found: Candidate, root: nn.Module, *, who: str, adds: bool = False) -> None:
         self.done = self.reshaping = False
         self.adds = self.skips = adds
+        self.skipper = ""  # the technique that skips blocks or scales branches
         self._found, self._root, self._who = found, root, who
         self._blocks = found.named_blocks
         self._at = [*self._blocks.values()]
@@ -94,7 +95,7 @@ class Verifying:
                 return
             self._note(index, entered, left, rest)
             if self._at_once and (trouble := self._trouble(None)) is not None:
-                raise ValueError(f"{self._who}: {trouble}")
+                raise ValueError(trouble)
 
         return hook
 
@@ -134,44 +135,48 @@ class Verifying:
         chain, loss = self._feeding.verdict, _loss(output)
         self._hidden, self._rest = {}, {}
         if trouble is not None:
-            raise ValueError(f"{self._who}: {trouble}")
+            raise ValueError(trouble)
         adds = [*self._adds.values()]
         added = not self.adds or True in adds or (bool(adds) and None not in adds)
         looked = not self.skips or (loss is not None and read_of is not None)
         self.done = chain is not None and added and looked
 
     def _trouble(self, output: Any) -> str | None:
+        """What is wrong, as a message with the technique's name; None if nothing is."""
+        who = self._who
         if self._feeding.verdict is False:
             first, second = next(pair for pair, fed in self._feeding.links.items() if fed is False)
             return (
-                f"block {second} of {self._found} is not fed by block {first}, so they are no stack. {self._way_out()}"
+                f"{who}: block {second} of {self._found} is not fed by block {first}, so they are no stack."
+                f" {self._way_out(who)}"
             )
         if not self.adds:
             return None
+        who = self.skipper or who
         plain = [index for index, adds in self._adds.items() if adds is False]
         if plain:
             return (
-                f"block {plain[0]} of {self._found} does not return its input plus something, so a skipped block could not"
-                f" hand its input on. {self._way_out()}"
+                f"{who}: block {plain[0]} of {self._found} does not return its input plus something, so a skipped block"
+                f" could not hand its input on. {self._way_out(who)}"
             )
         if self._minus:
             return (
-                f"the module subtracts what a block of {self._found} returns, so a skipped block, which returns its input,"
-                f" would leave nothing. {self._way_out()}"
+                f"{who}: the module subtracts what a block of {self._found} returns, so a skipped block, which returns"
+                f" its input, would leave nothing. {self._way_out(who)}"
             )
         if not self.skips:
             return None
         if self._leavings is not None and self._leavings.reads:
             name, index = next(iter(self._leavings.reads.items()))
             return (
-                f"the module reads {name}, which block {index} sets only when it runs, so a skipped block would leave a value"
-                f" of another batch. Return the value from the block's forward, or remove {self._who}."
+                f"{who}: the module reads {name}, which block {index} sets only when it runs, so a skipped block would"
+                f" leave a value of another batch. Return the value from the block's forward, or remove {who}."
             )
         index = self._read_beside(output)
         if index is not None:
             return (
-                f"the loss uses more of what block {index} of {self._found} returns than its first tensor, and a skipped block"
-                f" has none of that. {self._way_out()}"
+                f"{who}: the loss uses more of what block {index} of {self._found} returns than its first tensor, and a"
+                f" skipped block has none of that. {self._way_out(who)}"
             )
         return None
 
@@ -199,11 +204,11 @@ class Verifying:
         handed_on = len(self._order) > 1 and comes_of(self._rest[last], nodes_of(self._rest[self._order[-2]]))
         return min(met - ({last} if handed_on else set()), default=None)
 
-    def _way_out(self) -> str:
+    def _way_out(self, who: str) -> str:
         chains = [c for c, feeding in self._others if feeding.verdict]
         if not chains:
-            return f"Remove {self._who}."
-        return f"Name another stack, e.g. layers={chains[0].path!r}, or remove {self._who}. Stacks: {listed(chains)}."
+            return f"Remove {who}."
+        return f"Name another stack, e.g. layers={chains[0].path!r}, or remove {who}. Stacks: {listed(chains)}."
 
 
 def _loss(output: Any) -> Tensor | None:

@@ -96,7 +96,7 @@ class Dropping(Technique):
                 stack.load_state_dict(learnt)
         self._where = f"{len(blocks)} blocks of {', '.join(repr(stack.path) for stack in stacks)}"
         for stack in stacks:
-            stack.watch(scales=True, reshaping=self.reshaping, skips=self.skips)
+            stack.watch(scales=True, reshaping=self.reshaping, skips=self.skips, who=who)
 
     @override
     def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:

@@ -162,7 +162,7 @@ class DropIn(Growing):
         if session.fitting:
             self._stack, self._where = stack, f"{len(stack)} blocks of {stack.path!r}"
         stack.active = len(stack) if self._p else self.first
-        stack.watch(scales=True)
+        stack.watch(scales=True, who=type(self).__name__)
         stack.freeze_inactive()
         stack.mixes[self.name()] = functools.partial(self._mix, session)
         if not session.fitting:

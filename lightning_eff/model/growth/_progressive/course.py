@@ -122,7 +122,7 @@ class Progressive(Growing):
             self._active = self._depths[0]
         assert self._active is not None
         stack.active = self._active
-        stack.watch(scales=False, skips=True)  # a search passes over blocks
+        stack.watch(scales=False, skips=True, who=type(self).__name__)  # a search passes over blocks
         stack.freeze_inactive()
         self._unused = bool(self._base) and look_for_unused(session)
 

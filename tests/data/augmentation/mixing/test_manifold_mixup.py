@@ -294,16 +294,20 @@ def test_blocks_that_others_let_rest_are_not_drawn() -> None:
         def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
             depths.append(int(technique.report()["depth"]))
 
+    class Adds(Conv):
+        def forward(self, h: Tensor) -> Tensor:
+            return h + super().forward(h)
+
     class Residual(Deep):
-        def forward(self, images: Tensor) -> Tensor:
-            h = images.expand(-1, 8, -1, -1)
-            for block in self.blocks:
-                h = h + block(h)
-            return self.head(h.mean((2, 3)))
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Adds(bend=k < 1) for k in range(3))
 
     technique = depth(1, 2, 3)
     train(Residual(), technique, eff.StochasticDepth(drop=0.5), Note(), data=batches(20))
     assert {1, 2, 3} <= set(depths)
+    with pytest.raises(ValueError, match=r"StochasticDepth: block 0 .* does not return its input plus something"):
+        train(Deep(), depth(1, 2, 3), eff.StochasticDepth(drop=0.5), data=batches(20))
 
 
 def test_named_modules() -> None:
