@@ -140,4 +140,5 @@ def test_one_block_at_all_places_is_refused() -> None:
 
 
 def test_a_yaml_trains(tmp_path: Path) -> None:
-    fit_yaml(tmp_path, "ResIST", {"interval": 2, "warmup_steps": 1, "layers": "blocks"}, max_steps=4)
+    arguments = {"interval": 2, "warmup_steps": 1, "layers": "blocks"}
+    fit_yaml(tmp_path, "ResIST", arguments, model="TinyGPT", data="Sequences", max_steps=4)

@@ -240,7 +240,7 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
     [
         ({"full_first": 2}, r"the blocks \[2:-1\] are none"),
         ({"keep": 0.99}, "16 patches of an image, of which none would be left out"),
-        ({"reuse": 1}, r"reuse=1\): the loader tells no indices"),
+        ({"reuse": 1}, r"reuse=1\): it is not known which samples a batch holds, because the training loader"),
     ],
 )
 def test_what_cannot_work_is_refused_before_any_weight_changes(arguments: dict[str, Any], message: str) -> None:
