@@ -237,6 +237,13 @@ def find_stack(
     if every and not found:
         raise ValueError(side_by_side_only(module, every, who=who))
     if not found:
+        unlike = [c for of_class in _stages(module).values() for c in of_class if c.length > 1]
+        if unlike:
+            raise ValueError(
+                f"{who}: the blocks of {listed(unlike)} differ in the shapes of their parameters, and no list of equal blocks"
+                f" was found in {type(module).__name__}. If {who} may take them all the same, name them:"
+                f" {who}(layers={unlike[0].path!r})."
+            )
         raise ValueError(
             f"{who}: found no stack of repeated blocks in {type(module).__name__}; expected an nn.ModuleList or"
             f" nn.Sequential of at least two blocks of one class. Give its dotted path as layers=, {_OWN_CONTAINER}, or take"

@@ -83,7 +83,9 @@ def test_el2n_is_the_error_norm_at_the_end_of_the_first_epoch_and_the_hardest_ar
     assert len(net._seen) == 14 and technique.report() == {"samples": 12, "share": 0.4, "passes": 1}
     assert "kept 12 of 30 samples, the hardest by el2n, after 1 pass" in technique.summary()
     session = technique._past
-    assert session is not None and N <= session.chain.cost.forward_samples <= N + 4 * 4 + 3 * 4, "and looks at two batches"
+    assert session is not None and N <= session.chain.cost.forward_samples <= N + 4 * 4 + 3 * 4, (
+        "and looks at two batches"
+    )
     assert session.chain.cost.seconds > 0 and session.chain.cost.backward_passes == 0
 
 
