@@ -120,6 +120,15 @@ def test_no_stack_is_an_error() -> None:
         find_stack(Holds(blocks=repeat(1)), None, who="Test")
 
 
+def test_blocks_of_unequal_shapes_are_taken_where_they_are_named() -> None:
+    net = Holds(blocks=nn.ModuleList([Residual(4), Residual(8), Residual(16)]))
+    with pytest.raises(
+        ValueError, match=r"no stack of equal blocks.*'blocks' \(3 x Residual\) differ in.*layers='blocks'\)"
+    ):
+        find_stack(net, None, who="Test")
+    assert find_stack(net, "blocks", who="Test").length == 3
+
+
 def test_a_container_of_several_classes_is_no_stack() -> None:
     mixed = Holds(blocks=nn.ModuleList([Residual(), nn.Linear(4, 4), Residual()]))
     with pytest.raises(ValueError, match="found no stack"):

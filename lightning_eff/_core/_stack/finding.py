@@ -240,9 +240,8 @@ def find_stack(
         unlike = [c for of_class in _stages(module).values() for c in of_class if c.length > 1]
         if unlike:
             raise ValueError(
-                f"{who}: the blocks of {listed(unlike)} differ in the shapes of their parameters, and no list of equal blocks"
-                f" was found in {type(module).__name__}. If {who} may take them all the same, name them:"
-                f" {who}(layers={unlike[0].path!r})."
+                f"{who}: found no stack of equal blocks in {type(module).__name__}. The blocks of {listed(unlike)} differ in"
+                f" the shapes of their parameters. To use them anyway, name them: {who}(layers={unlike[0].path!r})."
             )
         raise ValueError(
             f"{who}: found no stack of repeated blocks in {type(module).__name__}; expected an nn.ModuleList or"
