@@ -5,7 +5,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
@@ -14,6 +14,7 @@ from lightning_eff._core._lightning.names import of_both
 from lightning_eff._core._run._silent.silence import BATCH_HOOKS, driving
 from lightning_eff._core.search_space import SearchSpace, Survey
 from lightning_eff._core.session import Session
+from lightning_eff._core.settings import changed_settings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,8 +84,18 @@ class Technique(Callback):
     sparse_gradients: ClassVar[bool] = False
     compiles: ClassVar[bool] = False
 
+    _settings: Mapping[str, str] = {}
     _session: Session | None = None
     _past: Session | None = None  # the closed one, for a checkpoint that is saved after the run
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        technique = super().__new__(cls)
+        technique._settings = changed_settings(cls.__init__, args, kwargs)
+        return technique
+
+    def __repr__(self) -> str:
+        """The class with the settings that are not the defaults."""
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in self._settings.items())})"
 
     @classmethod
     def name(cls) -> str:
