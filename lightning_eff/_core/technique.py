@@ -84,18 +84,18 @@ class Technique(Callback):
     sparse_gradients: ClassVar[bool] = False
     compiles: ClassVar[bool] = False
 
-    _settings: Mapping[str, str] = {}
+    _made_with: Mapping[str, str] = {}
     _session: Session | None = None
     _past: Session | None = None  # the closed one, for a checkpoint that is saved after the run
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         technique = super().__new__(cls)
-        technique._settings = changed_settings(cls.__init__, args, kwargs)
+        technique._made_with = changed_settings(cls.__init__, args, kwargs)
         return technique
 
     def __repr__(self) -> str:
         """The class with the settings that are not the defaults."""
-        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in self._settings.items())})"
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in self._made_with.items())})"
 
     @classmethod
     def name(cls) -> str:

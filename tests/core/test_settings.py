@@ -38,7 +38,7 @@ class Guided(Technique):
 def test_models_are_shown_by_their_class_and_not_kept() -> None:
     guided = Guided(nn.Linear(2, 2), names=("a",))
     assert repr(guided) == "Guided(teacher=<Linear>, names=('a',))"
-    assert all(type(text) is str for text in guided._settings.values())
+    assert all(type(text) is str for text in guided._made_with.values())
 
 
 def test_a_wrong_argument_is_the_constructors_own_error() -> None:
