@@ -130,8 +130,11 @@ class ResumableLoader(LoaderProxy):
                 batch = self.following()
         else:
             before = rng.capture() if looks_ahead else None
-            with self._drawing_as_then(state):
-                batch = self.following() if self.tuner is None else self.tuner.fetch(self.following)
+            if state is not None:
+                with self._drawing_as_then(state):
+                    batch = self._fetch()
+            else:
+                batch = self._fetch()
         if state is not None and not self._redo:
             self._resume = None
             self._pieces.set_generators(state["generators"])
@@ -146,14 +149,16 @@ class ResumableLoader(LoaderProxy):
             self._host.check_choice(self)
         return batch
 
+    def _fetch(self) -> Any:
+        return self.following() if self.tuner is None else self.tuner.fetch(self.following)
+
     def following(self) -> Any:
         """What the iterator gives next: a batch, or where there is none :data:`_END`."""
         iterator = self.__dict__["_iterator"]
-        if is_direct(iterator):
+        if self._direct:
             batch, self._origin = fetched(iterator, lambda: next(iterator, _END))
         else:
-            with self._draws.around(self._position):
-                batch = next(iterator, _END)
+            batch = self._draws.fetch(self._position, lambda: next(iterator, _END))
             self._origin = None if self._made is None else self._made.origin(batch)
         return batch
 
@@ -279,7 +284,8 @@ class ResumableLoader(LoaderProxy):
                 return iter(loader)
 
         iterator = begin() if self.tuner is None else self.tuner.make(begin)
-        self._repeats = not is_direct(iterator) and not self._keeps
+        self._direct = is_direct(iterator)
+        self._repeats = not self._direct and not self._keeps
         in_workers = isinstance(loader, DataLoader) and not iterates_itself(loader) and loader.num_workers > 0
         self._draws.watch = self._repeats and not in_workers
         if self._repeats:
