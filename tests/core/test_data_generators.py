@@ -101,7 +101,7 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     },
     "a stream": lambda: DataLoader(Stream(), 2),
     "a sampler without a length": lambda: DataLoader(Noisy("torch"), 2, sampler=WithoutLength()),
-    "a collate function": lambda: DataLoader(range(10), 2, shuffle=True, collate_fn=Collating().collate),  # pyright: ignore
+    "a collate function": lambda: DataLoader(torch.arange(10), 2, shuffle=True, collate_fn=Collating().collate),
     "workers": lambda: DataLoader(Subset(Noisy("torch"), range(10)), 2, shuffle=True, num_workers=2),
 }
 
