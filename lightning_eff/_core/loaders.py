@@ -240,7 +240,9 @@ class ResumableLoader(LoaderProxy):
         if self._recorder is not None:
             self._recorder.pass_over, began = self._position if skip else 0, self._recorder.began
             self._recorder.replays = self._recorder.draws.saved()
+        drawn = self._pieces.data.states()
         self._begin_again(began, None, None, skip=skip)
+        self._pieces.data.set(drawn)
 
     def _begin_again(
         self,
@@ -306,8 +308,10 @@ class ResumableLoader(LoaderProxy):
     def _pass_over(self, count: int, state: dict[str, Any] | None) -> None:
         """Bring the iterator to where it has handed out ``count`` batches."""
         iterator, last = self.__dict__["_iterator"], None
-        if is_direct(iterator) and iterator._num_workers == 0:
-            for _ in range(count):  # indices alone: samples are made from the global state, which is restored by itself
+        if is_direct(iterator) and iterator._num_workers == 0 and not (self._redo and self._pieces.data):
+            for _ in range(
+                count
+            ):  # indices alone: the random states that samples are made from are restored by themselves
                 iterator._next_index()
                 iterator._sampler_iter.take()
             return
