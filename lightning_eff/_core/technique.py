@@ -11,10 +11,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_eff._core._lightning.names import of_both
+from lightning_eff._core._lightning.settings import changed_settings
 from lightning_eff._core._run._silent.silence import BATCH_HOOKS, driving
 from lightning_eff._core.search_space import SearchSpace, Survey
 from lightning_eff._core.session import Session
-from lightning_eff._core.settings import changed_settings
 
 if TYPE_CHECKING:
     from torch import Tensor
