@@ -176,7 +176,7 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
     if name in _RMS.split():
         begun["RMSNormalization"] = "no LayerNorm"
     if name in _RELU2:
-        begun["SwapActivation"] = "has no activation to act on"
+        begun["SwapActivation"] = "has no activation module to act on"
     masks = {"SequencePacking": _NO_MASK, "MaskRateSchedule": _NO_IDS if kind in ("image", "speech") else _NOT_MASKED}
     if name in ("mamba", "squeezebert"):
         begun["EarlyBird"] = "found no BatchNorm that trains, no attention's heads"

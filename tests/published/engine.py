@@ -1,6 +1,7 @@
 """Train a package's module with a technique, resume it, load its checkpoint, and look for what is left behind."""
 
 import contextlib
+import functools
 import importlib
 import logging
 import re
@@ -64,7 +65,8 @@ def fit(package: Package, tried: Tried | None, folder: Path, resume: Path | None
         "limit_val_batches": 0,
         "num_sanity_val_steps": 0,
     }
-    trainer = pl.Trainer(
+    make = pl.Trainer if package.trainer_of is None else functools.partial(package.trainer_of, module)
+    trainer = make(
         **{**settings, **package.settings},
         callbacks=[saving, *beside, *([one] if one is not None and not plugin else [])],
         **({"plugins": [one]} if plugin else {}),

@@ -1,0 +1,24 @@
+"""mlcolvar: an autoencoder of collective variables on its DictModule, whose loader is no torch DataLoader."""
+
+from tests.published.package import Package
+
+
+def build():
+    import torch
+    from mlcolvar.cvs import AutoEncoderCV
+    from mlcolvar.data import DictDataset, DictModule
+
+    data = torch.randn(24, 8, generator=torch.Generator().manual_seed(0))
+    options = {"encoder": {"activation": "relu"}, "decoder": {"activation": "relu"}, "optimizer": {"lr": 1e-3}}
+    loader = DictModule(DictDataset({"data": data}), lengths=[1.0], batch_size=4)
+    return AutoEncoderCV([8, 16, 16, 2], options=options), loader
+
+
+PACKAGE = Package(
+    "mlcolvar",
+    "AutoEncoderCV on its DictModule",
+    build,
+    requirements=("KDEpy", "mlcolvar"),
+    flags=("--no-deps",),
+    trusted=True,
+)
