@@ -1,6 +1,10 @@
 """Why a technique is refused on a module, where that is true of the module: patterns of the messages."""
 
 NO_STACK = "found no stack of repeated blocks"
+UNEQUAL = r"The blocks of .* differ in the shapes of their parameters\. .*layers="
+NO_COPIES = "differ in the shapes of their parameters, so that none can be a copy"
+NEEDS_ALL = "so the module needs what every block computes"
+NO_BFLOAT16 = "gives a bfloat16 tensor to something that does not take bfloat16"
 NOT_RESIDUAL = "does not return its input plus something"
 READ_BY_OTHERS = "which block 0 sets only when it runs"
 NO_BRANCH = "found no residual branch"
