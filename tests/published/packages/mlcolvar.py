@@ -1,5 +1,6 @@
 """mlcolvar: an autoencoder of collective variables on its DictModule, whose loader is no torch DataLoader."""
 
+from tests.published import reasons
 from tests.published.package import Package
 
 
@@ -21,4 +22,18 @@ PACKAGE = Package(
     requirements=("KDEpy", "mlcolvar"),
     flags=("--no-deps",),
     trusted=True,
+    refused={
+        **dict.fromkeys(
+            ("ProgressiveStacking", "StochasticDepth", "LayerFreezing", "Rematerialization"), reasons.NO_STACK
+        ),
+        "LayerScale": reasons.NO_BRANCH,
+        "RMSNormalization": reasons.NO_LAYER_NORM,
+        "SelectiveBackprop": reasons.NO_LOSS_CALL,
+        "DataPruning": reasons.NO_DATA_LOADER,
+        "DifficultyPacing": reasons.NO_DATA_LOADER,
+        "Mixup": reasons.NO_LOSS_CALL,
+        "LabelSmoothing": reasons.NO_LOSS_CALL,
+        "ActivationCompression": reasons.NOTHING_LARGE,
+        "StochasticRoundingBF16": reasons.OTHER_DTYPES,
+    },
 )

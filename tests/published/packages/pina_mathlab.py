@@ -29,4 +29,9 @@ PACKAGE = Package(
     imports="pina",
     trainer_of=trainer,
     trusted=True,
+    known={
+        "SelectiveBackprop": "A pass for losses alone keeps no graph, and this step takes derivatives by its inputs.",
+        "StochasticDepth": "Labels of the package's own tensor class are lost where a dropped block hands its input on.",
+        "Rematerialization": "Labels of the package's own tensor class are lost where a block's inputs are detached.",
+    },
 )

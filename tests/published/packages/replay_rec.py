@@ -1,5 +1,6 @@
 """replay-rec: SASRec, a transformer that recommends the next item of a sequence."""
 
+from tests.published import reasons
 from tests.published.package import Package
 
 
@@ -32,4 +33,8 @@ PACKAGE = Package(
     requirements=("polars", "pyarrow", "replay-rec"),
     flags=("--no-deps",),
     trusted=True,
+    refused={
+        **dict.fromkeys(("StochasticDepth", "LayerFreezing"), reasons.TWO_STACKS),
+        **dict.fromkeys(("ProgressiveStacking", "Rematerialization"), reasons.TWO_STACKS),
+    },
 )
