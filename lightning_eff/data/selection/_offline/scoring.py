@@ -239,10 +239,10 @@ class DataScorer(Scorer):
             called.remove()
         head = called.last(targets.classes) if targets.classes else None
         if head is None:
-            logits = f"{targets.classes} logits" if targets.classes else "logits"
             raise ValueError(
-                f"{self.who}(score={self.kind!r}): found no nn.Linear in {type(module).__name__} that gives the {logits} of a"
-                f" loss; expected the last map of the network. Give its path by head=, one of {listed(linear_maps(module))}."
+                f"{self.who}(score={self.kind!r}): found no nn.Linear in {type(module).__name__} that computes the"
+                f"{f' {targets.classes}' if targets.classes else ''} logits of a classification loss. Name it by head=, one of"
+                f" {listed(linear_maps(module))}."
             )
         return head
 
