@@ -1,5 +1,6 @@
 """pina-mathlab: a physics-informed PirateNet on the Poisson equation, through the package's own Trainer."""
 
+from tests.published import reasons
 from tests.published.package import Package
 
 
@@ -29,9 +30,14 @@ PACKAGE = Package(
     imports="pina",
     trainer_of=trainer,
     trusted=True,
-    known={
-        "SelectiveBackprop": "A pass for losses alone keeps no graph, and this step takes derivatives by its inputs.",
-        "StochasticDepth": "Labels of the package's own tensor class are lost where a dropped block hands its input on.",
-        "Rematerialization": "Labels of the package's own tensor class are lost where a block's inputs are detached.",
+    refused={
+        "SelectiveBackprop": reasons.DERIVATIVES,
+        "DataPruning": reasons.DERIVATIVES,
+        "DifficultyPacing": reasons.DERIVATIVES,
+        "Mixup": reasons.DERIVATIVES,
+        "LabelSmoothing": reasons.DERIVATIVES,
+        "LayerScale": reasons.NOT_PROBED,
+        "SwapActivation": reasons.NO_ACTIVATION,
+        "ActivationCompression": reasons.NOTHING_LARGE,
     },
 )
