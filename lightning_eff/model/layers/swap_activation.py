@@ -156,11 +156,11 @@ class SwapActivation(Architecture):
         if found:
             return
         reasons = "; ".join(f"{path}: {reason}" for path, reason in left.items())
-        kinds = sorted({type(m).__name__ for m in root.modules() if is_activation(m)})
+        kinds = sorted({type(m).__name__ for m in root.modules() if is_activation(m) and not is_rectifier(m)})
         raise ValueError(
             f"{WHO}(to={self.to!r}): {type(root).__name__} has no activation module to act on. "
             + (f"Left as they are: {reasons}. " if left else "")
-            + (f"It has modules of {', '.join(kinds)}. " if kinds else "")
+            + (f"Modules of {', '.join(kinds)} are exchanged only if names=[...] names them. " if kinds else "")
             + "Functions that forward calls, such as F.relu, cannot be exchanged from outside: make them modules, such as"
             " self.act = nn.ReLU(), or name other modules by names=[...]."
         )
