@@ -18,6 +18,7 @@ import torch.nn.functional as F
 import yaml
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
+from torch.distributed.run import get_args_parser
 
 import lightning_eff
 from docs.making import cards, notebook, pages
@@ -252,9 +253,12 @@ def test_yaml_in_a_page_trains(page: str, tmp_path: Path, monkeypatch: pytest.Mo
     data_set = models.loader("tiny_gpt").dataset
     save(tmp_path / "kept.npz", num_samples=len(data_set), fingerprint="", indices=range(8))  # pyright: ignore[reportArgumentType]
     for text in blocks(page, "yaml"):
-        config = yaml.safe_load(text.replace("kept.npz", str(tmp_path / "kept.npz")))
+        config = yaml.safe_load(text.replace("kept.npz", str(tmp_path / "kept.npz")).replace("/shared", str(tmp_path)))
         short = {"max_steps": 2, "accelerator": "cpu", "devices": 1, "limit_val_batches": 0, "logger": False}
-        quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+        quiet = {"enable_progress_bar": False, "enable_model_summary": False}
+        quiet["enable_checkpointing"] = "ModelCheckpoint" in text
+        if config["trainer"].pop("num_nodes", 1) > 1:  # trains on two in tests/strategies/test_several_machines.py
+            config["trainer"]["strategy"] = "auto"
         config["trainer"] = {**config["trainer"], **short, **quiet}
         own = {"class_path": "tests.models.TinyGPT", "init_args": {"num_layers": 12, "dim": 32}}
         model = config.setdefault("model", own)
@@ -267,7 +271,7 @@ def test_yaml_in_a_page_trains(page: str, tmp_path: Path, monkeypatch: pytest.Mo
         made = Unrun(["fit", "--config", str(path)], save_config_callback=None)
         made.trainer.fit(made.model, datamodule=made.datamodule)
         assert made.trainer.global_step == 2
-        named = {entry["class_path"].rpartition(".")[2] for entry in config["trainer"]["callbacks"]}
+        named = {entry["class_path"].rpartition(".")[2] for entry in config["trainer"].get("callbacks") or ()}
         assert named <= {type(callback).__name__ for callback in made.trainer.callbacks}
 
 
@@ -280,7 +284,7 @@ def commands(text: str, language: str = "bash") -> Iterator[str]:
     """Those of a page's blocks, and those in its sentences."""
     for _, found, body in BLOCK.findall(text):
         if found == language:
-            yield from (line for line in textwrap.dedent(body).splitlines() if line.strip())
+            yield from (line for line in textwrap.dedent(body).splitlines() if line.partition("#")[0].strip())
     yield from INLINE.findall(BLOCK.sub("", text))
 
 
@@ -299,6 +303,11 @@ def check(command: str) -> None:
         assert all((ROOT / words[i + 1]).is_file() for i, word in enumerate(words) if word == "-c"), command
     elif program == "python":
         assert words[0] == "-m" and importlib.util.find_spec(words[1]) is not None, command
+    elif program == "srun":
+        check(shlex.join(words))
+    elif program == "torchrun":
+        asked = get_args_parser().parse_args(words)
+        check(shlex.join([asked.training_script, *asked.training_script_args]))
     elif words[1:] == []:
         assert words[0] in cli.COMMANDS, command
     elif words[0] in ("bench", "tune", "plan"):
