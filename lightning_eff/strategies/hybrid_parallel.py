@@ -179,7 +179,7 @@ class HybridParallelStrategy(SavingStrategy):
         )
         self.pipeline_parallel_size = pipeline_parallel_size
         self.init_on = init_on
-        self.gather_after_fit = gather_after_fit
+        self.gather_after_fit: bool | Literal["auto"] = gather_after_fit
         self.failure_timeout = failure_timeout
         self._layout: layout.Layout | None = None
         self._replica: Replica | None = None

@@ -47,4 +47,4 @@ def gather_on_first(mine: Any, device: torch.device) -> list[Any] | None:
 
 
 def _loaded(data: Tensor) -> Any:
-    return pickle.loads(data.numpy())
+    return pickle.loads(data.numpy())  # pyright: ignore[reportArgumentType] - a buffer

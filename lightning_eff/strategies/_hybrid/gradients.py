@@ -4,6 +4,8 @@ Lightning's closure runs ``training_step``, then zeroes gradients, then calls ``
 the backward passes within the first of these, so what it left is put aside, and ``backward`` puts it back.
 """
 
+# pyright: reportPrivateImportUsage=false
+
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

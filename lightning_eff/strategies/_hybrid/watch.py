@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -101,7 +101,7 @@ class Watch:
         dist.all_gather_object(told, (Process.this(), _MADE[0]))
         self._processes: list[Process] = [process for process, _ in told]
         _MADE[0] = number = 1 + max(made for _, made in told)
-        store = _get_default_store().clone()  # one that waits for nobody else's requests
+        store: Store = cast("Any", _get_default_store()).clone()  # a connection of its own
         store.set_timeout(timedelta(seconds=60))
         self._store: Store = PrefixStore(f"{who}/watch/{number}", store)
         spaces = list(dict.fromkeys(process.space for process in self._processes))
