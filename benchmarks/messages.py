@@ -124,13 +124,13 @@ class OneStep(Callback):
         self.steps, self.reads, self.messages = steps, Reads(), Messages()
         self.found: dict[str, Any] = {}
 
-    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+    def on_train_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if trainer.global_step == self.steps - 1:
             self.reads.places.clear()
             self.messages.collectives.clear()
             self.messages.bytes = self.messages.point_to_point = 0
 
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if trainer.global_step == self.steps:
             self.found = {
                 "collectives": sum(self.messages.collectives.values()),

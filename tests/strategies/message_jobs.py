@@ -72,7 +72,7 @@ def observe_norms() -> dict[str, Any]:
             q.grad = p.grad.clone()
         with Kernels() as kernels:
             norm = gradients.global_norm(
-                params, coordinates={"data": dist.get_rank()}, counts=lambda p: True, device=p.device
+                params, coordinates={"data": dist.get_rank()}, counts=lambda p: True, device=torch.device("cpu")
             )
             gradients.clip_by_norm(params, norm, 0.5)
             gradients.clip_by_value(params, 0.1)
@@ -140,7 +140,13 @@ def observe_ends() -> dict[str, Any]:
     """Which ranks have whole weights after a run, and what the next run makes of them."""
     found: dict[str, Any] = {}
     arguments: dict[str, Any] = {"failure_timeout": None, "min_num_params": 0}
-    for name, least, gather in (("small", 2**32, "auto"), ("large", 0, "auto"), ("asked", 0, True), ("none", 0, False)):
+    ends: list[tuple[str, int, Any]] = [
+        ("small", 2**32, "auto"),
+        ("large", 0, "auto"),
+        ("asked", 0, True),
+        ("none", 0, False),
+    ]
+    for name, least, gather in ends:
         pl.seed_everything(1, verbose=False)
         model = TinyClassifier()
         with patch.object(gathering, "_COPIED_BYTES", least):
