@@ -35,3 +35,5 @@ def _import_techniques() -> None:
 for _package in ("lightning.pytorch", "pytorch_lightning"):
     _lazy.once_imported(f"{_package}.strategies", _functools.partial(_lazy.register_strategies, _package))
     _lazy.once_imported(f"{_package}.cli", _import_techniques)
+for _package in ("lightning.fabric", "lightning_fabric"):
+    _lazy.once_imported(f"{_package}.plugins.io.torch_io", _functools.partial(_lazy.explain_folders, _package))

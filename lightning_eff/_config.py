@@ -40,6 +40,7 @@ from lightning_eff._core._lightning.names import (
 from lightning_eff._errors import ConfigError, UsageError, check_configs, did_you_mean
 from lightning_eff._faults import ENTRY, Fault, entry_key, faults, misshapen
 from lightning_eff._packages import package_of_module
+from lightning_eff.strategies._names import meant, sized
 
 #: Where each kind of class belongs in a config.
 _PLACES = (
@@ -142,8 +143,9 @@ class ConfigCLI(LightningCLI):
         trainer = self.config[str(self.subcommand)].get("trainer")
         name = None if trainer is None else trainer.get("strategy")
         registry = module_like(self, "lightning.pytorch.strategies").StrategyRegistry
-        if isinstance(name, str) and name != "auto" and name.lower() not in registry:
+        if isinstance(name, str) and name != "auto" and name.lower() not in registry and sized(name) is None:
             known = ["auto", *registry.available_strategies()]
+            known = [right, *known] if (right := meant(name, known)) is not None else known
             near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5) or known[:6]
             raise UsageError(
                 f"trainer.strategy: got {name!r}, which is no strategy's name nor a class path."

@@ -72,6 +72,10 @@ ON_MODULES_AND_CLASSES = {
     "_add_configure_optimizers_method_to_model": "lightning.pytorch.cli:LightningCLI",
     "_autograd": "torch._C",
     "_base": "torch:Tensor",
+    "_foreach_clamp_max_": "torch",
+    "_foreach_clamp_min_": "torch",
+    "_foreach_mul_": "torch",
+    "_foreach_norm": "torch",  # torch.nn.utils.get_total_norm rounds to the gradients' type
     "_len_torch_function_stack": "torch._C",
     "_lru_cache_wrapper": "functools",
     "_make_wrapper_subclass": "torch:Tensor",

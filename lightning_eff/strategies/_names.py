@@ -1,6 +1,7 @@
 """The strategy strings: of which class each is an instance, and with which arguments. Nothing is imported for them."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -50,20 +51,70 @@ def _deepspeed() -> Iterator[StrategyName]:
         )
 
 
-def _hybrid() -> Iterator[StrategyName]:
-    """From "hybrid" to "hybrid_shard8_tp8_pp8"."""
-    for shard, tensor, pipeline in product((1, 2, 4, 8), repeat=3):
-        sizes = {"shard": shard, "tp": tensor, "pp": pipeline}
-        name = "hybrid" + "".join(f"_{axis}{size}" for axis, size in sizes.items() if size > 1)
-        data = f"data (shards of {shard})" if shard > 1 else "data"
-        described = f"Hybrid parallelism of an unchanged module: {data} x tensor {tensor} x pipeline {pipeline}"
-        arguments = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
-        arguments |= {"shard": shard} if shard > 1 else {}
-        yield StrategyName(name, f"{_HERE}.hybrid_parallel", "HybridParallelStrategy", described, arguments)
+_AXES = ("shard", "tp", "pp")
 
 
-#: All of them.
-NAMES: tuple[StrategyName, ...] = (*_compressed(), *_deepspeed(), *_hybrid())
+def _written(sizes: Mapping[str, int]) -> str:
+    return "hybrid" + "".join(f"_{axis}{sizes[axis]}" for axis in _AXES if sizes.get(axis, 1) > 1)
+
+
+def _hybrid(sizes: Mapping[str, int]) -> StrategyName:
+    shard, tensor, pipeline = (sizes.get(axis, 1) for axis in _AXES)
+    data = f"data (shards of {shard})" if shard > 1 else "data"
+    described = f"Hybrid parallelism of an unchanged module: {data} x tensor {tensor} x pipeline {pipeline}"
+    arguments = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+    arguments |= {"shard": shard} if shard > 1 else {}
+    return StrategyName(_written(sizes), f"{_HERE}.hybrid_parallel", "HybridParallelStrategy", described, arguments)
+
+
+#: Those in Lightning's registry; "hybrid" is there from "hybrid" to "hybrid_shard8_tp8_pp8", and takes any sizes.
+NAMES: tuple[StrategyName, ...] = (
+    *_compressed(),
+    *_deepspeed(),
+    *(_hybrid(dict(zip(_AXES, sizes, strict=True))) for sizes in product((1, 2, 4, 8), repeat=3)),
+)
+
+
+def sized(name: str) -> StrategyName | None:
+    """The hybrid strategy with the sizes that ``name`` says, in any order, as "hybrid_pp3_tp12" does; None if it does not."""
+    word, *parts = name.lower().split("_")
+    found = [re.fullmatch(rf"({'|'.join(_AXES)})([1-9]\d*)", part) for part in parts]
+    sizes = {match[1]: int(match[2]) for match in found if match is not None}
+    return _hybrid(sizes) if word == "hybrid" and len(sizes) == len(parts) else None
+
+
+def meant(name: str, known: Iterable[str] = ()) -> str | None:
+    """The string of this package that a misspelt ``name`` stands for, with its sizes.
+
+    Args:
+        known: other packages' strings.
+
+    Returns:
+        None if the name is like none of them, or more like one of ``known``.
+    """
+    import difflib
+
+    name = name.lower()
+    words = re.findall(r"([a-z]+)[_=]?(\d*)", name)
+    if words and difflib.get_close_matches(words[0][0], ["hybrid"], cutoff=0.7):
+        sizes: dict[str, int] = {}
+        for axis, size in words[1:]:
+            right = [a for a in _AXES if a == axis] or difflib.get_close_matches(axis, ["shard", "tensor", "pipeline"])
+            if right and size:
+                sizes[{"tensor": "tp", "pipeline": "pp"}.get(right[0], right[0])] = int(size)
+        return _written(sizes)
+    ours = [one.name for one in NAMES]
+    near = difflib.get_close_matches(name, {*known, *ours}, n=1)
+    return near[0] if near and near[0] in ours else None
+
+
+def wrong(name: str, right: str) -> str:
+    """What a Trainer says of a misspelt string."""
+    others = ", ".join(one.name for one in NAMES if not one.name.startswith("hybrid"))
+    return (
+        f"Trainer(strategy={name!r}): no strategy has this name. Did you mean {right!r}? lightning_eff has 'hybrid', with"
+        f" any sizes of shard, tp and pp behind it (such as 'hybrid_shard8_tp2', 'hybrid_tp4_pp2'), and {others}."
+    )
 
 
 def register(registry: Any, cls: type, known_as: str) -> None:

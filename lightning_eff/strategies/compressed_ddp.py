@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch import Trainer
@@ -22,6 +21,7 @@ from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_
 from lightning_eff.strategies import _names
 from lightning_eff.strategies._communication.codecs import QuantizedCodec, SignCodec
 from lightning_eff.strategies._communication.exchange import log_traffic
+from lightning_eff.strategies._communication.gathering import gather_on_first
 
 if TYPE_CHECKING:
     from lightning_eff.strategies._communication.hooks import GradientHook
@@ -199,8 +199,7 @@ class CompressedDDPStrategy(Connected, DDPStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if self._state is not None:
-            ranks: list[Any] | None = [None] * self.world_size if self.global_rank == 0 else None
-            dist.gather_object(self._state.state_dict(), ranks)
+            ranks = gather_on_first(self._state.state_dict(), self.root_device)
             checkpoint[_KEY] = {"hook": self.hook, "ranks": ranks}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.strategies.deepspeed import _DEEPSPEED_AVAILABLE
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch import Trainer
@@ -21,6 +20,7 @@ from lightning_eff._core._lightning.names import Connected, of_both
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, needs_processes
 from lightning_eff.strategies import _names
 from lightning_eff.strategies._communication.exchange import log_traffic
+from lightning_eff.strategies._communication.gathering import gather_on_first
 from lightning_eff.strategies._communication.onebit_adam import OneBitAdam
 from lightning_eff.strategies._communication.onebit_lamb import OneBitLamb
 from lightning_eff.strategies._communication.onebit_optimizer import OneBitOptimizer, check_source
@@ -231,11 +231,7 @@ class DeepSpeedEffStrategy(Connected, DeepSpeedStrategy):
         if self._optimizer is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        ranks: list[Any] | None = [None] * self.world_size if self.global_rank == 0 else None
-        if self.world_size == 1:
-            ranks = [self._optimizer.rank_state()]
-        else:
-            dist.gather_object(self._optimizer.rank_state(), ranks)
+        ranks = gather_on_first(self._optimizer.rank_state(), self.root_device)
         checkpoint[_KEY] = {"optimizer": self.onebit, "ranks": ranks}
         shown = self._optimizer._own is not None
         self._show(mean=True)

@@ -78,10 +78,14 @@ class HybridParallelStrategy(SavingStrategy):
         init_on: where ``configure_model``, and ``with trainer.init_module()``, make weights: on "all" ranks, on "rank0"
             alone, from which the others get their pieces, or nowhere ("meta"): then each module's ``reset_parameters``, or
             the model's ``_init_weights``, makes them a module at a time, so no process ever holds the whole.
-        gather_after_fit: when a run ends, give every process the whole weights in its module. False leaves them on the meta
-            device, for models larger than a process's memory; checkpoints have them.
-        failure_timeout: seconds without a sign of life after which a process counts as dead, and all others stop with
-            its rank in the message; processes of the same machine are seen at once. None keeps no watch.
+        gather_after_fit: which processes get the whole weights in their module when a run ends: all (True), or none (False,
+            for models larger than a process's memory); where they are not, the module is on the meta device. "auto" gives
+            them to all, but those of a model of more than 4 GiB to rank 0 alone, since each process of a machine would
+            hold a copy. Checkpoints have them in any case.
+        find_unused_parameters: as in DDPStrategy, with shard=False: some steps leave parameters without a gradient.
+        failure_timeout: seconds without a sign of life from a whole machine (or container) after which its processes count
+            as dead. All other processes then stop with its ranks in the message. A process that dies beside others of its
+            machine is noticed within seconds. The watch uses the store at MASTER_PORT. None keeps no watch.
         process_group_backend: as in DDPStrategy.
         timeout: of one message, as in DDPStrategy.
         microbatch_weight: for a pipeline: what a micro-batch weighs in its batch's loss, a function of it that returns a
@@ -123,8 +127,9 @@ class HybridParallelStrategy(SavingStrategy):
         min_num_params: int = 2**20,
         save_distributed_checkpoint: bool = False,
         init_on: Literal["all", "rank0", "meta"] = "all",
-        gather_after_fit: bool = True,
-        failure_timeout: float | None = 20.0,
+        gather_after_fit: bool | Literal["auto"] = "auto",
+        find_unused_parameters: bool = False,
+        failure_timeout: float | None = 300.0,
         process_group_backend: str | None = None,
         timeout: timedelta | None = TIMEOUT,
         microbatch_weight: Callable[[Any], float] | str | None = None,
@@ -141,8 +146,9 @@ class HybridParallelStrategy(SavingStrategy):
             flags={
                 "sequence_parallel": sequence_parallel,
                 "save_distributed_checkpoint": save_distributed_checkpoint,
-                "gather_after_fit": gather_after_fit,
+                "find_unused_parameters": find_unused_parameters,
             },
+            gather_after_fit=gather_after_fit,
             min_num_params=min_num_params,
             schedule=schedule,
             num_microbatches=num_microbatches,
@@ -168,11 +174,12 @@ class HybridParallelStrategy(SavingStrategy):
             tensor_parallel_plan=tensor_parallel_plan,
             pipeline_split=pipeline_split,
             sequence_parallel=sequence_parallel,
+            find_unused_parameters=find_unused_parameters,
             microbatch_weight=imported(microbatch_weight, who=WHO),
         )
         self.pipeline_parallel_size = pipeline_parallel_size
         self.init_on = init_on
-        self.gather_after_fit = gather_after_fit
+        self.gather_after_fit: bool | Literal["auto"] = gather_after_fit
         self.failure_timeout = failure_timeout
         self._layout: layout.Layout | None = None
         self._replica: Replica | None = None
@@ -236,13 +243,11 @@ class HybridParallelStrategy(SavingStrategy):
         self._setup_distributed()
         if self._device_mesh is None or not torch.distributed.is_initialized():
             self._device_mesh = layout.make_mesh(self.layout, self.root_device)
-        assert self.lightning_module is not None and self.cluster_environment is not None
+        assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
         if self.failure_timeout is not None and self.world_size > 1:
-            address = self.cluster_environment.main_address
-            self._watch = self._watch or Watch(
-                self.global_rank, self.world_size, address, self.failure_timeout, who=WHO
-            )
+            if self._watch is None or not self._watch.current:
+                self._watch = Watch(self.failure_timeout, who=WHO)
             self._watch.start()
 
     @override
@@ -358,7 +363,7 @@ class HybridParallelStrategy(SavingStrategy):
         failed = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
         replica, self._replica = self._replica, None
         if replica is not None:
-            replica.undo(gather=self.gather_after_fit and not failed)
+            replica.undo(gather=False if failed else self.gather_after_fit)
         if not failed:
             self.barrier()  # nobody takes a rank that is done for one that is dead
         if self._watch is not None:

@@ -54,6 +54,8 @@ from tests.processes import free_port
         ({"shard": 3, "data_parallel_size": 4}, r"shard=3\): 3 ranks .* do not divide the 4 .*one of \[2, 4\]"),
         ({"init_on": "rank1"}, r"'all', 'rank0', 'meta'"),
         ({"failure_timeout": 0}, r"seconds > 0"),
+        ({"gather_after_fit": "all"}, r"gather_after_fit='all'\): expected True, False or 'auto'"),
+        ({"find_unused_parameters": True}, r"find_unused_parameters=True\): that is for torch's DDP"),
         ({"microbatch_weight": len}, r"microbatch_weight=\.\.\., pipeline_parallel_size=1.*no effect"),
         (
             {"microbatch_weight": "no.such.thing", "pipeline_parallel_size": 2},
@@ -115,6 +117,51 @@ def test_every_string_is_a_strategy() -> None:
         assert isinstance(strategy, HybridParallelStrategy)
         assert (strategy._tensor_parallel_size, strategy.pipeline_parallel_size) == (tensor, pipeline)
         assert strategy.settings.shard is True if shards == 1 else strategy.settings.shard == shards
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_strings_take_any_sizes_and_misspelt_ones_are_put_right(package: str) -> None:
+    lightning = pytest.importorskip(package)
+
+    def strategy(name: str) -> Any:
+        return lightning.Trainer(strategy=name, accelerator="cpu", devices=1, logger=False, barebones=True).strategy
+
+    for name, sizes in (
+        ("hybrid_tp3", (True, 3, 1)),
+        ("hybrid_tp4_pp2", (True, 4, 2)),
+        ("hybrid_pp12_shard16_tp5", (16, 5, 12)),
+        ("HYBRID_TP16", (True, 16, 1)),
+    ):
+        made = strategy(name)
+        assert (made.settings.shard, made._tensor_parallel_size, made.pipeline_parallel_size) == sizes
+    for name, right in (
+        ("hybird_tp2", "hybrid_tp2"),
+        ("hybird_tp3_pp5", "hybrid_tp3_pp5"),
+        ("hybrid_tensor3", "hybrid_tp3"),
+        ("hybrid_tp_4", "hybrid_tp4"),
+        ("hybrid_tp0", "hybrid"),
+        ("hybrid_dp2_pp4", "hybrid_pp4"),
+        ("ddp_powersdg", "ddp_powersgd"),
+        ("deepspeed_one_bit_adam", "deepspeed_onebit_adam"),
+    ):
+        with pytest.raises(ValueError, match=rf"strategy='{name}'\): no .* Did you mean '{right}'\?.*shard, tp and pp"):
+            strategy(name)
+    for name in ("ddp_spwan", "deepspeed_stage_4", "something"):  # Lightning's own, or nobody's
+        with pytest.raises(ValueError, match="You selected an invalid strategy name"):
+            strategy(name)
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_a_plain_trainer_names_the_command_for_a_folder_of_pieces(package: str, tmp_path: Path) -> None:
+    lightning = pytest.importorskip(package)
+    fabric = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}[package]
+    run = lightning.Trainer(accelerator="cpu", devices=1, logger=False, barebones=True)
+    for name in ("meta.pt", ".metadata"):
+        with pytest.raises(IsADirectoryError, match="Is a directory"):
+            run.strategy.load_checkpoint(tmp_path)
+        (tmp_path / name).touch()
+    with pytest.raises(IsADirectoryError, match=rf"python -m {fabric}\.utilities\.consolidate_checkpoint {tmp_path}"):
+        run.strategy.load_checkpoint(tmp_path)
 
 
 class Manual(TinyClassifier):

@@ -18,6 +18,12 @@ JOBS = "tests.strategies.hybrid_jobs"
 CASE: dict[str, Any] = {"model": "gpt2", "steps": 6}
 
 
+def end_others_as_torchrun(processes: list["subprocess.Popen[bytes]"], logs: list[Path]) -> None:
+    """As soon as rank 1 has ended, ask the other to end, too."""
+    processes[1].wait(timeout=300)
+    processes[0].terminate()
+
+
 @pytest.mark.parametrize(
     ("how", "what"),
     [
@@ -26,7 +32,9 @@ CASE: dict[str, Any] = {"model": "gpt2", "steps": 6}
     ],
 )
 def test_a_lost_rank_stops_the_others_with_its_number(how: str, what: str, tmp_path: Path) -> None:
-    codes, logs, _ = start(JOBS, "end_early", str(tmp_path), how, world_size=2, timeout=300)
+    codes, logs, _ = start(
+        JOBS, "end_early", str(tmp_path), how, world_size=2, timeout=300, meanwhile=end_others_as_torchrun
+    )
     seconds = time.time() - float((tmp_path / "ended").read_text())
     assert seconds < 30, f"{seconds} s from the end of rank 1 to that of rank 0"
     assert codes == [1, -9 if how == "kill" else 1]

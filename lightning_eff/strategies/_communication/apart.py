@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_eff._core._lightning.names import is_a, like
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import OtherWeights
+from lightning_eff.strategies._communication.gathering import gather_on_first
 
 
 def average_in_place(parameters: list[Parameter]) -> None:
@@ -216,8 +217,7 @@ class Apart(OtherWeights):
             return found
         own = _on_cpu(self._own or self._parameters(session)) if self._apart else None
         optimizers = [_on_cpu(optimizer.state_dict()) for optimizer in session.optimizers]
-        ranks: list[Any] | None = [None] * session.trainer.world_size if session.rank == 0 else None
-        dist.gather_object((own, optimizers), ranks)
+        ranks = gather_on_first((own, optimizers), session.trainer.strategy.root_device)
         if ranks is not None:
             found["weights"] = [weights for weights, _ in ranks] if self._apart else []
             found["optimizers"] = [states for _, states in ranks]

@@ -67,19 +67,18 @@ class OneBitLamb(OneBitOptimizer):
                 continue
             beta1, beta2 = group["betas"]
             state, g = self.moments(p), self.gradient(p, group)
-            state.setdefault("ratio", 0.0)
-            state.setdefault("factor", 1.0)
+            state.setdefault("ratio", g.new_zeros(()))
+            state.setdefault("factor", g.new_ones(()))
             state["exp_avg"].lerp_(g, 1 - beta1)
             state["exp_avg_sq"].mul_(beta2).addcmul_(g, g, value=1 - beta2)
             update = state["exp_avg"] / state["exp_avg_sq"].sqrt().add_(group["eps"])
             update.add_(p, alpha=group["weight_decay"])
             # c_t = clip(|theta| / |update|)
-            weights, length = float(p.norm()), float(update.norm())
-            ratio = 1.0
-            if weights > 0 and length > 0:
-                ratio = min(max(weights / length, self.ratio_range[0]), self.ratio_range[1])
+            weights, length = p.norm(), update.norm()
+            ratio = (weights / length).clamp(*self.ratio_range)
+            ratio = torch.where((weights > 0) & (length > 0), ratio, 1.0)
             state["ratio"] = self.ratio_decay * state["ratio"] + (1 - self.ratio_decay) * ratio
-            p.add_(update, alpha=-float(group["lr"]) * ratio)
+            p.add_(update.mul_(ratio), alpha=-float(group["lr"]))
 
     def _compressed_step(self) -> None:
         momenta: dict[str, Tensor] = {}
@@ -95,14 +94,15 @@ class OneBitLamb(OneBitOptimizer):
             g = (m - beta1 * before[name]) / (1 - beta1)
             state["fresh"].mul_(beta2).addcmul_(g, g, value=1 - beta2)
             denominator = state["exp_avg_sq"].sqrt().add_(group["eps"])
-            factor = float((denominator / state["fresh"].sqrt().add_(group["eps"])).max())
+            factor = (denominator / state["fresh"].sqrt().add_(group["eps"])).max()
             bare = m / denominator
             update = bare.add(p, alpha=group["weight_decay"])
-            if group["weight_decay"] > 0 and float(update.norm()) > 0:
-                share = min(1.0, float(bare.norm()) / float(update.norm()))
+            if group["weight_decay"] > 0:
+                length = update.norm()
+                share = torch.where(length > 0, (bare.norm() / length).clamp(max=1.0), 1.0)
                 factor = factor * share + 1 - share
-            last = state.get("factor", 1.0)
-            factor = min(max(factor, self.factor_range[0]), self.factor_range[1])
-            factor = min(max(factor, last * (1 - self.factor_threshold)), last * (1 + self.factor_threshold))
+            last = factor.new_ones(()) * state.get("factor", 1.0)
+            factor = factor.clamp(*self.factor_range)
+            factor = factor.clamp(last * (1 - self.factor_threshold), last * (1 + self.factor_threshold))
             state["factor"] = factor
-            p.add_(update, alpha=-float(group["lr"]) * state.get("ratio", 1.0) * factor)
+            p.add_(update.mul_(factor * state.get("ratio", 1.0)), alpha=-float(group["lr"]))

@@ -30,6 +30,7 @@ class Settings:
     pipeline_split: Literal["balanced"] | Sequence[int]
     sequence_parallel: bool
     microbatch_weight: Callable[[Any], float] | None = None
+    find_unused_parameters: bool = False
 
 
 def imported(given: Any, *, who: str) -> Callable[[Any], float] | None:
@@ -71,6 +72,7 @@ def check_arguments(
     pipeline_split: Any,
     init_on: Any,
     failure_timeout: Any,
+    gather_after_fit: Any = "auto",
     microbatch_weight: Any = None,
 ) -> None:
     """Raise ``ValueError`` or ``TypeError`` at construction, with what was got, what was expected and the way out."""
@@ -89,6 +91,13 @@ def check_arguments(
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"{who}({name}={value!r}): expected True or False.")
+    if gather_after_fit not in (True, False, "auto"):
+        raise ValueError(f"{who}({gather_after_fit=}): expected True, False or 'auto'.")
+    if flags.get("find_unused_parameters") and (shard is not False or sizes["tensor_parallel_size"] > 1):
+        raise ValueError(
+            f"{who}(find_unused_parameters=True): that is for torch's DDP, which shard=False without tensor and pipeline"
+            " parallelism takes; elsewhere parameters may be without a gradient as it is. Leave it out."
+        )
     if isinstance(min_num_params, bool) or not isinstance(min_num_params, int) or min_num_params < 0:
         raise ValueError(f"{who}({min_num_params=}): expected a number of parameters, an integer >= 0.")
     from lightning_eff.strategies._pipeline.order import schedule_name

@@ -4,6 +4,8 @@ Lightning's closure runs ``training_step``, then zeroes gradients, then calls ``
 the backward passes within the first of these, so what it left is put aside, and ``backward`` puts it back.
 """
 
+# pyright: reportPrivateImportUsage=false
+
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -43,11 +45,10 @@ def global_norm(
         A scalar in float64, whatever the gradients' types: of each gradient it is taken in float32, or its own if larger.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for p in params:
-        if p.grad is not None and counts(p) and counted_here(p.grad, coordinates):
-            here = local(p.grad)
-            dtype = torch.promote_types(here.dtype, torch.float32)
-            total += torch.linalg.vector_norm(here, dtype=dtype).double().square()
+    counted = (p.grad for p in params if p.grad is not None and counts(p) and counted_here(p.grad, coordinates))
+    for here in _lists(counted):
+        norms = torch._foreach_norm(here, 2, dtype=torch.promote_types(here[0].dtype, torch.float32))
+        total += torch.stack(norms).double().square().sum()
     dist.all_reduce(total)
     return total.sqrt()
 
@@ -61,18 +62,25 @@ def clip_by_norm(params: Iterable[nn.Parameter], norm: Tensor, max_norm: float) 
 @torch.no_grad()
 def scale(params: Iterable[nn.Parameter], factor: Tensor | float) -> None:
     """``g *= factor`` in place."""
-    for p in params:
-        if p.grad is not None:
-            here = local(p.grad)
-            here.mul_(factor.to(here.device, here.dtype) if isinstance(factor, Tensor) else factor)
+    for here in _lists(p.grad for p in params):
+        torch._foreach_mul_(here, factor.to(here[0].device, here[0].dtype) if isinstance(factor, Tensor) else factor)
 
 
 @torch.no_grad()
 def clip_by_value(params: Iterable[nn.Parameter], max_value: float) -> None:
     """``g = clamp(g, -max_value, max_value)`` in place."""
-    for p in params:
-        if p.grad is not None:
-            local(p.grad).clamp_(-max_value, max_value)
+    for here in _lists(p.grad for p in params):
+        torch._foreach_clamp_min_(here, -max_value)
+        torch._foreach_clamp_max_(here, max_value)
+
+
+def _lists(grads: Iterable[Tensor | None]) -> Iterable[list[Tensor]]:
+    """The pieces that lie here, by device and type, so that a call for each list, and not for each gradient, does."""
+    lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        if grad is not None and (here := local(grad)).numel():
+            lists.setdefault((here.device, here.dtype), []).append(here)
+    return lists.values()
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -36,10 +37,11 @@ from lightning_eff.strategies._hybrid.saving.files import Files
 from lightning_eff.strategies._hybrid.saving.gathering import Described, Gathering
 from lightning_eff.strategies._hybrid.saving.optimizer_state import NamedOptimizer, named, steps_apart
 from lightning_eff.strategies._hybrid.saving.plain import Plain
-from lightning_eff.strategies._hybrid.shards import all_reduce_mean, broadcast
+from lightning_eff.strategies._hybrid.shards import all_reduce_gradients, broadcast
 from lightning_eff.strategies._hybrid.structure import Structure
 
 _BUCKET_BYTES = 250 * 2**20
+_EMPTY: WeakSet[nn.Module] = WeakSet()  # modules whose weights went with the processes' pieces at the end of a run
 
 
 class Replica:
@@ -97,6 +99,12 @@ class Replica:
             ValueError: if it cannot be divided so, with the reason.
         """
         module, layout = self.module, self.layout
+        if module in _EMPTY and self.trainer.ckpt_path is None:
+            raise ValueError(
+                f"{self.who}: the weights of {type(module).__name__} are gone: a run before ended by an error, or with"
+                " gather_after_fit=False, and left its module without them. Give a checkpoint"
+                " (trainer.fit(..., ckpt_path=...), trainer.test(..., ckpt_path=...)), or a new module."
+            )
         hooks = [] if self.replicated else check_hooks(self.trainer, module, layout, who=self.who)
         deferred = self._anywhere(any(t.is_meta for t in (*module.parameters(), *module.buffers())))
         plugin = self.trainer.precision_plugin
@@ -251,7 +259,8 @@ class Replica:
                 ids = None if self.device.type == "cpu" else [self.device.index]
                 stream = nullcontext() if ids is None else torch.cuda.stream(torch.cuda.Stream())
                 with stream:
-                    self._model = DistributedDataParallel(self.module, device_ids=ids)
+                    unused = self.settings.find_unused_parameters
+                    self._model = DistributedDataParallel(self.module, device_ids=ids, find_unused_parameters=unused)
             return
         if not self.settings.shard:
             return
@@ -368,12 +377,12 @@ class Replica:
             self.tensor.normalize_gradients()
         if not self._accumulating and self.layout.data > 1:
             params = [p for p in self.module.parameters() if id(p) not in self._reduced]
-            all_reduce_mean(params, data_group(self.mesh))
+            all_reduce_gradients(params, data_group(self.mesh), mean=True)
 
     # -- at the end
 
-    def undo(self, *, gather: bool) -> None:
-        """Put the module back as it was, with the trained weights if ``gather``; collective if so."""
+    def undo(self, *, gather: bool | Literal["auto"]) -> None:
+        """Put the module back as it was, with the trained weights if ``gather`` says so; collective unless it is False."""
         self._patches.restore()
         if not self._own_forward:  # Lightning's redirection through a wrapper leaves one on the instance
             self.module.__dict__.pop("forward", None)
@@ -387,21 +396,24 @@ class Replica:
         for group in self._groups:
             dist.destroy_process_group(group)
 
-    def _undo_division(self, *, gather: bool) -> None:
+    def _undo_division(self, *, gather: bool | Literal["auto"]) -> None:
         for root in self._roots:
             sharding.reshard(root)
-        whole = self._gather() if gather and self._divided else None
+        whole = self._gather(gather) if gather and self._divided else None
         for root in self._roots:
             sharding.unshard(root)
         self._structure.restore()
         if "plain" in self.__dict__:
             self.plain.restore(whole)
+        _EMPTY.discard(self.module)
+        if whole is None and self._divided and any(p.is_meta for p in self.module.parameters()):
+            _EMPTY.add(self.module)
 
-    def _gather(self) -> dict[str, Tensor]:
+    def _gather(self, gather: bool | Literal["auto"]) -> dict[str, Tensor]:
         current = self.plain.current()
-        found: dict[str, Tensor] = {}
-        for name, slot in self.plain.slots.items():
-            if name in self.owner and (slot.is_parameter or self.pipeline is not None):
-                held = current[name] if name in self.held else None
-                found[name] = self.gathering.on_all(name, held, Described(tuple(slot.shape), slot.dtype))
-        return found
+        wanted = {
+            name: (current[name] if name in self.held else None, Described(tuple(slot.shape), slot.dtype))
+            for name, slot in self.plain.slots.items()
+            if name in self.owner and (slot.is_parameter or self.pipeline is not None)
+        }
+        return self.gathering.weights(wanted, everywhere=gather is True, who=self.who)

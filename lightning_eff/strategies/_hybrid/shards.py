@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+_MOST_BYTES = 250 * 2**20  # of gradients in one message
+
 
 def local(tensor: Tensor) -> Tensor:
     """The piece of ``tensor`` that lies here; the tensor itself if it is a plain one."""
@@ -102,22 +104,42 @@ def _broadcast_bucket(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
 
 
 @torch.no_grad()
-def all_reduce_mean(params: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Average gradients over ``group``, in one message for each dtype; those that no rank has stay None; collective."""
-    params = [p for p in params if p.requires_grad]
-    if not params or group.size() == 1:
-        return
-    has = torch.tensor([p.grad is not None for p in params], dtype=torch.uint8, device=local(params[0]).device)
-    dist.all_reduce(has, dist.ReduceOp.MAX, group=group)
-    buckets: dict[torch.dtype, list[Tensor]] = {}
-    for p, any_has in zip(params, has.tolist(), strict=True):
-        if any_has:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-            here = local(p.grad)
-            buckets.setdefault(here.dtype, []).append(here)
-    for grads in buckets.values():
-        flat = torch.cat([grad.reshape(-1) for grad in grads]).div_(group.size())
-        dist.all_reduce(flat, group=group)
-        for grad, reduced in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-            grad.copy_(reduced.view_as(grad))
+def all_reduce_gradients(params: Iterable[nn.Parameter], group: dist.ProcessGroup, *, mean: bool = False) -> None:
+    """Sum gradients over ``group``, or average them; those that no rank has stay None; collective.
+
+    Gradients of one dtype travel together, and behind them how many ranks have each. Only a rank that lacks a gradient
+    reads these numbers, for which it waits until the message has arrived.
+
+    Args:
+        params: the same on all ranks, in the same order.
+    """
+    buckets: dict[torch.dtype, list[list[nn.Parameter]]] = {}
+    room: dict[torch.dtype, int] = {}
+    for p in params if group.size() > 1 else ():
+        if p.requires_grad:
+            size = local(p).nbytes
+            if size > room.get(p.dtype, -1):
+                buckets.setdefault(p.dtype, []).append([])
+                room[p.dtype] = _MOST_BYTES
+            buckets[p.dtype][-1].append(p)
+            room[p.dtype] -= size
+    for dtype, alike in buckets.items():
+        for bucket in alike:
+            _reduce_bucket(bucket, dtype, group, mean=mean)
+
+
+def _reduce_bucket(params: list[nn.Parameter], dtype: torch.dtype, group: dist.ProcessGroup, *, mean: bool) -> None:
+    here = [torch.zeros_like(local(p)) if p.grad is None else local(p.grad) for p in params]
+    has = torch.tensor([p.grad is not None for p in params], dtype=dtype, device=here[0].device)
+    flat = torch.cat([*(grad.reshape(-1).to(dtype) for grad in here), has])
+    if mean:
+        flat[: -len(params)].div_(group.size())
+    dist.all_reduce(flat, group=group)
+    *parts, counts = flat.split([*(grad.numel() for grad in here), len(params)])
+    anywhere = counts.tolist() if any(p.grad is None for p in params) else [1] * len(params)
+    for p, part, count in zip(params, parts, anywhere, strict=True):
+        if p.grad is None and count:
+            p.grad = torch.zeros_like(p)
+        if p.grad is not None:
+            grad = local(p.grad)
+            grad.copy_(part.view(grad.shape))

@@ -1,52 +1,123 @@
 """A watch over all processes of a run: when one fails or dies, every other one stops with its rank in the message.
 
-A process that waits for a message of one that is gone may wait for the whole timeout of the process group, and what it
-says then names an address. So each process keeps a thread that gives a sign of life to a store on rank 0, looks after
-its neighbour, and reads what failed.
+A process that waits for a message from a dead one may wait for the whole timeout of the process group, and its error
+then names an address. So each process keeps a thread with a connection of its own to the store of the process group, at
+``MASTER_PORT``. The thread looks whether the processes of its own machine (or container) live, by their ids. It counts
+in the store that its machine lives, and reads what failed. A process that is silent and lives is not dead: native code
+may keep Python from running for minutes. Only a machine of which no process gives a sign of life counts as lost.
 """
 
-import json
 import os
+import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.distributed_c10d import _get_default_store
 from typing_extensions import override
 
 _FAILED = "failed"
 _INTERVAL_SECONDS = 1.0
 _GRACE_SECONDS = 8.0
+_DISCONNECTED_SECONDS = 6.0  # of silence that are enough once a message to another process has failed
 _WORDS = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "timed out", "timeout", "socket")
+_MADE = [0]  # watches of this process; their keys in the store must differ
+
+
+@dataclass(frozen=True)
+class Process:
+    """Where a process is to be found.
+
+    Attributes:
+        host: the name of its machine.
+        pid: its id.
+        started: when, in the system's ticks; "" where the system does not say.
+        space: what differs where process ids mean different processes: machines, and containers of one machine.
+    """
+
+    host: str
+    pid: int
+    started: str
+    space: str
+
+    @classmethod
+    def this(cls) -> "Process":
+        host = socket.gethostname()
+        try:
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            space = f"{host} {boot} {os.readlink('/proc/self/ns/pid')}"
+        except OSError:  # not Linux, where containers are
+            space = host
+        state = _state(os.getpid())
+        return cls(host, os.getpid(), state[1] if state else "", space)
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+    def alive(self) -> bool:
+        """Whether it runs; asked from within its space."""
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return True
+        state = _state(self.pid)
+        return state is None or (state[0] not in ("Z", "X") and state[1] == self.started)
+
+
+def _state(pid: int) -> tuple[str, str] | None:
+    """The letter for a process's state, and when it started; None where the system does not say."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return fields[0], fields[19]
 
 
 class Watch:
-    """One process's part in the watch.
+    """One process's part in the watch; made on all ranks together.
 
     Args:
-        rank: of this process.
-        world: number of processes.
-        address: of the machine of rank 0.
-        timeout: seconds without a sign of life after which a process counts as dead.
+        timeout: seconds without a sign of life from any process of a machine after which they count as dead.
         who: for messages.
     """
 
-    def __init__(self, rank: int, world: int, address: str, timeout: float, *, who: str) -> None:
-        self.rank, self.world, self.timeout, self.who = rank, world, timeout, who
-        self._store = _store(rank, world, address)
+    def __init__(self, timeout: float, *, who: str) -> None:
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.timeout, self.who = timeout, who
+        self._group = dist.group.WORLD
+        told: list[Any] = [None] * self.world
+        dist.all_gather_object(told, (Process.this(), _MADE[0]))
+        self._processes: list[Process] = [process for process, _ in told]
+        _MADE[0] = number = 1 + max(made for _, made in told)
+        store: Store = cast("Any", _get_default_store()).clone()  # a connection of its own
+        store.set_timeout(timedelta(seconds=60))
+        self._store: Store = PrefixStore(f"{who}/watch/{number}", store)
+        spaces = list(dict.fromkeys(process.space for process in self._processes))
+        self._space = spaces.index(self._processes[self.rank].space)
+        self._members = [[r for r, p in enumerate(self._processes) if p.space == space] for space in spaces]
         self._run = 0
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._told = threading.Event()
+        self._disconnected = False
         self.verdict: str | None = None
-        self._store.set(f"who/{rank}", json.dumps({"host": socket.gethostname(), "pid": os.getpid()}))
+
+    @property
+    def current(self) -> bool:
+        """Whether the process group is the one that it was made with."""
+        return self._group is dist.group.WORLD
 
     def start(self) -> None:
         """Begin to watch; all ranks together."""
@@ -54,6 +125,7 @@ class Watch:
             return
         self._run += 1
         self._stop, self._told, self.verdict = threading.Event(), threading.Event(), None
+        self._disconnected = False
         self._thread = threading.Thread(target=self._watch, name=f"{self.who} watch", daemon=True)
         self._thread.start()
 
@@ -70,42 +142,52 @@ class Watch:
         return f"{self._run}/{name}"
 
     def _watch(self) -> None:
-        neighbour, count, seen, since = (self.rank + 1) % self.world, 0, "", time.monotonic()
-        lost = 0
+        others = [rank for rank in self._members[self._space] if rank != self.rank]
+        next_space = (self._space + 1) % len(self._members)
+        watches = next_space != self._space and self._members[self._space][0] == self.rank
+        seen, silence, lost, before = -1, 0.0, 0, time.monotonic()
         while not self._stop.wait(_INTERVAL_SECONDS):
+            now = time.monotonic()
+            awake, before = min(now - before, 2 * _INTERVAL_SECONDS), now  # less than has passed, if Python stood still
             try:
-                count += 1
-                self._store.set(self._key(f"beat/{self.rank}"), str(count))
+                self._store.add(self._key(f"beat/{self._space}"), 1)
                 if self._store.check([self._key(_FAILED)]):
                     self._store.set(self._key(f"told/{self.rank}"), "1")
                     self._conclude(self._store.get(self._key(_FAILED)).decode())
                     return
                 lost = 0
-                beat = self._beat(neighbour)
-                if beat != seen:
-                    seen, since = beat, time.monotonic()
-                problem = self._problem(neighbour, time.monotonic() - since)
-                if problem is not None:
-                    self._post(problem)
+                if dead := self._dead(others):
+                    self._post(dead)
+                if watches:
+                    beats = self._store.add(self._key(f"beat/{next_space}"), 0)
+                    silence = silence + awake if beats == seen else 0.0
+                    seen = beats
+                    if silence > self._limit:
+                        self._post(self._silent(self._members[next_space], silence))
             except Exception:  # whatever the store's connection raises
                 lost += 1
                 if lost < 2 or self._stop.is_set():
                     continue
-                self._conclude(f"rank 0, where the watch is kept, {'cannot be reached' if self.rank else 'broke down'}")
+                self._conclude(
+                    self._dead(others) or "the store at MASTER_ADDR:MASTER_PORT cannot be reached: rank 0 is gone"
+                )
                 return
 
-    def _beat(self, rank: int) -> str:
-        key = self._key(f"beat/{rank}")
-        return self._store.get(key).decode() if self._store.check([key]) else ""
+    @property
+    def _limit(self) -> float:
+        return min(self.timeout, _DISCONNECTED_SECONDS) if self._disconnected else self.timeout
 
-    def _problem(self, rank: int, silent_seconds: float) -> str | None:
-        where = json.loads(self._store.get(f"who/{rank}"))
-        named = f"rank {rank} (process {where['pid']} on {where['host']})"
-        if where["host"] == socket.gethostname() and not _alive(where["pid"]):
-            return f"{named} has died without a message: it was killed, or ran out of memory"
-        if silent_seconds > self.timeout:
-            return f"{named} has given no sign of life for {silent_seconds:.0f} s"
+    def _dead(self, ranks: list[int]) -> str | None:
+        """What is to be said of the first of ``ranks``, all of this machine, that does not live."""
+        for rank in ranks:
+            if not self._processes[rank].alive():
+                named = f"rank {rank} ({self._processes[rank]})"
+                return f"{named} has died without a message: it was killed, or ran out of memory"
         return None
+
+    def _silent(self, ranks: list[int], seconds: float) -> str:
+        rest = f", and {'' if len(ranks) == 2 else 'all of '}{_listed(ranks[1:])} there," if len(ranks) > 1 else ""
+        return f"rank {ranks[0]} ({self._processes[ranks[0]]}){rest} gave no sign of life for {seconds:.0f} s"
 
     def _post(self, problem: str) -> None:
         self._store.compare_set(self._key(_FAILED), "", problem)
@@ -141,11 +223,17 @@ class Watch:
         """
         if self._thread is None:
             return None
+        with _undisturbed():
+            return self._failed(error)
+
+    def _failed(self, error: BaseException) -> str | None:
         consequence = _of_messages(error)
         if self.verdict is None and consequence:
-            self._told.wait(self.timeout + 3 * _INTERVAL_SECONDS)
+            self._disconnected = True
+            self._told.wait(min(self.timeout, _DISCONNECTED_SECONDS) + 4 * _INTERVAL_SECONDS)
         if self.verdict is None:
-            text = f"rank {self.rank} failed: {type(error).__name__}: {str(error) or 'no message'}"
+            what = "lost its connection to another rank, which said nothing" if consequence else "failed"
+            text = f"rank {self.rank} {what}: {type(error).__name__}: {str(error) or 'no message'}"
             try:
                 self._post(text[:4000])
                 self._wait_until_told()
@@ -156,38 +244,37 @@ class Watch:
         return message
 
     def _wait_until_told(self) -> None:
-        """Rank 0 keeps the store: it stays until all others have read what happened, or do not answer."""
+        """Rank 0 may keep the store: it stays until all others have read what happened, or do not answer."""
         others = [self._key(f"told/{rank}") for rank in range(self.world) if rank != self.rank]
         end = time.monotonic() + 4 * _INTERVAL_SECONDS
         while self.rank == 0 and time.monotonic() < end and not all(self._store.check([key]) for key in others):
             time.sleep(0.05)
 
 
-def _store(rank: int, world: int, address: str) -> TCPStore:
-    timeout = timedelta(seconds=60)
-    port: list[Any] = [None]
-    store = None
-    if rank == 0:
-        store = TCPStore(address, 0, None, True, timeout, wait_for_workers=False)
-        port = [store.port]
-    dist.broadcast_object_list(port)
-    if store is None:
-        store = TCPStore(address, port[0], None, False, timeout, wait_for_workers=False)
-    return store
+def _listed(ranks: list[int]) -> str:
+    """Such as "ranks 1 to 7", or "ranks 1, 4, 5"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks))}"
 
 
-def _alive(pid: int) -> bool:
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Put off SIGTERM, by which a launcher ends what is left of a run: Lightning answers it with a message to all ranks.
+
+    That message fails, too, and its error would end the search for the rank that caused all of it.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    if before is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    stat = Path(f"/proc/{pid}/stat")
-    try:
-        return not stat.is_file() or stat.read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _of_messages(error: BaseException | None) -> bool:

@@ -3,12 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
+from lightning_eff.strategies._hybrid.shards import all_reduce_gradients
 from lightning_eff.strategies._pipeline.memory import registered
 
 _GROUPS: dict[tuple[int, ...], tuple[Any, ProcessGroup]] = {}
@@ -35,13 +34,10 @@ class SharedGradients:
         module: the module; parameters are looked up by name, because sharding puts others in their place.
         holders: of each parameter that this rank shares, its first name and the group ranks that hold it.
         group: the pipeline ranks.
-        device: where collectives run.
     """
 
-    def __init__(
-        self, module: nn.Module, holders: Mapping[str, tuple[int, ...]], group: ProcessGroup, device: torch.device
-    ) -> None:
-        self.module, self.group, self.device = module, group, device
+    def __init__(self, module: nn.Module, holders: Mapping[str, tuple[int, ...]], group: ProcessGroup) -> None:
+        self.module, self.group = module, group
         self._names: dict[tuple[int, ...], list[str]] = {}
         for name, ranks in holders.items():
             self._names.setdefault(ranks, []).append(name)
@@ -75,18 +71,4 @@ class SharedGradients:
     def reduce(self) -> None:
         """Sum gradients over the ranks; one that no rank has stays None."""
         for ranks in sorted(self._names):
-            group, parameters = self._groups[ranks], self._of(self._names[ranks])
-            has = torch.tensor([float(p.grad is not None) for p in parameters], device=self.device)
-            dist.all_reduce(has, group=group)
-            for p, count in zip(parameters, has.tolist(), strict=True):
-                if count == 0:
-                    continue
-                if p.grad is None:
-                    p.grad = torch.zeros_like(p)
-                local = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
-                if local.is_contiguous():
-                    dist.all_reduce(local, group=group)
-                else:
-                    whole = local.contiguous()
-                    dist.all_reduce(whole, group=group)
-                    local.copy_(whole)
+            all_reduce_gradients(self._of(self._names[ranks]), self._groups[ranks])

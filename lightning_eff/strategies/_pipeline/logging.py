@@ -1,7 +1,7 @@
 """``self.log`` in a pipeline: recorded while micro-batches run, agreed on by all ranks, and logged once on each of them."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -113,6 +113,23 @@ class Recorders:
             for name, record in self._of[stage].take().items():
                 taken.setdefault(name, record)
         return taken
+
+
+def fetched(records: Mapping[str, Record], losses: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Bring the numbers that were logged, and the losses, to the host in one copy; each copy waits for the device.
+
+    Returns:
+        The losses.
+    """
+    logged = [(r, i) for r in records.values() for i, v in enumerate(r.values) if isinstance(v, Tensor)]
+    here = [*(r.values[i] for r, i in logged), *losses.values()]
+    if not here:
+        return {}
+    device = next((t.device for t in here if t.device.type != "cpu"), here[0].device)
+    there = torch.stack([t.detach().reshape(()).to(device, torch.float64) for t in here]).cpu().unbind()
+    for (record, i), value in zip(logged, there, strict=False):
+        record.values[i] = value
+    return dict(zip(losses, there[len(logged) :], strict=True))
 
 
 class Agreement:

@@ -33,7 +33,7 @@ from lightning_eff.strategies._pipeline.batch import check_same, split
 from lightning_eff.strategies._pipeline.course import Course, Ground, OuterBuffers, OuterParameters, Running, Step
 from lightning_eff.strategies._pipeline.evaluation import broadcast, through
 from lightning_eff.strategies._pipeline.gradients import SharedGradients
-from lightning_eff.strategies._pipeline.logging import Agreement, Recorders, metrics_kept, replay
+from lightning_eff.strategies._pipeline.logging import Agreement, Recorders, fetched, metrics_kept, replay
 from lightning_eff.strategies._pipeline.memory import Holdings, free, holdings, owners, registered
 from lightning_eff.strategies._pipeline.order import SPLIT_BACKWARD, schedule_name
 from lightning_eff.strategies._pipeline.runner import StageRunner
@@ -220,7 +220,7 @@ class Pipeline:
         holders = {
             n: ranks for n in whole.stages if len(ranks := whole.ranks(n, self.layout)) > 1 and self.rank in ranks
         }
-        self._shared = SharedGradients(self.module, holders, self.group, self.device)
+        self._shared = SharedGradients(self.module, holders, self.group)
 
     @property
     def seed(self) -> int:
@@ -300,7 +300,8 @@ class Pipeline:
         if self._shared is not None and kept is not None:
             self._shared.put_back(kept)
         records = recorders.take()
-        total = weighted(running.losses, weights, records) if running.losses else 0.0
+        losses = fetched(records, running.losses)
+        total = weighted(losses, weights, records) if losses else 0.0
         (loss,), logged = self._agreement.share("train", records, [total])
         replay(self.module, logged)
         return torch.tensor(loss, dtype=self.loss_dtype, device=self.device)
@@ -362,6 +363,7 @@ class Pipeline:
             )
         self._course.evaluations += 1
         records = recorders.take()
+        fetched(records, {})
         _, logged = self._agreement.share("evaluate", records, [])
         replay(self.module, logged)
         return broadcast(found.output if is_last else None, self.layout.last_rank, self.group, self.device)

@@ -1,16 +1,20 @@
 """Whole tensors from their pieces, one at a time: on rank 0 for a file, or on every rank for the module's own use."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_eff.strategies._hybrid.layout import PIPELINE
 from lightning_eff.strategies._hybrid.shards import whole_of
+
+_COPIED_BYTES = 4 * 2**30  # of weights that every process may hold a copy of
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,26 @@ class Gathering:
             whole = whole.to(self.device)
             dist.broadcast(whole, group=self.stages, group_src=owner)
         return whole.cpu()
+
+    def weights(
+        self, wanted: Mapping[str, tuple[Tensor | None, Described]], *, everywhere: bool, who: str
+    ) -> dict[str, Tensor]:
+        """Whole tensors in host memory: on every rank, or on rank 0 alone where they are large; collective.
+
+        Args:
+            wanted: name -> what this rank holds of it, and its description.
+            everywhere: on every rank in any case.
+        """
+        size = sum(math.prod(what.shape) * what.dtype.itemsize for _, what in wanted.values())
+        everywhere = everywhere or size <= _COPIED_BYTES
+        if not everywhere:
+            rank_zero_info(
+                f"{who}(gather_after_fit='auto'): the weights, {size / 2**30:.1f} GiB, are whole on rank 0 alone now."
+                " Take gather_after_fit=True for a copy in every process."
+            )
+        take = self.on_all if everywhere else self.on_first
+        found = {name: take(name, held, what) for name, (held, what) in wanted.items()}
+        return {name: whole for name, whole in found.items() if whole is not None}
 
     def merged(self, mine: Mapping[str, Any]) -> dict[str, Any]:
         """The union of every stage's mapping, on every rank; small things only; collective."""

@@ -68,7 +68,8 @@ class Rule(NamedTuple):
     def amounts(self, batches: Iterable[Any]) -> list[float]:
         """How much there is in each batch; 0 if it has no such tensor."""
         found = [self._amount(batch) for batch in batches]
-        return torch.stack(found).tolist()  # at once: each would wait for the device
+        device = next((amount.device for amount in found if amount.device.type != "cpu"), None)
+        return torch.stack([amount.to(device) for amount in found]).tolist()  # at once: each would wait for the device
 
     def _amount(self, batch: Any) -> Tensor:
         if not self.counts:
@@ -79,7 +80,7 @@ class Rule(NamedTuple):
         marks = [count.of(held[count.path]) for count in self.counts]
         if any(mark.shape != marks[0].shape for mark in marks):
             return torch.full((), torch.nan, dtype=torch.float64)
-        return torch.stack(marks).prod(0).sum().cpu() if len(marks) > 1 else marks[0].sum().cpu()
+        return torch.stack(marks).prod(0).sum() if len(marks) > 1 else marks[0].sum()
 
     def with_one(self, batch: Any, others: Sequence[Any]) -> Any:
         """The batch with the last element of each tensor changed to one that counts, in copies of the tensors.
