@@ -186,7 +186,7 @@ def test_what_stands_between_two_maps_is_told_by_what_they_hand_on() -> None:
     ):
         with pytest.raises(ValueError, match=f"no activation module to act on. Left as they are: .*{why}"):
             eff.apply(nn.Sequential(nn.Linear(5, 12), Chain(kind), Chain(kind)), SwapActivation("swiglu"))
-    with pytest.raises(ValueError, match=r"what forward calls as a function, such as F.relu, cannot be exchanged"):
+    with pytest.raises(ValueError, match=r"Functions that forward calls, such as F.relu, cannot be exchanged"):
         module = Chain("function")
         del module.act
         eff.apply(nn.Sequential(nn.Linear(5, 12), module), SwapActivation("relu2"))
