@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from lightning.fabric.strategies.registry import _StrategyRegistry
-from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -25,7 +24,7 @@ from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_
 from lightning_eff.strategies import _names
 from lightning_eff.strategies._hybrid import layout
 from lightning_eff.strategies._hybrid.arguments import Settings, check_arguments, check_optimizers, check_run, imported
-from lightning_eff.strategies._hybrid.saving.strategy import SavingStrategy
+from lightning_eff.strategies._hybrid.reach import ReachedStrategy
 from lightning_eff.strategies._hybrid.watch import Watch, WatchedLauncher
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ WHO = "HybridParallelStrategy"
 TIMEOUT = timedelta(minutes=30)  # torch's own
 
 
-class HybridParallelStrategy(SavingStrategy):
+class HybridParallelStrategy(ReachedStrategy):
     """Train an unchanged LightningModule on data x tensor x pipeline parallel processes.
 
     ``Trainer(strategy="hybrid_tp2_pp2", devices=8)``, or an instance with the arguments below. The processes form a mesh
@@ -245,21 +244,6 @@ class HybridParallelStrategy(SavingStrategy):
             )
             self._watch.start()
 
-    @override
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the data-parallel ranks: what the processes of one replica hold is the same value."""
-        if not isinstance(tensor, Tensor):
-            return tensor
-        if group is None and self._layout is not None and self._layout.model_parallel:
-            group = layout.data_group(self.device_mesh)
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        told = torch.tensor(int(decision), device=self.root_device)
-        told = _sync_ddp_if_available(told, None, reduce_op="sum")
-        return bool(told == self.world_size) if all else bool(told)
-
     # -- the module
 
     @override
@@ -340,14 +324,6 @@ class HybridParallelStrategy(SavingStrategy):
         closure_loss = plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
-
-    # -- loaders
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        group = layout.data_group(self.device_mesh)
-        return {"num_replicas": group.size(), "rank": group.rank()}
 
     # -- the end
 
