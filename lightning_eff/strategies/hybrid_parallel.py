@@ -49,7 +49,9 @@ class HybridParallelStrategy(ReachedStrategy):
     - Pipeline: every rank runs the module's own ``training_step`` on micro-batches, of which blocks of other stages are
       left out; torch's schedules order them. What the cut would change is found at setup, and so is what micro-batches
       weigh in the loss; what would be trained wrongly is refused. What a step logs is a mean over micro-batches: of
-      ``self.log("perplexity", loss.exp())`` the mean of theirs, not the perplexity of their mean.
+      ``self.log("perplexity", loss.exp())`` the mean of theirs, not the perplexity of their mean. Every rank gets what the
+      step leaves in metrics, lists and attributes, and every rank runs the whole of evaluation steps.
+    - Collectives: ``self.all_gather``, ``self.log(..., sync_dist=True)`` and metrics count each sample once.
     - Hooks: what they clip by ``self.clip_gradients``, ``clip_grad_norm_`` and ``clip_grad_value_``, and norms by Lightning's
       ``grad_norm``, are those of the whole model; hooks that make numbers of gradients or parameters by other ways would see
       a part, and are refused at setup by name.

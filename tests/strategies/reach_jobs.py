@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from torchmetrics import MetricCollection
+from torchmetrics import MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
 from lightning_eff.strategies.hybrid_parallel import HybridParallelStrategy
@@ -75,6 +75,7 @@ class Collecting(Plain):
         self.curve = MulticlassAUROC(CLASSES)
         self.losses: list[Tensor] = []
         self.kept: dict[str, list[Any]] = {"sizes": [], "right": []}
+        self.tables: list[list[int]] = [[], []]
         self.last: Tensor | None = None
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -82,6 +83,7 @@ class Collecting(Plain):
         logits = self(batch[0])
         loss = F.cross_entropy(logits, batch[1])
         self.losses.append(loss)  # with its graph, as Lightning's own documentation does
+        self.tables[1].append(len(logits))
         self.last = logits.detach()
         self.scores.update(logits, batch[1])
         self.curve.update(logits, batch[1])
@@ -91,15 +93,21 @@ class Collecting(Plain):
         assert self.last is not None
         self.log("train_loss", torch.stack(self.losses).mean().detach(), sync_dist=True)
         self.log("train_seen", float(sum(self.kept["sizes"])), sync_dist=True, reduce_fx="sum")
+        self.log("train_rows", float(sum(self.tables[1])), sync_dist=True, reduce_fx="sum")
         self.log("train_last", self.last.square().sum(), sync_dist=True, reduce_fx="sum")
         self.log("train_curve", self.curve.compute())
         self.log_dict(self.scores.compute())
         self.losses.clear()
+        self.tables[1].clear()
         self.kept["sizes"].clear()
         self.scores.reset()
         self.curve.reset()
 
+    def on_validation_epoch_start(self) -> None:
+        self.rows = SumMetric()  # which is not there at setup
+
     def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        self.rows.update(len(batch[1]))
         logits = self(batch[0])
         right = (logits.argmax(-1) == batch[1]).float()
         self.kept["right"].append(right)
@@ -112,6 +120,7 @@ class Collecting(Plain):
         return {"right": right, "name": "batch"}
 
     def on_validation_epoch_end(self) -> None:
+        self.log("val_rows", self.rows.compute())
         every: Any = self.all_gather(torch.cat(self.kept["right"]))
         self.kept["right"].clear()
         self.log("val_right", every.sum())
@@ -119,6 +128,9 @@ class Collecting(Plain):
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.validation_step(batch, batch_idx)
+
+    def on_test_epoch_start(self) -> None:
+        self.on_validation_epoch_start()
 
     def on_test_epoch_end(self) -> None:
         self.on_validation_epoch_end()

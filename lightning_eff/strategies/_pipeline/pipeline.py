@@ -52,7 +52,8 @@ class Pipeline:
 
     ``training_step`` runs once for each micro-batch and each stage of a rank, so a counter in it counts those; what it
     logs is the mean over micro-batches (or the sum, minimum or maximum, if ``reduce_fx`` says so): of ``loss.exp()`` the mean
-    of theirs, which is more than the exponential of the mean loss.
+    of theirs, which is more than the exponential of the mean loss. What it leaves in metrics, lists and attributes of the
+    module is that of the last stage on every rank (see :mod:`._everywhere.leavings`).
 
     Args:
         module: the LightningModule, or any module; the same weights on all ranks.
@@ -289,8 +290,6 @@ class Pipeline:
         recorders = Recorders(self.module, self.local_stages, who=self.who)
         assert self._leavings is not None
         is_last = self.rank == self.layout.last_rank
-        if is_last:
-            self._leavings.begin()
         state = rng.capture()
         kept = None if self._shared is None else self._shared.set_aside()
         unsplit = self.unsplit if self.splits_backward else ()
@@ -298,6 +297,8 @@ class Pipeline:
             schedule, likes = self._schedules.of(name, step, microbatches, self.stages, unsplit=unsplit)
             running = Running(step, microbatches, course.passes, scale / accumulate, weights, likes, recorders)
             course.running = running
+            if is_last:
+                self._leavings.begin()
             self._execute(schedule, running)
         finally:
             course.running = None

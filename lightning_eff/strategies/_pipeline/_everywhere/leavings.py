@@ -30,7 +30,10 @@ _LARGE = 64  # entries of a dict that are looked at one by one
 
 @dataclass
 class _Note:
-    """What a name stood for: the object, its length, and its last item or, of a dict, a note for each entry."""
+    """What a name stood for: the object, its length and last item, and notes of what is in a small container.
+
+    Those are of every entry of a dict, and of the containers in a list, by index.
+    """
 
     value: Any
     length: int = 0
@@ -44,8 +47,10 @@ class _Note:
         if isinstance(value, dict):
             small = len(value) <= _LARGE
             return _Note(value, len(value), None, {k: _Note.of(v) for k, v in value.items()} if small else None)
-        last = value[-1] if isinstance(value, _GROWING) and value else None
-        return _Note(value, len(value), last)
+        note = _Note(value, len(value), value[-1] if isinstance(value, _GROWING) and value else None)
+        if isinstance(value, list) and len(value) <= _LARGE:
+            note.entries = {i: _Note.of(item) for i, item in enumerate(value) if isinstance(item, _FILLED)}
+        return note
 
     def grew(self, now: Any) -> bool:
         """Whether ``now`` is the same list with more items behind those that it had."""
@@ -55,7 +60,19 @@ class _Note:
     def change(self, now: Any) -> tuple[str, Any] | None:
         """What became of it: ("more", items), ("entries", {key: change}) or ("whole", value); None if nothing did."""
         if isinstance(now, list) and self.grew(now):
-            return ("more", now[self.length :]) if len(now) > self.length else None
+            inner = {
+                i: change for i, note in (self.entries or {}).items() if (change := note.change(now[i])) is not None
+            }
+            more = len(now) > self.length
+            return (
+                ("whole", now)
+                if inner and more
+                else ("entries", inner)
+                if inner
+                else ("more", now[self.length :])
+                if more
+                else None
+            )
         if (
             isinstance(now, dict)
             and now is self.value
@@ -90,9 +107,9 @@ def _changed(now: Any, change: tuple[str, Any]) -> Any:
     kind, value = change
     if kind == "more" and isinstance(now, list):
         return cast("list[Any]", now).extend(value) or now
-    if kind == "entries" and isinstance(now, dict):
+    if kind == "entries" and isinstance(now, dict | list):
         for key, inner in value.items():
-            now[key] = _changed(now.get(key), inner)
+            now[key] = _changed(now.get(key) if isinstance(now, dict) else now[key], inner)
         return now
     if kind == "entries":
         return {key: _changed(None, inner) for key, inner in value.items()}
