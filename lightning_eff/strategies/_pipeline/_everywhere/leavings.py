@@ -25,7 +25,7 @@ _GROWING = (list, deque)
 _FILLED = (list, deque, dict, set)
 _VALUES = (Tensor, int, float, str, type(None))
 _METRIC = ("_update_count", "_computed", "_forward_cache")
-_LARGE = 64  # entries of a dict that are looked at one by one
+_LARGE, _DEEP = 64, 3  # containers are looked at entry by entry up to this size, and that deep
 
 
 @dataclass
@@ -41,15 +41,16 @@ class _Note:
     entries: "dict[Any, _Note] | None" = None
 
     @staticmethod
-    def of(value: Any) -> "_Note":
+    def of(value: Any, deep: int = _DEEP) -> "_Note":
         if not isinstance(value, _FILLED):
             return _Note(value)
-        if isinstance(value, dict):
-            small = len(value) <= _LARGE
-            return _Note(value, len(value), None, {k: _Note.of(v) for k, v in value.items()} if small else None)
         note = _Note(value, len(value), value[-1] if isinstance(value, _GROWING) and value else None)
-        if isinstance(value, list) and len(value) <= _LARGE:
-            note.entries = {i: _Note.of(item) for i, item in enumerate(value) if isinstance(item, _FILLED)}
+        if deep and len(value) <= _LARGE:
+            if isinstance(value, dict):
+                note.entries = {key: _Note.of(item, deep - 1) for key, item in value.items()}
+            elif isinstance(value, list):
+                items = [(i, item) for i, item in enumerate(value) if isinstance(item, _FILLED)]
+                note.entries = {i: _Note.of(item, deep - 1) for i, item in items}
         return note
 
     def grew(self, now: Any) -> bool:
@@ -60,36 +61,28 @@ class _Note:
     def change(self, now: Any) -> tuple[str, Any] | None:
         """What became of it: ("more", items), ("entries", {key: change}) or ("whole", value); None if nothing did."""
         if isinstance(now, list) and self.grew(now):
-            inner = {
-                i: change for i, note in (self.entries or {}).items() if (change := note.change(now[i])) is not None
-            }
-            more = len(now) > self.length
-            return (
-                ("whole", now)
-                if inner and more
-                else ("entries", inner)
-                if inner
-                else ("more", now[self.length :])
-                if more
-                else None
-            )
-        if (
-            isinstance(now, dict)
-            and now is self.value
-            and self.entries is not None
-            and self.entries.keys() <= now.keys()
-        ):
-            entries = {k: self.entries.get(k, _Note(_MISSING)).change(v) for k, v in now.items()}
-            entries = {k: change for k, change in entries.items() if change is not None}
+            entries = self._entries_of({i: now[i] for i in self.entries or ()})
+            if len(now) > self.length:
+                return ("whole", now) if entries else ("more", now[self.length :])
             return ("entries", entries) if entries else None
-        if isinstance(now, _FILLED):
+        if isinstance(now, dict) and now is self.value and self.entries is not None:
+            if self.entries.keys() <= now.keys():
+                entries = self._entries_of(now)
+                return ("entries", entries) if entries else None
+        elif isinstance(now, _FILLED):
             last = now[-1] if isinstance(now, _GROWING) and now else None
-            same = now is self.value and len(now) == self.length and last is self.last
-        else:
-            same = now is self.value or (
-                type(now) in (int, float, str) and type(self.value) is type(now) and now == self.value
-            )
-        return None if same else ("whole", now)
+            if now is self.value and len(now) == self.length and last is self.last:
+                return None
+        elif now is self.value or (
+            type(now) in (int, float, str) and type(now) is type(self.value) and now == self.value
+        ):
+            return None
+        return "whole", now
+
+    def _entries_of(self, now: dict[Any, Any]) -> dict[Any, Any]:
+        notes = self.entries or {}
+        found = {key: notes.get(key, _NEW).change(item) for key, item in now.items()}
+        return {key: change for key, change in found.items() if change is not None}
 
     def put_back(self) -> None:
         """Take out again what was put behind a list's items, also of lists in dicts."""
@@ -99,7 +92,7 @@ class _Note:
             note.put_back()
 
 
-_MISSING = object()
+_NEW = _Note(object())
 
 
 def _changed(now: Any, change: tuple[str, Any]) -> Any:
@@ -182,7 +175,7 @@ class Leavings:
         fixed = {(id(namespace), key): i for i, (namespace, key) in enumerate(self._fixed)}
         changes: list[Any] = []
         for namespace, key, value in self._places():
-            change = known.get((id(namespace), key), _Note(_MISSING)).change(value)
+            change = known.get((id(namespace), key), _NEW).change(value)
             if change is not None:
                 changes.append((fixed.get((id(namespace), key)), key, change))
         self._notes = []
