@@ -37,6 +37,7 @@ class Stage(IntEnum):
 
 
 _LOOKING: ContextVar[bool] = ContextVar("looking", default=False)
+_SMALL = 64  # items of a container in which others are looked for
 
 
 @contextmanager
@@ -157,23 +158,31 @@ def snapshot(module: "LightningModule") -> Callable[[], None]:
     return put_back
 
 
-def _content(value: Any) -> Any:
-    """A copy of what a plain container holds; None for anything else."""
-    return value.copy() if isinstance(value, list | dict | set | deque) else None
+def _content(value: Any, deep: int = 3) -> Any:
+    """A copy of what a plain container holds, and the contents of small containers in it; None for anything else."""
+    if not isinstance(value, list | dict | set | deque):
+        return None
+    inner: list[Any] = []
+    if deep and len(value) <= _SMALL:
+        inner = [*value.values()] if isinstance(value, dict) else [*value]
+    return value.copy(), [(item, content) for item in inner if (content := _content(item, deep - 1)) is not None]
 
 
 def _put_back(value: Any, content: Any) -> None:
     """Let a container hold ``content`` again, or a tensor have that value."""
-    if isinstance(value, Tensor) and content is not None:
+    if content is None:
+        return
+    if isinstance(value, Tensor):
         value.data.copy_(content)
-    elif isinstance(value, list) and content is not None:
-        value[:] = content
-    elif isinstance(value, deque) and content is not None:
+        return
+    held, inner = content
+    if isinstance(value, list):
+        value[:] = held
+    else:
         value.clear()
-        value.extend(content)
-    elif isinstance(value, dict | set) and content is not None:
-        value.clear()
-        value.update(content)
+        value.extend(held) if isinstance(value, deque) else value.update(held)
+    for item, its in inner:
+        _put_back(item, its)
 
 
 def _metric_state(metric: Metric) -> dict[str, tuple[Any, Any]]:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from lightning.fabric.strategies.registry import _StrategyRegistry
-from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -25,7 +24,7 @@ from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_
 from lightning_eff.strategies import _names
 from lightning_eff.strategies._hybrid import layout
 from lightning_eff.strategies._hybrid.arguments import Settings, check_arguments, check_optimizers, check_run, imported
-from lightning_eff.strategies._hybrid.saving.strategy import SavingStrategy
+from lightning_eff.strategies._hybrid.reach import ReachedStrategy
 from lightning_eff.strategies._hybrid.watch import Watch, WatchedLauncher
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ WHO = "HybridParallelStrategy"
 TIMEOUT = timedelta(minutes=30)  # torch's own
 
 
-class HybridParallelStrategy(SavingStrategy):
+class HybridParallelStrategy(ReachedStrategy):
     """Train an unchanged LightningModule on data x tensor x pipeline parallel processes.
 
     ``Trainer(strategy="hybrid_tp2_pp2", devices=8)``, or an instance with the arguments below. The processes form a mesh
@@ -50,7 +49,9 @@ class HybridParallelStrategy(SavingStrategy):
     - Pipeline: every rank runs the module's own ``training_step`` on micro-batches, of which blocks of other stages are
       left out; torch's schedules order them. What the cut would change is found at setup, and so is what micro-batches
       weigh in the loss; what would be trained wrongly is refused. What a step logs is a mean over micro-batches: of
-      ``self.log("perplexity", loss.exp())`` the mean of theirs, not the perplexity of their mean.
+      ``self.log("perplexity", loss.exp())`` the mean of theirs, not the perplexity of their mean. Every rank gets what the
+      step leaves in metrics, lists and attributes, and every rank runs the whole of evaluation steps.
+    - Collectives: ``self.all_gather``, ``self.log(..., sync_dist=True)`` and metrics count each sample once.
     - Hooks: what they clip by ``self.clip_gradients``, ``clip_grad_norm_`` and ``clip_grad_value_``, and norms by Lightning's
       ``grad_norm``, are those of the whole model; hooks that make numbers of gradients or parameters by other ways would see
       a part, and are refused at setup by name.
@@ -250,21 +251,6 @@ class HybridParallelStrategy(SavingStrategy):
                 self._watch = Watch(self.failure_timeout, who=WHO)
             self._watch.start()
 
-    @override
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the data-parallel ranks: what the processes of one replica hold is the same value."""
-        if not isinstance(tensor, Tensor):
-            return tensor
-        if group is None and self._layout is not None and self._layout.model_parallel:
-            group = layout.data_group(self.device_mesh)
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        told = torch.tensor(int(decision), device=self.root_device)
-        told = _sync_ddp_if_available(told, None, reduce_op="sum")
-        return bool(told == self.world_size) if all else bool(told)
-
     # -- the module
 
     @override
@@ -345,14 +331,6 @@ class HybridParallelStrategy(SavingStrategy):
         closure_loss = plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
-
-    # -- loaders
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        group = layout.data_group(self.device_mesh)
-        return {"num_replicas": group.size(), "rank": group.rank()}
 
     # -- the end
 

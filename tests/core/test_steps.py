@@ -165,6 +165,19 @@ def test_metrics_of_a_collection_still_share_their_states() -> None:
     assert {name: value.item() for name, value in net.several.compute().items()} == {"a": 3.0, "b": 3.0}
 
 
+def test_lists_within_containers_are_left_as_they_were() -> None:
+    net: Any = TinyClassifier()
+    net.outputs = {"train": [1], "val": []}
+    net.tables = [[], [2]]
+    train = net.outputs["train"]
+    with silent(net):
+        net.outputs["train"].append(3)
+        net.outputs["new"] = [4]
+        net.tables[0].append(5)
+    assert net.outputs == {"train": [1], "val": []} and net.outputs["train"] is train
+    assert net.tables == [[], [2]]
+
+
 def test_a_backward_pass_through_a_silent_pass() -> None:
     """Buffers are put back without a version bump: a graph that saved them still runs."""
 

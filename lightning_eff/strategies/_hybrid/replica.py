@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torchmetrics import Metric
+from torchmetrics import metric
 
 from lightning_eff._core import rng
 from lightning_eff._core.patches import Patches
@@ -25,7 +25,6 @@ from lightning_eff.strategies._hybrid.clipping import Clipping
 from lightning_eff.strategies._hybrid.hooks import check_hooks
 from lightning_eff.strategies._hybrid.initial import Initial
 from lightning_eff.strategies._hybrid.layout import (
-    DATA,
     PIPELINE,
     TENSOR,
     Layout,
@@ -33,6 +32,7 @@ from lightning_eff.strategies._hybrid.layout import (
     data_mesh,
     group_over,
 )
+from lightning_eff.strategies._hybrid.reach import over_replicas
 from lightning_eff.strategies._hybrid.saving.files import Files
 from lightning_eff.strategies._hybrid.saving.gathering import Described, Gathering
 from lightning_eff.strategies._hybrid.saving.optimizer_state import NamedOptimizer, named, steps_apart
@@ -54,6 +54,7 @@ class Replica:
         optimizers: the run's, with names.
         files: its checkpoints; from :meth:`divide` on.
         replicated: every process holds the whole model.
+        in_training_step: a pipeline's rank runs the module's own training step.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Replica:
         self._layer_sync: Any = trainer.strategy._layer_sync  # pyright: ignore[reportAttributeAccessIssue]
         self._synced = self._divided = False
         self._own_forward = "forward" in module.__dict__
-        self._accumulating = False
+        self._accumulating = self.in_training_step = False
         self._reduced: set[int] = set()  # parameters whose gradients FSDP2 reduces
         self._stash = gradients.Stash(module)
         self._buffers: list[Tensor] = []
@@ -148,10 +149,8 @@ class Replica:
         if deferred and self.pipeline is not None and batch is not None:
             with self.evaluation():
                 self.pipeline.learn(self._step, batch)
-        if layout.tensor > 1:  # whose ranks see the same samples: a sum over all ranks would count them twice
-            replicas = self._group_over(PIPELINE, DATA)
-            for metric in (m for m in module.modules() if isinstance(m, Metric) and m.process_group is None):
-                self._patches.set(metric, "process_group", replicas)
+        if layout.model_parallel:  # the ranks of a replica hold the same values: a sum over all would count them twice
+            self._patches.set(metric, "gather_all_tensors", over_replicas(data_group(self.mesh)))
         self.plain.release()
         self.files = Files(self.module, self.plain, self.gathering, self.device, whole=self.replicated, who=self.who)
         if self.layout.data > 1 and not self.replicated:
@@ -190,8 +189,15 @@ class Replica:
         """The module's own training step in its precision."""
         self._gather_roots()
         index = (0,) if takes_index(self.module.training_step) else ()
-        with self.trainer.precision_plugin.train_step_context():
-            return self.module.training_step(batch, *index)
+        return self._training_step(batch, *index)
+
+    def _training_step(self, *args: Any) -> Any:
+        self.in_training_step = self.pipeline is not None
+        try:
+            with self.trainer.precision_plugin.train_step_context():
+                return self.module.training_step(*args)
+        finally:
+            self.in_training_step = False
 
     def _divide_model(self, batch: Any) -> None:
         """Tensor and pipeline parallelism, checked on ``batch`` if there is one."""
@@ -212,7 +218,7 @@ class Replica:
             )
             if batch is not None:
                 self.pipeline.verify(self._step, batch)
-            else:
+            elif self.fitting:
                 rank_zero_info(
                     f"{self.who}: the pipeline's cut is not checked, since there is no batch or no weight yet."
                 )
@@ -329,12 +335,10 @@ class Replica:
 
     def run_pipeline(self, batch: Any, *args: Any) -> Tensor:
         """Forward and backward passes of all micro-batches; the gradients wait for :meth:`Stash.backward`."""
-        plugin = self.trainer.precision_plugin
 
         def step(micro_batch: Any) -> Any:
             self._gather_roots()
-            with plugin.train_step_context():
-                return self.module.training_step(micro_batch, *args)
+            return self._training_step(micro_batch, *args)
 
         with self._stash.collecting():
             return self.pipeline.run(
@@ -349,16 +353,21 @@ class Replica:
             sharding.gather_root(root)
 
     def evaluate_pipeline(self, name: str, args: tuple[Any, ...]) -> Any:
-        """A validation, test or predict step over all stages; its output on every rank of the pipeline."""
+        """A validation, test or predict step, run by every rank of the pipeline together."""
         context = getattr(self.trainer.precision_plugin, name.replace("validation", "val") + "_context")
 
         def step(batch: Any) -> Any:
-            self._gather_roots()
             with context():
                 return getattr(self.module, name)(batch, *args[1:])
 
         with self.evaluation():
+            self._gather_roots()
             return self.pipeline.evaluate(step, args[0])
+
+    def end_evaluation(self) -> None:
+        """After a validation, test or prediction run: let go of what it alone needs."""
+        if self.pipeline is not None:
+            self.pipeline.end_evaluation()
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:

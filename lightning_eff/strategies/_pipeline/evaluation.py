@@ -1,7 +1,5 @@
-"""Whole batches through the stages, one after the other: for evaluation, for the checks at setup and to learn shapes."""
+"""Whole batches through the stages, one after the other, for the checks at setup and to learn shapes."""
 
-import io
-import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -11,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from typing_extensions import override
 
 from lightning_eff.strategies._pipeline.course import Step
 from lightning_eff.strategies._pipeline.layout import Layout
@@ -107,48 +104,3 @@ def _receive(stack: Stack, source: int, group: ProcessGroup, device: torch.devic
     hidden = torch.empty(shape, dtype=dtype, device=device)
     dist.recv(hidden, group_src=source, group=group)
     return hidden
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles all but tensors, which it sets aside."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self.tensors: list[Tensor] = []
-
-    @override
-    def persistent_id(self, obj: Any) -> int | None:
-        if not isinstance(obj, Tensor):
-            return None
-        self.tensors.append(obj.detach())
-        return len(self.tensors) - 1
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
-        super().__init__(file)
-        self.tensors = tensors
-
-    @override
-    def persistent_load(self, pid: int) -> Tensor:
-        return self.tensors[pid]
-
-
-def broadcast(value: Any, source: int, group: ProcessGroup, device: torch.device) -> Any:
-    """The ``value`` of group rank ``source`` on every rank: tensors as they are, all else by pickle."""
-    mine = dist.get_rank(group) == source
-    told: list[Any] = [None]
-    tensors: list[Tensor] = []
-    if mine:
-        file = io.BytesIO()
-        pickler = _Pickler(file)
-        pickler.dump(value)
-        tensors = [tensor.to(device).contiguous() for tensor in pickler.tensors]
-        told = [(file.getvalue(), [(tuple(tensor.shape), tensor.dtype) for tensor in tensors])]
-    dist.broadcast_object_list(told, group_src=source, group=group)
-    pickled, shapes = told[0]
-    if not mine:
-        tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
-    for tensor in tensors:
-        dist.broadcast(tensor, group_src=source, group=group)
-    return value if mine else _Unpickler(io.BytesIO(pickled), tensors).load()

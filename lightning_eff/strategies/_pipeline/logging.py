@@ -1,7 +1,7 @@
 """``self.log`` in a pipeline: recorded while micro-batches run, agreed on by all ranks, and logged once on each of them."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -169,11 +169,11 @@ class Agreement:
             self._agree(kind, records)
             sums, values = self._sum(kind, records, extra, False)
         logged = []
-        for (name, rank, options, metric), (value, size) in zip(self._agreed[kind], values, strict=True):
+        for (name, _, options, metric), (value, size) in zip(self._agreed[kind], values, strict=True):
             options = dict(options)
             if options.get("batch_size") is not None:
                 options["batch_size"] = round(size)
-            logged.append((name, value if metric is None else self._shared_metric(metric, rank), options))
+            logged.append((name, value if metric is None else self.module.get_submodule(metric), options))
         return sums[1:], logged
 
     def _metric(self, record: Record) -> str | None:
@@ -215,48 +215,8 @@ class Agreement:
         values = [(torch.tensor(flat[i], device=self.device), flat[i + 1]) for i in range(head, len(flat), 2)]
         return flat[:head], values
 
-    def _shared_metric(self, path: str, rank: int) -> Metric:
-        """The Metric itself; ranks that did not update it learn how often it was, and what its last value was."""
-        metric = cast("Metric", self.module.get_submodule(path))
-        told: list[Any] = [(metric._update_count, _on_cpu(metric._forward_cache))]
-        dist.broadcast_object_list(told, group_src=rank, group=self.group)
-        if dist.get_rank(self.group) != rank:
-            metric._update_count, metric._computed = told[0][0], None
-            cache = told[0][1]
-            metric._forward_cache = cache.to(metric.device) if isinstance(cache, Tensor) else cache
-        return metric
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value
-
 
 def replay(module: nn.Module, logged: list[Any]) -> None:
     """Log on this rank what all agreed on, by the module's own ``log``."""
     for name, value, options in logged:
         cast("Any", module).log(name, value, **options)
-
-
-@contextmanager
-def metrics_kept(metrics: Iterable[Metric]) -> Iterator[None]:
-    """Leave metrics as they were: what code outside the blocks adds to them counts on the last stage only."""
-    own = ("_update_count", "_computed", "_forward_cache")
-    kept = [
-        (
-            m,
-            {name: _copied(getattr(m, name)) for name in m._defaults},
-            {n: m.__dict__[n] for n in own if n in m.__dict__},
-        )
-        for m in metrics
-    ]
-    try:
-        yield
-    finally:
-        for metric, states, rest in kept:
-            for name, value in states.items():
-                setattr(metric, name, value)
-            cast("dict[str, Any]", metric.__dict__).update(rest)
-
-
-def _copied(state: Any) -> Any:
-    return state.detach().clone() if isinstance(state, Tensor) else list(state)

@@ -99,16 +99,9 @@ def holdings(module: nn.Module, stack: Stack, where: Layout, outside: dict[str, 
         if outside is not None:
             used = own | outside.get(name, set())
         else:
-            used = own if _only_in_blocks(module, name, stack) else everywhere
+            used = own if only_in_blocks(module, name, stack) else everywhere
         stages[name] = tuple(sorted(used or everywhere))
     return Holdings(stages, names_of(module), outside is not None)
-
-
-def _only_in_blocks(module: nn.Module, name: str, stack: Stack) -> bool:
-    inside = {id(m) for block in stack.blocks for m in block.modules()}
-    p = registered(module, name)
-    owners = [m for m in module.modules() if any(q is p for q in m._parameters.values())]
-    return all(id(m) in inside for m in owners)
 
 
 def owners(keys: Iterable[str], stack: Stack, where: Layout, whole: Holdings) -> dict[str, int]:
@@ -126,15 +119,34 @@ def owners(keys: Iterable[str], stack: Stack, where: Layout, whole: Holdings) ->
     return owner
 
 
-def free(module: nn.Module, stack: Stack, owned: Iterable[int], keep: set[int]) -> None:
+@dataclass
+class Gone:
+    """A parameter that a rank let go of.
+
+    Attributes:
+        parameter: the object itself, which holds no memory.
+        like: its shape, type and, under tensor parallelism, placement.
+        places: the modules that it was registered in, and its name there.
+    """
+
+    parameter: nn.Parameter
+    like: Tensor
+    places: list[tuple[nn.Module, str]]
+
+
+def free(module: nn.Module, stack: Stack, owned: Iterable[int], keep: set[int]) -> dict[str, Gone]:
     """Let go of every parameter whose id is not in ``keep``, and of the buffers of blocks that are not ``owned``.
 
     Names of what stays are as they were. What goes is no parameter any more; the attribute is still there, with NaN
     in the shape that it was read in, because the user's code outside the blocks still runs on every stage.
+
+    Returns:
+        The parameters that it let go of, by their first names.
     """
     mine = set(owned)
     gone = {id(p): p for p in module.parameters() if id(p) not in keep}
     instead = {key: emptied(p.detach()) for key, p in gone.items()}
+    found = {id(p): (name, Gone(p, instead[id(p)], [])) for name, p in module.named_parameters() if id(p) in gone}
     theirs = [m for i, block in enumerate(stack.blocks) if i not in mine for m in block.modules()]
     ours = {id(m) for i, block in enumerate(stack.blocks) if i in mine for m in block.modules()}
     for m in module.modules():
@@ -143,6 +155,7 @@ def free(module: nn.Module, stack: Stack, owned: Iterable[int], keep: set[int]) 
                 with torch.no_grad():  # a tensor-parallel parameter is read as a plain tensor
                     read = getattr(m, name) if isinstance(p, DTensor) else p
                 del m._parameters[name]
+                found[id(p)][1].places.append((m, name))
                 m.__dict__[name] = instead[id(p)] if read is p else emptied(read.detach())
     for m in theirs:
         if id(m) not in ours:
@@ -154,3 +167,12 @@ def free(module: nn.Module, stack: Stack, owned: Iterable[int], keep: set[int]) 
             p.data = instead[key]
         p.grad = None
     stack.show([block if i in mine else Freed(block) for i, block in enumerate(stack.blocks)])
+    return dict(found.values())
+
+
+def only_in_blocks(module: nn.Module, name: str, stack: Stack) -> bool:
+    """Whether the parameter of that name is registered in blocks alone."""
+    inside = {id(m) for block in stack.blocks for m in block.modules()}
+    p = registered(module, name)
+    owners = [m for m in module.modules() if any(q is p for q in m._parameters.values())]
+    return all(id(m) in inside for m in owners)

@@ -9,8 +9,8 @@ Qi et al. 2024, arXiv:2401.10241; DualPipeV, after DeepSeek-AI 2024, arXiv:2412.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -27,14 +27,16 @@ from lightning_eff._core.steps import silent
 from lightning_eff.strategies._pipeline import layout as layouts
 from lightning_eff.strategies._pipeline._checks.module import check_compiled, check_module
 from lightning_eff.strategies._pipeline._checks.verify import Verification, no_reentrant
+from lightning_eff.strategies._pipeline._everywhere.leavings import Leavings
+from lightning_eff.strategies._pipeline._everywhere.lent import Lent
+from lightning_eff.strategies._pipeline._everywhere.lockstep import Lockstep
 from lightning_eff.strategies._pipeline._losses.losses import CutLosses, UncutLosses
 from lightning_eff.strategies._pipeline._losses.weights import Given, Weights, tell_of_statistics, weighted
 from lightning_eff.strategies._pipeline.batch import check_same, split
 from lightning_eff.strategies._pipeline.course import Course, Ground, OuterBuffers, OuterParameters, Running, Step
-from lightning_eff.strategies._pipeline.evaluation import broadcast, through
 from lightning_eff.strategies._pipeline.gradients import SharedGradients
-from lightning_eff.strategies._pipeline.logging import Agreement, Recorders, fetched, metrics_kept, replay
-from lightning_eff.strategies._pipeline.memory import Holdings, free, holdings, owners, registered
+from lightning_eff.strategies._pipeline.logging import Agreement, Recorders, fetched, replay
+from lightning_eff.strategies._pipeline.memory import Holdings, free, holdings, only_in_blocks, owners, registered
 from lightning_eff.strategies._pipeline.order import SPLIT_BACKWARD, schedule_name
 from lightning_eff.strategies._pipeline.runner import StageRunner
 from lightning_eff.strategies._pipeline.schedules import Schedules
@@ -50,7 +52,8 @@ class Pipeline:
 
     ``training_step`` runs once for each micro-batch and each stage of a rank, so a counter in it counts those; what it
     logs is the mean over micro-batches (or the sum, minimum or maximum, if ``reduce_fx`` says so): of ``loss.exp()`` the mean
-    of theirs, which is more than the exponential of the mean loss.
+    of theirs, which is more than the exponential of the mean loss. What it leaves in metrics, lists and attributes of the
+    module is that of the last stage on every rank (see :mod:`._everywhere.leavings`).
 
     Args:
         module: the LightningModule, or any module; the same weights on all ranks.
@@ -131,6 +134,8 @@ class Pipeline:
         self._course = Course(seed=int(agreed) if seed is None else seed)
         self._agreement = Agreement(module, group, self.layout.last_rank, self.device)
         self._shared: SharedGradients | None = None
+        self._lent: Lent | None = None
+        self._leavings: Leavings | None = None
         self.unsplit = [*range(self.layout.num_stages)]
         self._ground = Ground(module, self.stack, self.layout, group, self.device, who)
         self._schedules = Schedules(self._ground, self._course)
@@ -177,14 +182,11 @@ class Pipeline:
         )
         parts = split(batch, number)
         self._ask(parts)
-        self._learn_origins(step, parts[0], "train")
+        with silent(cast("Any", self.module)), torch.enable_grad():
+            learn_origins(self.stack, step, parts[0], Stream(self._course.seed, "train", 0, 0))
         kind = {"group": self.group, "device": self.device, "who": self.who}
         losses = CutLosses(self.module, self.stack, step, self.layout, **kind)
         self._weigh(losses, batch, number)
-
-    def _learn_origins(self, step: Step, batch: Any, kind: str) -> None:
-        with silent(cast("Any", self.module)), torch.set_grad_enabled(kind == "train"):
-            learn_origins(self.stack, step, batch, Stream(self._course.seed, kind, 0, 0))
 
     def _ask(self, microbatches: list[Any]) -> None:
         """Let a function that says what micro-batches weigh fail at setup, if it does."""
@@ -209,10 +211,13 @@ class Pipeline:
         self.owned_names = [key for key in self.all_names if owner[key] == self.rank]
         blocks = [self.stack.blocks[slice(*self.layout.bounds[stage])] for stage in self.local_stages]
         owned = [i for stage in self.local_stages for i in range(*self.layout.bounds[stage])]
-        free(self.module, self.stack, owned, keep)
+        outer = [n for n in whole.stages if not only_in_blocks(self.module, n, self.stack)]
+        sources = {n: ranks[0] for n in outer if len(ranks := whole.ranks(n, self.layout)) < self.size}
+        self._lent = Lent(self._ground, sources, free(self.module, self.stack, owned, keep))
         alone = self.module if len(self.local_stages) == 1 else None
         outside = OuterParameters(self.module, [block for own in blocks for block in own])
-        shared = {"buffers": self.outer_buffers, "metrics": self.metrics, "outside": outside}
+        self._leavings = Leavings(self._ground, self.metrics)
+        shared = {"buffers": self.outer_buffers, "leavings": self._leavings, "outside": outside}
         self.stages = [
             StageRunner(self._ground, self._course, stage, own, whole=alone, **shared)
             for stage, own in zip(self.local_stages, blocks, strict=True)
@@ -277,11 +282,14 @@ class Pipeline:
         """
         if not self.stages:
             raise RuntimeError("Pipeline.run: the module is not cut; call cut() first.")
+        self.end_evaluation()
         microbatches, name = self._microbatches(batch)
         course = self._course
         weights = self._weights.of(microbatches)
         microbatches = self._weights.defined(microbatches, weights)
         recorders = Recorders(self.module, self.local_stages, who=self.who)
+        assert self._leavings is not None
+        is_last = self.rank == self.layout.last_rank
         state = rng.capture()
         kept = None if self._shared is None else self._shared.set_aside()
         unsplit = self.unsplit if self.splits_backward else ()
@@ -289,6 +297,8 @@ class Pipeline:
             schedule, likes = self._schedules.of(name, step, microbatches, self.stages, unsplit=unsplit)
             running = Running(step, microbatches, course.passes, scale / accumulate, weights, likes, recorders)
             course.running = running
+            if is_last:
+                self._leavings.begin()
             self._execute(schedule, running)
         finally:
             course.running = None
@@ -302,7 +312,10 @@ class Pipeline:
         records = recorders.take()
         losses = fetched(records, running.losses)
         total = weighted(losses, weights, records) if losses else 0.0
-        (loss,), logged = self._agreement.share("train", records, [total])
+        left = self._leavings.found() if is_last else []
+        (loss, any_left), logged = self._agreement.share("train", records, [total, float(bool(left))])
+        if any_left:
+            self._leavings.share(left)
         replay(self.module, logged)
         return torch.tensor(loss, dtype=self.loss_dtype, device=self.device)
 
@@ -339,34 +352,23 @@ class Pipeline:
     # -- evaluation
 
     def evaluate(self, step: Step, batch: Any) -> Any:
-        """Run a validation, test or predict step on the whole batch, stage after stage.
+        """Run a validation, test or predict step on the whole batch, on all pipeline ranks in lockstep.
 
-        What it logs is logged on all pipeline ranks; what it returns, on the last stage, is returned on all.
+        Each rank runs all of the step's code outside the blocks, so it returns, logs and leaves behind the same on each.
         """
         inside = self._course.evaluations < _CHECKED_PASSES
         check_same(batch, self.group, self.device, inside=inside, who=self.who)
-        if any(origin >= 0 for origin in self.stack.origins["train"].values()):
-            self._learn_origins(step, batch, "evaluate")
         stream = Stream(self._course.seed, "evaluate", self._course.evaluations, 0)
-        recorders = Recorders(self.module, self.local_stages, who=self.who)
-        is_last = self.rank == self.layout.last_rank
-        last = self.layout.num_stages - 1
-
-        @contextmanager
-        def around(stage: int) -> Iterator[None]:
-            with recorders.recorded(stage), metrics_kept(() if stage == last else self.metrics):
-                yield
-
-        with rng.fork():
-            found = through(
-                self.stack, self.layout, step, batch, stream, group=self.group, device=self.device, around=around
-            )
+        lent = nullcontext() if self._lent is None else self._lent.shown()
+        with rng.fork(), lent, Lockstep(self._ground, stream).view():
+            output = step(batch)
         self._course.evaluations += 1
-        records = recorders.take()
-        fetched(records, {})
-        _, logged = self._agreement.share("evaluate", records, [])
-        replay(self.module, logged)
-        return broadcast(found.output if is_last else None, self.layout.last_rank, self.group, self.device)
+        return output
+
+    def end_evaluation(self) -> None:
+        """Let go of what other ranks lent to this one."""
+        if self._lent is not None:
+            self._lent.drop()
 
     # -- state
 

@@ -2,17 +2,16 @@
 
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_eff.strategies._pipeline._everywhere.leavings import Leavings
 from lightning_eff.strategies._pipeline.course import Course, Ground, OuterBuffers, OuterParameters, Running, Step
-from lightning_eff.strategies._pipeline.logging import metrics_kept
 from lightning_eff.strategies._pipeline.streams import Stream
 from lightning_eff.strategies._pipeline.view import Pass, StageExit
 
@@ -97,7 +96,7 @@ class StageRunner(nn.Module):
         blocks: the stage's own blocks.
         whole: the module, for a rank's only stage.
         buffers: the rank's buffers outside the blocks.
-        metrics: the module's.
+        leavings: what the last stage's passes leave in the module.
         outside: the rank's parameters outside its blocks.
 
     Attributes:
@@ -116,12 +115,12 @@ class StageRunner(nn.Module):
         *,
         whole: nn.Module | None,
         buffers: OuterBuffers,
-        metrics: list[Metric],
+        leavings: Leavings,
         outside: OuterParameters,
     ) -> None:
         super().__init__()
         self._ground, self._course = ground, course
-        self._outer, self._metrics, self._outside = buffers, metrics, outside
+        self._outer, self._leavings, self._outside = buffers, leavings, outside
         self.__dict__["blocks"] = blocks  # not registered here: see below
         self.stage = stage
         if whole is not None:  # the rank's only stage: a root over all that the rank holds
@@ -177,7 +176,7 @@ class StageRunner(nn.Module):
         running.passes[self.stage, mb] = run
         put_back = self._outer.put(self.stage)
         try:
-            with running.recorders.recorded(self.stage), metrics_kept(() if is_last else self._metrics):
+            with running.recorders.recorded(self.stage), nullcontext() if is_last else self._leavings.kept():
                 output, exited = left(run, running.step, running.microbatches[mb])
         finally:
             put_back()

@@ -25,8 +25,8 @@ class Stack:
             further item its shape and type, or None if it is no tensor; None until a block was seen to run.
         slot: the argument by which blocks take the hidden state, its position or its name, if a block was seen to take
             what the one before it returned; else it is the first floating-point tensor.
-        origins: by kind of step ("train", "evaluate"), whence each block has its hidden state: from the block before it, or
-            from an operation of the caller (see :mod:`.between`). A block of which that is not known has no entry.
+        origins: whence each block has its hidden state in a training step: from the block before it, or from an operation
+            of the caller (see :mod:`.between`). A block of which that is not known has no entry.
     """
 
     def __init__(self, found: Candidate, *, who: str) -> None:
@@ -35,7 +35,7 @@ class Stack:
         self.blocks = [block for block in found.container._modules.values() if block is not None]
         self.form: tuple[Form] | None = None
         self.slot: int | str | None = None
-        self.origins: dict[str, dict[int, int]] = {"train": {}, "evaluate": {}}
+        self.origins: dict[int, int] = {}
         self._returned: Tensor | None = None
 
     def hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_eff._core import rng
 from lightning_eff.strategies._pipeline.between import RETURNED, Between, version_of
@@ -48,7 +49,52 @@ class Marks:
         raise NotImplementedError
 
 
-class Pass:
+class Run:
+    """One run of the user's step, in which a :class:`StandIn` takes each block's place.
+
+    Args:
+        stack: the blocks.
+        stream: the random numbers.
+    """
+
+    def __init__(self, stack: Stack, stream: Stream) -> None:
+        self.stack, self.stream, self.active = stack, stream, False
+        self._shown: dict[str, nn.Module | None] = dict(stack.container._modules)
+        for index, key in enumerate(stack.keys):
+            self._shown[key] = StandIn.of(self, index, stack.blocks[index])
+
+    def runs(self, index: int) -> bool:
+        """Whether that block runs here."""
+        raise NotImplementedError
+
+    def call(self, index: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the module's code gets for its call of that block."""
+        raise NotImplementedError
+
+    @contextmanager
+    def view(self) -> Iterator[None]:
+        """Show the module's own code the blocks of this run."""
+        self.active = True
+        self.stream.start()
+        try:
+            with self.again():
+                yield
+        finally:
+            self.active = False
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Show them to a backward pass, whose checkpoints run parts of the user's code once more."""
+        namespace = self.stack.container.__dict__
+        original = namespace["_modules"]
+        namespace["_modules"] = self._shown
+        try:
+            yield
+        finally:
+            namespace["_modules"] = original
+
+
+class Pass(Run):
     """One run of the user's step as a stage sees it.
 
     Args:
@@ -82,10 +128,9 @@ class Pass:
         learn: bool = False,
         marks: Marks | None = None,
     ) -> None:
-        self.marks = marks
-        self.stack, self.first, self.end, self.stream = stack, first, end, stream
+        self.marks, self.first, self.end = marks, first, end
         self.training, self.learn = training, learn
-        self.expected, self.active = 0, False
+        self.expected = 0
         self.entered: dict[int, Tensor] = {}
         self.learnt: dict[int, int] = {}
         self.entry: Tensor | None = None
@@ -96,35 +141,48 @@ class Pass:
             self.entry = cast("Tensor", _Entry.apply(received))
             self.passed = torch.full_like(received.detach(), torch.nan)
         self.taint = taint
-        kind = "evaluate" if stream.kind == "evaluate" else "train"
-        self.origin = stack.origins[kind].get(first) if self.entry is not None else None
+        self.origin = stack.origins.get(first) if self.entry is not None else None
         self.between = Between(self.origin) if self.origin is not None and self.origin >= 0 else None
-        self._shown: dict[str, nn.Module | None] = dict(stack.container._modules)
-        for index, key in enumerate(stack.keys):
-            self._shown[key] = StandIn.of(self, index, stack.blocks[index])
+        super().__init__(stack, stream)
 
+    @override
     @contextmanager
     def view(self) -> Iterator[None]:
-        """Show the module's own code the blocks of this pass."""
-        self.active = True
-        self.stream.start()
         try:
-            with self.again(), self.between or nullcontext():
+            with super().view(), self.between or nullcontext():
                 yield
         finally:
-            self.active = False
             self.stack.rest()
 
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Show them to a backward pass, whose checkpoints run parts of the user's code once more."""
-        namespace = self.stack.container.__dict__
-        original = namespace["_modules"]
-        namespace["_modules"] = self._shown
-        try:
-            yield
-        finally:
-            namespace["_modules"] = original
+    @override
+    def runs(self, index: int) -> bool:
+        return self.first <= index < self.end
+
+    @override
+    def call(self, index: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The block's output, the received hidden state in its form, or :class:`StageExit`."""
+        if self.active:
+            self.arrive(index)
+            if index >= self.end:
+                raise StageExit(self.stack.hidden(args, kwargs))
+        if not self.runs(index):
+            return self.passing(index, self.stack.hidden(args, kwargs))
+        if index == self.first and self.entry is not None:
+            args, kwargs = self.entering(args, kwargs)
+        if self.learn:
+            self.stack.watch(args, kwargs)
+            self.entered[index] = self.stack.hidden(args, kwargs)
+        if self.marks is not None:
+            given = self.marks.entered(index, self.stack.hidden(args, kwargs))
+            args, kwargs = self.stack.replaced(args, kwargs, given)
+        self.stream.enter(index)
+        output = block(*args, **kwargs)
+        if self.learn:
+            self.stack.note(index, output)
+        if self.marks is not None:
+            self.marks.left(index)
+        self.stream.leave(index)
+        return output
 
     def arrive(self, index: int) -> None:
         """Check that the module's code calls each block once, in order, and with gradients where they are wanted."""
@@ -195,7 +253,7 @@ class Pass:
 class StandIn(nn.Module):
     """In a block's place during one pass: runs it, passes it over, or leaves.
 
-    It belongs to one pass, and so to one micro-batch, because a checkpoint may run it again in the backward pass. To
+    It belongs to one run, and so to one micro-batch, because a checkpoint may run it again in the backward pass. To
     the module's own code it looks like the block: attributes and class are the block's.
     """
 
@@ -204,10 +262,10 @@ class StandIn(nn.Module):
         del self.__dict__["training"]  # the block's own
 
     @staticmethod
-    def of(run: Pass, index: int, block: nn.Module) -> "StandIn":
+    def of(run: Run, index: int, block: nn.Module) -> "StandIn":
         stand_in = StandIn.__new__(StandIn)
         stand_in.__dict__.update(_PROTOTYPE.__dict__, _run=run, _index=index, _block=block)
-        if run.first <= index < run.end:
+        if run.runs(index):
             stand_in.__dict__.update(_parameters=block._parameters, _buffers=block._buffers, _modules=block._modules)
         return stand_in
 
@@ -236,30 +294,8 @@ class StandIn(nn.Module):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The block's output, the received hidden state in its form, or :class:`StageExit`."""
-        run: Pass = self.__dict__["_run"]
-        index: int = self.__dict__["_index"]
-        if run.active:
-            run.arrive(index)
-            if index >= run.end:
-                raise StageExit(run.stack.hidden(args, kwargs))
-        if index < run.first or index >= run.end:
-            return run.passing(index, run.stack.hidden(args, kwargs))
-        if index == run.first and run.entry is not None:
-            args, kwargs = run.entering(args, kwargs)
-        if run.learn:
-            run.stack.watch(args, kwargs)
-            run.entered[index] = run.stack.hidden(args, kwargs)
-        if run.marks is not None:
-            args, kwargs = run.stack.replaced(args, kwargs, run.marks.entered(index, run.stack.hidden(args, kwargs)))
-        run.stream.enter(index)
-        output = self.__dict__["_block"](*args, **kwargs)
-        if run.learn:
-            run.stack.note(index, output)
-        if run.marks is not None:
-            run.marks.left(index)
-        run.stream.leave(index)
-        return output
+        """What the run gives for the call."""
+        return self.__dict__["_run"].call(self.__dict__["_index"], self.__dict__["_block"], args, kwargs)
 
 
 _PROTOTYPE = StandIn()
@@ -274,7 +310,7 @@ def uncut(stack: Stack, stream: Stream, *, learn: bool = False, marks: Marks | N
 
 
 def learn_origins(stack: Stack, step: Callable[[Any], Any], batch: Any, stream: Stream) -> None:
-    """Learn whence blocks have their hidden states, for steps of the kind of ``stream``.
+    """Learn whence blocks have their hidden states in a training step.
 
     No block runs, so this can be done on each rank by itself; what the step makes of that does not matter.
     """
@@ -283,5 +319,4 @@ def learn_origins(stack: Stack, step: Callable[[Any], Any], batch: Any, stream: 
     run.between, run.origin = Between(), None
     with rng.fork(), run.view(), suppress(Exception):
         step(batch)
-    kind = "evaluate" if stream.kind == "evaluate" else "train"
-    stack.origins[kind] = run.learnt
+    stack.origins = run.learnt

@@ -252,8 +252,8 @@ def _check_state(module: nn.Module, before: dict[str, Any], after: dict[str, Any
     for names, what in ((grown, "grow"), (theirs, "change")):
         if names:
             rank_zero_info(
-                f"{who}: {', '.join(map(repr, sorted(names)[:5]))} {what} each time training_step runs; in a pipeline that is"
-                " once for each micro-batch, on each stage that comes to it."
+                f"{who}: {', '.join(map(repr, sorted(names)[:5]))} {what} each time training_step runs. In a pipeline that is"
+                " once for each micro-batch."
             )
 
 

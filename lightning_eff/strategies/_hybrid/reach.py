@@ -1,0 +1,145 @@
+"""What a module reaches through the strategy: samples are counted once, whatever the number of ranks that see them."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _sync_ddp_if_available
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torchmetrics.utilities.distributed import gather_all_tensors
+from typing_extensions import override
+
+from lightning_eff.strategies._hybrid import layout as layouts
+from lightning_eff.strategies._hybrid.saving.strategy import SavingStrategy
+
+if TYPE_CHECKING:
+    from lightning_eff.strategies._hybrid.replica import Replica
+
+
+class _Gathered(torch.autograd.Function):
+    """Every rank's tensor, stacked. The gradient of each is the sum of what all ranks make of it.
+
+    torch's own does not run over a part of the processes with gloo.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        tensor = tensor.contiguous()
+        pieces = [torch.empty_like(tensor) for _ in range(group.size())]
+        dist.all_gather(pieces, tensor, group=group)
+        return torch.stack(pieces)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad = grads[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grad, group=ctx.group)
+        return grad[dist.get_rank(ctx.group)], None
+
+
+def all_gather(tensor: Tensor, group: ProcessGroup, *, sync_grads: bool) -> Tensor:
+    """``tensor`` of every rank of ``group``, shape (ranks, ...); with gradients if ``sync_grads``; collective."""
+    with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
+        return cast("Tensor", _Gathered.apply(tensor, group))
+
+
+def everywhere(group: Any) -> bool:
+    """Whether a caller asks for all processes, by name or by saying nothing."""
+    return group is None or group is dist.group.WORLD
+
+
+def over_replicas(group: ProcessGroup) -> Callable[..., list[Tensor]]:
+    """torchmetrics' ``gather_all_tensors``, which gathers over ``group`` where it would over all processes."""
+
+    def gather(result: Tensor, group_given: Any = None, **kwargs: Any) -> list[Tensor]:
+        asked = kwargs.pop("group", group_given)
+        return gather_all_tensors(result, group if everywhere(asked) else asked, **kwargs)
+
+    return gather
+
+
+class ReachedStrategy(SavingStrategy):
+    """The part of the hybrid strategy that modules and callbacks call.
+
+    What counts samples goes over the data-parallel ranks. What keeps processes together goes over all of them.
+    """
+
+    _layout: "layouts.Layout | None"
+    _replica: "Replica | None"
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        group = layouts.data_group(self.device_mesh)
+        return {"num_replicas": group.size(), "rank": group.rank()}
+
+    def _replicas(self, group: Any) -> Any:
+        """The data-parallel ranks where ``group`` is all processes, and some of these see the same samples; else None."""
+        if everywhere(group) and self._layout is not None and self._layout.model_parallel:
+            return layouts.data_group(self.device_mesh)
+        return None
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the data-parallel ranks: what the processes of one replica hold is the same value."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        return _sync_ddp_if_available(tensor, self._replicas(group) or group, reduce_op=reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Gather over the data-parallel ranks, so that each sample is there once."""
+        replicas = self._replicas(group)
+        if replicas is None:
+            return super().all_gather(tensor, group, sync_grads)
+        return all_gather(tensor, replicas, sync_grads=sync_grads)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Decide over all processes, each of which has to go on or to stop."""
+        self._check_reach("reduce_boolean_decision")
+        told = torch.tensor(int(decision), device=self.root_device)
+        told = _sync_ddp_if_available(told, None, reduce_op="sum")
+        return bool(told == self.world_size) if all else bool(told)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all processes."""
+        self._check_reach("barrier")
+        super().barrier(name)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Send what process ``src`` has to all processes."""
+        self._check_reach("broadcast")
+        return super().broadcast(obj, src)
+
+    def _check_reach(self, name: str) -> None:
+        """Raise ``ValueError`` where only some of the processes would come."""
+        if self._replica is not None and self._replica.in_training_step:
+            raise ValueError(
+                f"{type(self).__name__}: training_step calls the strategy's {name}, which waits for all processes, but pipeline"
+                " stages run training_step at different times. Call it in on_train_batch_start or on_train_batch_end, or use"
+                " pipeline_parallel_size=1."
+            )
+
+    @override
+    def on_validation_end(self) -> None:
+        self._end_evaluation()
+        super().on_validation_end()
+
+    @override
+    def on_test_end(self) -> None:
+        self._end_evaluation()
+        super().on_test_end()
+
+    @override
+    def on_predict_end(self) -> None:
+        self._end_evaluation()
+        super().on_predict_end()
+
+    def _end_evaluation(self) -> None:
+        if self._replica is not None:
+            self._replica.end_evaluation()

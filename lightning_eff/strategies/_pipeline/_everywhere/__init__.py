@@ -1,0 +1,1 @@
+"""What every rank of a pipeline sees, though one of them computes it."""

@@ -1,0 +1,88 @@
+"""A step of evaluation on every rank of a pipeline at once: each block runs where it lies, and all ranks get its output.
+
+So every rank runs the whole of the user's step with the values of one process: what the step returns, logs, appends to lists
+and adds to metrics is there on each of them.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_eff.strategies._pipeline._everywhere.sending import broadcast
+from lightning_eff.strategies._pipeline.course import Ground
+from lightning_eff.strategies._pipeline.streams import Stream
+from lightning_eff.strategies._pipeline.view import Run
+
+_PLAIN = (Tensor, str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Size, nn.Module)
+_FILLED = (list, dict, set)
+
+
+class Lockstep(Run):
+    """One step on this rank, together with the others.
+
+    Args:
+        ground: what the pipeline is cut from.
+        stream: the random numbers.
+    """
+
+    def __init__(self, ground: Ground, stream: Stream) -> None:
+        self._ground, self._rank = ground, dist.get_rank(ground.group)
+        self._calls = 0
+        self._called: set[int] = set()
+        super().__init__(ground.stack, stream)
+
+    @override
+    def runs(self, index: int) -> bool:
+        return self._owner(index) == self._rank
+
+    def _owner(self, index: int) -> int:
+        where = self._ground.layout
+        return where.ranks[where.stage_of(index)]
+
+    @override
+    def call(self, index: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The block's output, from the rank that owns it; collective over the pipeline."""
+        ground, number = self._ground, self._calls
+        what = f"{ground.who}: block {index} of {ground.stack.path!r}"
+        values = [*args, *kwargs.values()]
+        self._check(what, index, values)
+        self._calls += 1
+        self._called.add(index)
+        given = [value for value in values if isinstance(value, Tensor)]
+        output: Any = None
+        if self.runs(index):
+            sizes = [len(value) for value in values if isinstance(value, _FILLED)]
+            self.stream.enter(number)
+            output = block(*args, **kwargs)
+            if sizes != [len(value) for value in values if isinstance(value, _FILLED)]:
+                raise ValueError(
+                    f"{what} adds to a list or a dict that the step gives it. The other pipeline ranks do not run this block"
+                    " and would miss it: return the value from the block instead, or use pipeline_parallel_size=1."
+                )
+        place = (self.stream.number, number, index)
+        told, output = broadcast((place, output), self._owner(index), ground.group, ground.device, given)
+        if told != place:
+            raise ValueError(
+                f"{what} is call {number} of evaluation step {self.stream.number} on pipeline rank {self._rank}, but another"
+                f" rank is at block {told[2]}, call {told[1]} of step {told[0]}. Let the step call the same blocks on every"
+                " rank, whatever self.global_rank is."
+            )
+        self.stream.leave(number)
+        return output
+
+    def _check(self, what: str, index: int, values: list[Any]) -> None:
+        """Raise ``ValueError`` for what ranks cannot share."""
+        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            raise ValueError(
+                f"{what} is called with gradients enabled in a step of evaluation, where no gradient goes from one pipeline"
+                " rank to another. Take out torch.enable_grad() around it, or use pipeline_parallel_size=1."
+            )
+        kept = next((v for v in values if not isinstance(v, (*_PLAIN, tuple, *_FILLED))), None)
+        if index in self._called and kept is not None:
+            raise ValueError(
+                f"{what} is called twice in a step and is given a {type(kept).__name__}, in which each block keeps values on"
+                " its own pipeline rank only. Turn the cache off (use_cache=False), or use pipeline_parallel_size=1."
+            )
