@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_eff._core._lightning.names import is_a
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core.blocks import BlockStack, refuse_compiled_around
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, needs_blocks, needs_memory_bound
 from lightning_eff._core.session import Session
@@ -114,7 +115,7 @@ class Rematerialization(Technique):
         " memory is then used for"
     )
     needs_automatic_optimization: ClassVar[bool] = False
-    any_strategy: ClassVar[bool] = True
+    needs: ClassVar[Need] = Need.SAVED
 
     def __init__(
         self,

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff._core._lightning.names import adapted, like, package_of
+from lightning_eff._core._needs.needs import Part
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_processes
 from lightning_eff.strategies import _names
 from lightning_eff.strategies._hybrid import layout
@@ -177,6 +178,7 @@ class HybridParallelStrategy(SavingStrategy):
         self._layout: layout.Layout | None = None
         self._replica: Replica | None = None
         self._watch: Watch | None = None
+        self._ddp_kwargs: dict[str, Any] = {}  # of torch's DDP, with which whole copies train
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -214,6 +216,19 @@ class HybridParallelStrategy(SavingStrategy):
         """Whether each process can run the module's own ``training_step`` by itself, at any time."""
         sharded = bool(self.settings.shard) and self.layout.data > 1
         return not sharded and self.pipeline_parallel_size == 1
+
+    @property
+    def parts(self) -> list[Part]:
+        """In which ways this layout divides a run."""
+        found = [Part.SHARD] if self.settings.shard and self.layout.data > 1 else []
+        found += [Part.TENSOR] if self.layout.tensor > 1 else []
+        found += [Part.PIPELINE] if self.layout.pipeline > 1 else []
+        return found or ([Part.COPIES] if self.layout.data > 1 else [])
+
+    @property
+    def splits_batches(self) -> bool:
+        """Whether the module's ``training_step`` runs on parts of a batch, and only some of its blocks in each process."""
+        return self.pipeline_parallel_size > 1
 
     @property
     def splits_backward(self) -> bool:
@@ -285,6 +300,11 @@ class HybridParallelStrategy(SavingStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+
+    def configure_ddp(self) -> None:
+        """Let DDP, where whole copies train, see anew which parameters take gradients."""
+        assert self._replica is not None
+        self.model = self._replica.wrap()
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:

@@ -166,7 +166,7 @@ class RHOLoss(Choosing):
                 f"RHOLoss: got {len(held):,} irreducible losses for a data set of {samples:,} samples; expected one for each,"
                 " in the order of their indices. Give as many, or train on the data set that they are of."
             )
-        if samples < 2 * trainer.world_size and held is None:
+        if samples < 2 * self.session.replicas.count and held is None:
             raise ValueError(
                 f"RHOLoss: got a data set of {samples} sample(s); expected at least two for each process, since each half is"
                 " learnt and scored. Give irreducible=."

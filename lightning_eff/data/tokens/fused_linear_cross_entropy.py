@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core._stack.compiled import uncompiled
 from lightning_eff._core.batches import num_samples
@@ -109,6 +110,7 @@ class FusedLinearCrossEntropy(Technique):
         "automatic optimization; F.cross_entropy of a linear map's output, outside of compiled modules; gradients that are"
         " not differentiated themselves"
     )
+    needs: ClassVar[Need] = Need.CALLS | Need.STEP
     survey: ClassVar[Survey | None] = Survey("token masking (sparse token prediction)", zhuang="2.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         pointless=_pointless, measured_on=lambda profile: profile.masked_labels

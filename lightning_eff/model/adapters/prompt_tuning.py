@@ -14,6 +14,7 @@ from typing_extensions import override
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._branches.pieces import step_of
 from lightning_eff._core._branches.tracing import looked_at
+from lightning_eff._core._needs.needs import Part, Reasons
 from lightning_eff._core._run.ranks import on_all_ranks
 from lightning_eff._core._stack.compiled import compiled_around
 from lightning_eff._core._tokens.embeddings import token_embeddings
@@ -114,8 +115,9 @@ class PromptTuning(Adapter):
         "GreedyLayerwise": "it trains some blocks at a time, which are frozen here",
         "LayerFreezing": "behind blocks that it freezes there is no gradient, and prompts lie behind all of them",
     }
-    undivided: ClassVar[Mapping[str, str]] = {
-        "pipeline": "it tries the network whole, and cuts what it returns, and no process has it whole"
+    refuses: ClassVar[Reasons] = {
+        **Adapter.refuses,
+        Part.PIPELINE: "the technique tries the network whole, and cuts what it returns",
     }
     needs_automatic_optimization: ClassVar[bool] = True
     _length = 0

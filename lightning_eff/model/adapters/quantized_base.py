@@ -16,6 +16,7 @@ from lightning_eff._core._architecture.naming import check_met, check_names, mee
 from lightning_eff._core._architecture.record import swapped
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
+from lightning_eff._core._needs.needs import Part, Reasons
 from lightning_eff._core._stack.finding import candidates
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, needs_memory_bound
 from lightning_eff._core.session import Session
@@ -89,6 +90,10 @@ class QuantizedBase(Architecture):
         "its weights are rounded to few bits, and what was learnt beside them is not merged into those; first let"
         " lightning_eff.dequantize(module) give a module with the rounded weights in plain maps, which export takes"
     )
+    refuses: ClassVar[Reasons] = {
+        **Architecture.refuses,
+        Part.FLAT: "the technique's codes cannot be joined with numbers of other types",
+    }
     conflicts: ClassVar[Mapping[str, str]] = {
         "ApproximateRandomDropout": "it drops hidden units from the weights of maps, which are codes here",
         **dict.fromkeys(("LowRankLinear", "ButterflyLinear"), _FACTORS),
@@ -115,7 +120,7 @@ class QuantizedBase(Architecture):
     @override
     def check(self, session: Session) -> None:
         super().check(session)
-        check_strategy(session, who=WHO, save="all", undivided={})
+        check_strategy(session, who=WHO, save="all")
         where = getattr(session.trainer.strategy, "init_on", "all")
         if where != "all":
             raise ValueError(

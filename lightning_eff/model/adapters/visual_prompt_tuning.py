@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._branches.probing import aside, attempts
+from lightning_eff._core._needs.needs import Part
 from lightning_eff._core.blocks import find_stack, hidden_of
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.technique import Control
@@ -134,7 +135,7 @@ class VisualPromptTuning(Adapter):
         self.length, self.deep, self.layers = length, deep, layers
         if not deep:
             self.conflicts = {**type(self).conflicts, **SHALLOW}  # pyright: ignore[reportAttributeAccessIssue] -- of this instance alone
-            self.undivided = {"pipeline": _LONGER}  # pyright: ignore[reportAttributeAccessIssue]
+            self.refuses = {**self.refuses, Part.PIPELINE: _LONGER}  # pyright: ignore[reportAttributeAccessIssue]
         self._take(save, also)
 
     @property

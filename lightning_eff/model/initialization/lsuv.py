@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from lightning_eff._core._run.checks import is_plain
+from lightning_eff._core._needs.offers import is_plain
 from lightning_eff._core.passes import loss_of, unseen
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session

@@ -288,7 +288,7 @@ class _Search:
         """Whether the step returns a loss for all of the data, on all ranks; some are passed over."""
         with torch.no_grad(), rng.fork():
             seen = [self._loss(batch) is not None for batch in self._data]
-        return bool(seen) and all(all(one) for one in self._session.gather(seen))
+        return bool(seen) and all(all(one) for one in self._session.replicas.everyone(seen))
 
     def slopes(self, step: int) -> tuple[float, dict[str, float]]:
         """The quotient, and how it changes with each norm: the means over the ranks."""

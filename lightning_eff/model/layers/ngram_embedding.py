@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._optim.joined import join
 from lightning_eff._core._optim.scheduled import schedulers_of
 from lightning_eff._core._optim.sparse import dense_views
@@ -123,7 +124,7 @@ class NgramEmbedding(Architecture):
         "StochasticRoundingBF16": "it makes each step of one of torch.optim's own optimizers, and here two step as one",
     }
     change_at: ClassVar[Change] = Change.ADAPT
-    any_strategy: ClassVar[bool] = False
+    needs: ClassVar[Need] = Need.WHOLE
     sparse_gradients: ClassVar[bool] = True
 
     def __init__(

@@ -10,7 +10,7 @@ from typing_extensions import override
 from lightning_eff._core.search_space import Choice, Integer, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
-from lightning_eff.optim.averaging._engine import is_count, wide
+from lightning_eff.optim.averaging._engine import is_count, pieces, wide
 from lightning_eff.optim.averaging._snapshots import SnapshotWindow
 
 
@@ -103,9 +103,9 @@ class LatestWeightAveraging(SnapshotWindow):
 
     @override
     def average(self, session: Session) -> Iterator[tuple[str, Tensor]]:
-        parameters = dict(session.module.named_parameters())
+        held = pieces(session)
         for name in self.names:
-            yield name, latest_mean((s[name] for s in self._snapshots if name in s), device=parameters[name].device)
+            yield name, latest_mean((s[name] for s in self._snapshots if name in s), device=held[name].device)
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core.search_space import Choice, Integer, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
@@ -95,6 +96,7 @@ class RegularizedNonlinearAcceleration(SnapshotWindow):
     constraints: ClassVar[str] = (
         "single device or DDP; window + 1 copies of the weights; BatchNorm needs automatic optimization"
     )
+    needs: ClassVar[Need] = Need.WHOLE
     fewest: ClassVar[int] = 3
     survey: ClassVar[Survey | None] = Survey("regularized nonlinear acceleration", zhuang="2.1", shen="5.4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(

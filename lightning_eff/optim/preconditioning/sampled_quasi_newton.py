@@ -327,7 +327,7 @@ class SampledQuasiNewton(Preconditioner):
         session, ranks = self._session, state_dict["y"]
         self._passes, self._pairs = state_dict["passes"], state_dict["pairs"]
         rank = 0 if session is None or not state_dict["begun"] else session.rank
-        fits = not state_dict["begun"] or session is None or len(ranks) == session.trainer.world_size
+        fits = not state_dict["begun"] or session is None or len(ranks) == session.replicas.count
         if fits and all(len(y) == self.num_directions for y in ranks[rank].values()):  # else they are drawn anew
             self._drawn_at, self._begun = state_dict["drawn_at"], state_dict["begun"]
             self._y, self._drawn = dict(ranks[rank]), list(state_dict["names"])
@@ -340,7 +340,7 @@ def _reals(of: Tensor) -> Tensor:
 
 def _mean_over_ranks(session: Session, rows: dict[str, Tensor]) -> dict[str, Tensor]:
     """The mean over the ranks of each tensor, in place of it; all ranks have the same names."""
-    if session.trainer.world_size == 1:
+    if session.replicas.count == 1:
         return rows
     found: dict[str, Tensor] = {}
     for name in sorted(rows):

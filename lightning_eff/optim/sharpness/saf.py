@@ -324,7 +324,7 @@ class SAF(Trajectory):
         if session is None or not session.fitting:
             return
         self._stores = {
-            name: ScoreStore.load(store, rank=session.rank, world_size=session.trainer.world_size)
+            name: ScoreStore.load(store, rank=session.rank, world_size=session.replicas.count)
             for name, store in state_dict["stores"].items()
         }
         self._epoch = state_dict["epoch"]

@@ -251,7 +251,8 @@ class Replica:
                 ids = None if self.device.type == "cpu" else [self.device.index]
                 stream = nullcontext() if ids is None else torch.cuda.stream(torch.cuda.Stream())
                 with stream:
-                    self._model = DistributedDataParallel(self.module, device_ids=ids)
+                    options = self.trainer.strategy._ddp_kwargs  # pyright: ignore[reportAttributeAccessIssue]
+                    self._model = DistributedDataParallel(self.module, device_ids=ids, **options)
             return
         if not self.settings.shard:
             return
@@ -271,6 +272,12 @@ class Replica:
             # of two stages here, each would be a root: what both use stays whole, and is averaged after the pass
             sharding.shard(runner, runner.blocks, mesh, reshard_after_forward=False if keep else None, with_rest=alone)
             self._roots.append(runner)
+
+    def wrap(self) -> nn.Module:
+        """Put torch's DDP around whole copies anew; returns what runs the module's steps."""
+        if self.replicated:
+            self._wrap()
+        return self._model
 
     @contextmanager
     def whole(self) -> Iterator[None]:
