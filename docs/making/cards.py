@@ -77,6 +77,7 @@ def card(name: str) -> str:
     lines += ["## What it saves, and where it does not work", ""]
     lines += [f"- **Saves:** {cls.saves}." if getattr(cls, "saves", "") else "- **Saves:** see the measurements below."]
     lines += [f"- **Needs, and limits:** {cls.constraints}."] if getattr(cls, "constraints", "") else []
+    lines += [f"- **Strategies:** {layouts.line(cls)}"] if layouts.line(cls) else []
     lines += [f"- **Refused:** {prose.cell(text)}" for text in doc.sections.get("Raises", {}).values()]
     lines += ["", "## Measured here", "", *measured(name), ""]
     if control := getattr(cls, "control", None):

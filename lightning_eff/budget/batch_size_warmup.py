@@ -128,7 +128,7 @@ class BatchSizeWarmup(Technique):
 
     saves: ClassVar[str] = "samples early in training, where small batches learn as much by each step"
     paper: ClassVar[str] = "Smith et al. 2017, arXiv:1711.00489"
-    constraints: ClassVar[str] = "a single device or DDP; epochs of more batches than a step has at first"
+    constraints: ClassVar[str] = "epochs of more batches than a step has at first"
     needs: ClassVar[Need] = Need.BATCH
     survey: ClassVar[Survey | None] = Survey("large batches", shen="5.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(

@@ -69,7 +69,6 @@ class GradientNoiseScale(Technique):
 
     saves: ClassVar[str] = "nothing by itself: it tells which batch pays"
     paper: ClassVar[str] = "McCandlish et al. 2018, arXiv:1812.06162"
-    constraints: ClassVar[str] = "a single device or DDP"
     refuses: ClassVar[Reasons] = {
         Part.COMPRESSED: "the technique compares gradients with their exact mean over processes"
     }

@@ -73,7 +73,7 @@ class LearningRateSchedule(Technique):
 
     saves: ClassVar[str] = "steps: a rate decayed wholly on the true budget is worth more than most techniques"
     paper: ClassVar[str] = "Li et al. 2019, arXiv:1905.04753; Bergsma et al. 2025, arXiv:2502.15938"
-    constraints: ClassVar[str] = "a run that has an end; automatic optimization; a single device or DDP"
+    constraints: ClassVar[str] = "a run that has an end; automatic optimization"
     needs: ClassVar[Need] = Need.BATCH
     survey: ClassVar[Survey | None] = Survey("learning rate schedules", zhuang="2.1", shen="5.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(

@@ -95,7 +95,7 @@ class LinearScaling(Technique):
 
     saves: ClassVar[str] = "time on many devices: large batches at a rate that fits, without a search for each"
     paper: ClassVar[str] = "Goyal et al. 2017, arXiv:1706.02677"
-    constraints: ClassVar[str] = "a single device or DDP; a loader that says its batch size, or batch_size="
+    constraints: ClassVar[str] = "a loader that says its batch size, or batch_size="
     needs: ClassVar[Need] = Need.BATCH
     survey: ClassVar[Survey | None] = Survey("large batches", shen="5.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(

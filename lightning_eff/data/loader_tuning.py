@@ -77,7 +77,7 @@ class LoaderTuning(Technique):
 
     saves: ClassVar[str] = "the time in which the device waits for batches"
     paper: ClassVar[str] = "Mohan et al. 2021, arXiv:2007.06775; Murray et al. 2021, arXiv:2101.12127"
-    constraints: ClassVar[str] = "workers: a map-style data set that draws no random numbers; a single device or DDP"
+    constraints: ClassVar[str] = "workers: a map-style data set that draws no random numbers"
     needs: ClassVar[Need] = Need.BATCH
     survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace()

@@ -156,9 +156,7 @@ class JointSpar(Technique):
 
     saves: ClassVar[str] = "products for the weights' gradients, and what DDP sends, of the layers that are not drawn"
     paper: ClassVar[str] = "Liu & Mozafari 2022, PMLR 162"
-    constraints: ClassVar[str] = (
-        "a single device or DDP without another hook and static_graph; no reentrant checkpoints"
-    )
+    constraints: ClassVar[str] = "DDP without another hook and static_graph; no reentrant checkpoints"
     needs: ClassVar[Need] = Need.DDP
     survey: ClassVar[Survey | None] = Survey("JointSpar", zhuang="2.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"share": Choice((0.5, 0.7, 0.9))})

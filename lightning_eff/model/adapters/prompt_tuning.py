@@ -96,10 +96,7 @@ class PromptTuning(Adapter):
 
     saves: ClassVar[str] = "the memory of nearly all gradients and of the optimizer's state; checkpoints of kilobytes"
     paper: ClassVar[str] = "Lester et al. 2021, arXiv:2104.08691"
-    constraints: ClassVar[str] = (
-        "language models of one text with room for k tokens more; no cache in generation; a single device, DDP or FSDP2, no"
-        " pipeline"
-    )
+    constraints: ClassVar[str] = "language models of one text with room for k tokens more; no cache in generation"
     survey: ClassVar[Survey | None] = Survey("parameter-efficient tuning (prompts)", zhuang="3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"length": Choice((5, 20, 100))}, _pointless)
     control: ClassVar[Control] = Control("the baseline, which tunes all weights, for as many seconds")

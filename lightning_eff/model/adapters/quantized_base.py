@@ -77,9 +77,7 @@ class QuantizedBase(Architecture):
 
     saves: ClassVar[str] = "seven eighths (NF4) or three quarters (int8) of the memory of frozen maps in 32 bits"
     paper: ClassVar[str] = "Dettmers et al. 2023, arXiv:2305.14314"
-    constraints: ClassVar[str] = (
-        "maps that do not train, as beside LoRA; needs bitsandbytes; a single device, DDP or FSDP2"
-    )
+    constraints: ClassVar[str] = "maps that do not train, as beside LoRA; needs bitsandbytes"
     survey: ClassVar[Survey | None] = Survey("parameter-efficient tuning (QLoRA)", zhuang="3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"bits": Choice((4, 8))}, _pointless)
     control: ClassVar[Control] = Control(

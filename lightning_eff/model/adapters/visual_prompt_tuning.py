@@ -91,9 +91,7 @@ class VisualPromptTuning(Adapter):
 
     saves: ClassVar[str] = "the memory of nearly all gradients and of the optimizer's state; checkpoints of kilobytes"
     paper: ClassVar[str] = "Jia et al. 2022, arXiv:2203.12119"
-    constraints: ClassVar[str] = (
-        "vision transformers whose blocks see no places; fine-tuning; a single device, DDP or FSDP2"
-    )
+    constraints: ClassVar[str] = "vision transformers whose blocks see no places; fine-tuning"
     survey: ClassVar[Survey | None] = Survey("parameter-efficient tuning (visual prompts)", zhuang="3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"length": Choice((5, 10, 50)), "deep": Choice((True, False))}, _pointless

@@ -112,7 +112,7 @@ class DataDrivenInit(Initialization):
 
     saves: ClassVar[str] = "steps: what counting tells need not be learnt"
     paper: ClassVar[str] = "Jordan 2024, arXiv:2404.00498 (whitening); Levy & Goldberg 2014 (bigrams)"
-    constraints: ClassVar[str] = "a single device, DDP, or HybridParallelStrategy on a whole module; texts and images"
+    constraints: ClassVar[str] = "texts and images"
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"bigram": Choice((True, False))},
         pointless=lambda profile: (

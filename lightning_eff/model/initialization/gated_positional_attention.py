@@ -67,7 +67,7 @@ class GatedPositionalAttention(Architecture):
 
     saves: ClassVar[str] = "steps and samples: vision transformers need not learn first that near patches matter"
     paper: ClassVar[str] = "d'Ascoli et al. 2021, arXiv:2103.10697"
-    constraints: ClassVar[str] = "image transformers on all patches of a grid, not compiled; a single device or DDP"
+    constraints: ClassVar[str] = "image transformers on all patches of a grid, not compiled"
     survey: ClassVar[Survey | None] = Survey("initialisation: gated positional self-attention (ConViT)", shen="4.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"locality": Choice((0.5, 1.0, 2.0))},

@@ -86,7 +86,6 @@ class LSUV(OfMaps):
 
     saves: ClassVar[str] = "steps: no layer begins with signals too small or too large"
     paper: ClassVar[str] = "Mishkin & Matas 2015, arXiv:1511.06422"
-    constraints: ClassVar[str] = "a single device, DDP, or HybridParallelStrategy on a whole module"
     survey: ClassVar[Survey | None] = Survey("initialisation: layer-sequential unit variance (LSUV)", shen="4.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"tolerance": Choice((0.1, 0.02))}, no_maps)
     control: ClassVar[Control] = Control(

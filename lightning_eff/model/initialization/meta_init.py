@@ -120,9 +120,7 @@ class MetaInit(Initialization):
 
     saves: ClassVar[str] = "steps: networks without norms begin where gradient steps can be trusted"
     paper: ClassVar[str] = "Dauphin & Schoenholz 2019, NeurIPS"
-    constraints: ClassVar[str] = (
-        "a single device, DDP, or HybridParallelStrategy on a whole module; losses that have third derivatives"
-    )
+    constraints: ClassVar[str] = "losses that have third derivatives"
     survey: ClassVar[Survey | None] = Survey("initialisation: searched for by gradients (MetaInit)", shen="4.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"steps": Choice((100, 500)), "lr": Choice((0.1, 0.01))},

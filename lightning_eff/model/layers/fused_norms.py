@@ -76,7 +76,7 @@ class FusedNorms(Technique):
 
     saves: ClassVar[str] = "time and memory of norms that are written in single operations; not measured on a GPU"
     paper: ClassVar[str] = "Zhang & Sennrich 2019, arXiv:1910.07467; Hsu et al. 2024, arXiv:2410.10989"
-    constraints: ClassVar[str] = "kernels on CUDA with triton, torch's functions elsewhere; a single device or DDP"
+    constraints: ClassVar[str] = "kernels on CUDA with triton, torch's functions elsewhere"
     survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace({}, _pointless)
     control: ClassVar[Control] = Control("the baseline for as many seconds: the numbers are the same to rounding")

@@ -107,9 +107,7 @@ class NgramEmbedding(Architecture):
 
     saves: ClassVar[str] = "steps: a table of parameters that cost no products; costs its memory, three times with Adam"
     paper: ClassVar[str] = "Huang et al. 2025, arXiv:2501.16975; Pagnoni et al. 2024, arXiv:2412.09871"
-    constraints: ClassVar[str] = (
-        "models of tokens that look them up by nn.Embedding; no cache in generation; a single device or DDP"
-    )
+    constraints: ClassVar[str] = "models of tokens that look them up by nn.Embedding; no cache in generation"
     survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"n": Choice((2, [2, 3], [2, 3, 4])), "lr": Uniform(0.003, 0.1, log=True)}, _pointless

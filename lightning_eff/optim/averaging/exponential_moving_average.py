@@ -117,8 +117,7 @@ class ExponentialMovingAverage(AveragedWeights):
     saves: ClassVar[str] = "epochs while the learning rate is high; little once it is fully decayed"
     paper: ClassVar[str] = "Polyak & Juditsky 1992, doi:10.1137/0330046"
     constraints: ClassVar[str] = (
-        "a single device, DDP or FSDP2; one more copy of the weights; batch_norm='recompute' needs automatic optimization and"
-        " whole weights"
+        "one more copy of the weights; batch_norm='recompute' needs automatic optimization and whole weights"
     )
     survey: ClassVar[Survey | None] = Survey("exponential moving average", zhuang="2.1", shen="5.4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(

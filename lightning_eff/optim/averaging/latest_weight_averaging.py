@@ -69,7 +69,7 @@ class LatestWeightAveraging(SnapshotWindow):
 
     saves = "epochs while the learning rate is high; nothing once it is fully decayed"
     paper = "Kaddour 2022, arXiv:2209.14981"
-    constraints = "single device or DDP; window + 1 copies of the weights; BatchNorm needs automatic optimization"
+    constraints = "window + 1 copies of the weights; BatchNorm needs automatic optimization"
     survey: ClassVar[Survey | None] = Survey("latest weight averaging (LAWA)", zhuang="2.1", shen="5.4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {

@@ -51,7 +51,7 @@ class Lookahead(ActsLate, AveragedWeights):
 
     saves: ClassVar[str] = "steps, by the paper's claim: less noise in the weights at hardly any cost"
     paper: ClassVar[str] = "Zhang et al. 2019, arXiv:1907.08610"
-    constraints: ClassVar[str] = "single device or DDP; one more copy of the weights"
+    constraints: ClassVar[str] = "one more copy of the weights"
     survey: ClassVar[Survey | None] = Survey("Lookahead", shen="5.4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"interval": Choice((5, 10, 20)), "alpha": Uniform(0.3, 0.8)}

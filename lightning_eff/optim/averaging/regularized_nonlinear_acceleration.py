@@ -93,9 +93,7 @@ class RegularizedNonlinearAcceleration(SnapshotWindow):
 
     saves: ClassVar[str] = "steps of smooth problems without noise; fragile under noise"
     paper: ClassVar[str] = "Scieur et al. 2016, arXiv:1606.04133"
-    constraints: ClassVar[str] = (
-        "single device or DDP; window + 1 copies of the weights; BatchNorm needs automatic optimization"
-    )
+    constraints: ClassVar[str] = "window + 1 copies of the weights; BatchNorm needs automatic optimization"
     needs: ClassVar[Need] = Need.WHOLE
     fewest: ClassVar[int] = 3
     survey: ClassVar[Survey | None] = Survey("regularized nonlinear acceleration", zhuang="2.1", shen="5.4")

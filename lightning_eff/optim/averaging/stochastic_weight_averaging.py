@@ -67,7 +67,7 @@ class StochasticWeightAveraging(ActsLate, AveragedWeights):
 
     saves: ClassVar[str] = "nothing in time: flatter minima; good weights while the rate is still high"
     paper: ClassVar[str] = "Izmailov et al. 2018, arXiv:1803.05407"
-    constraints: ClassVar[str] = "automatic optimization; single device or DDP; one more copy of the weights in float64"
+    constraints: ClassVar[str] = "automatic optimization; one more copy of the weights in float64"
     survey: ClassVar[Survey | None] = Survey("stochastic weight averaging (SWA)", zhuang="2.1", shen="5.4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"start": Choice((0.5, 0.75, 0.9)), "rate": Uniform(0.05, 1.0, log=True)}

@@ -77,7 +77,7 @@ class SampledQuasiNewton(Preconditioner):
 
     saves: ClassVar[str] = "steps, by the paper's claim; each drawing one costs num_directions + 1 passes more"
     paper: ClassVar[str] = "Berahas et al. 2022 (S-LBFGS, S-LSR1), arXiv:1901.09997"
-    constraints: ClassVar[str] = "a single device or DDP; automatic optimization; memory for 2 m gradients in float32"
+    constraints: ClassVar[str] = "automatic optimization; memory for 2 m gradients in float32"
     survey: ClassVar[Survey | None] = Survey("second-order optimizers", zhuang="2.1", shen="5.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {

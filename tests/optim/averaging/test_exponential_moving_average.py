@@ -28,7 +28,6 @@ CASES = {
         active=lambda: ExponentialMovingAverage(3.0, tail=0.75),
         neutral=lambda: ExponentialMovingAverage(0.0),
         anywhere=True,
-        sharded=True,
     )
 }
 

@@ -1,0 +1,86 @@
+"""Techniques under strategies that divide a run: what is accepted trains as in one process, what is refused says why."""
+
+from typing import Any
+
+import pytest
+
+import lightning_eff
+from lightning_eff._core._needs.needs import Part, refused
+from lightning_eff._core._needs.offers import parts_of, refusal
+from lightning_eff._core.session import Session
+from lightning_eff._core.technique import Technique, techniques_of
+from lightning_eff.strategies._hybrid.layout import Layout
+from lightning_eff.strategies.hybrid_parallel import HybridParallelStrategy
+from tests.cases import CASES
+from tests.conftest import Once
+from tests.models import module, trainer
+from tests.selection import one_of
+from tests.strategies.launch import launch
+
+LAYOUTS = {
+    "copies": Part.COPIES,
+    "shard": Part.SHARD,
+    "tensor": Part.TENSOR,
+    "pipeline": Part.PIPELINE,
+}
+#: Techniques whose runs differ by what they are for, and not by rounding, with what tests them there instead.
+OTHERWISE: dict[tuple[str, str], str] = {}
+
+
+def _accepts(name: str, layout: str) -> bool:
+    cls = getattr(lightning_eff, name)
+    return not refused(cls.needs, cls.refuses, [LAYOUTS[layout]])
+
+
+PAIRS = [(name, layout) for name in sorted(CASES) for layout in LAYOUTS]
+ACCEPTED = [pair for pair in PAIRS if _accepts(*pair) and pair not in OTHERWISE]
+REFUSED = [pair for pair in PAIRS if not _accepts(*pair)]
+DEFAULT = [pair for pair in ACCEPTED if one_of(3, *pair) == ()]
+
+
+@pytest.fixture(scope="module")
+def default(once: Once) -> dict[str, Any]:
+    return once("techniques", lambda: _run(DEFAULT))
+
+
+@pytest.fixture(scope="module")
+def others(once: Once) -> dict[str, Any]:
+    return once("techniques_slow", lambda: _run([pair for pair in ACCEPTED if pair not in DEFAULT]))
+
+
+def _run(pairs: list[tuple[str, str]]) -> dict[str, Any]:
+    return launch("tests.strategies.technique_jobs", "all_of", pairs, world_size=2)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("name", "layout"), [pytest.param(*pair, marks=one_of(3, *pair)) for pair in ACCEPTED], ids="-".join
+)
+def test_an_accepted_technique_trains_as_in_whole_modules(
+    name: str, layout: str, request: pytest.FixtureRequest
+) -> None:
+    every = request.getfixturevalue("default" if (name, layout) in DEFAULT else "others")
+    for found in every[f"{name} {layout}"]:
+        assert "error" not in found, found["error"]
+        assert found["loss"] < 2e-4 and found["weights"] < 1e-3 and not found["keys"]
+
+
+def strategy(layout: str) -> HybridParallelStrategy:
+    """The strategy of two processes, of which this one need not know."""
+    sizes = {"tensor": {"tensor": 2}, "pipeline": {"pipeline": 2}}.get(layout, {"data": 2})
+    made = HybridParallelStrategy(shard=layout == "shard")
+    made._layout = Layout(**{"pipeline": 1, "data": 1, "tensor": 1, **sizes})
+    assert parts_of(made) == (LAYOUTS[layout],)
+    return made
+
+
+@pytest.mark.parametrize(("name", "layout"), REFUSED, ids="-".join)
+def test_a_refused_technique_says_why_at_setup(name: str, layout: str) -> None:
+    technique: Technique = CASES[name].active()
+    t = trainer(technique, max_steps=2)
+    t._accelerator_connector.strategy = strategy(layout)
+    with pytest.raises(ValueError) as error:
+        Session.open(t, module(CASES[name].model), techniques_of(t), "fit")
+    assert str(error.value) == refusal(name, technique.needs, technique.refuses, strategy(layout))
+    assert str(error.value).startswith(f"{name}: HybridParallelStrategy ")
+    assert "Use " in str(error.value) and f", or remove {name}." in str(error.value)
