@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
 
 from benchmarks import evidence_page as evidence
-from docs.making import facts, prose
+from docs.making import facts, layouts, prose
 from lightning_eff import _public
 from lightning_eff._catalogue import catalogue
 from tests import test_exported

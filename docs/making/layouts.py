@@ -37,7 +37,8 @@ def line(cls: Any) -> str:
         return ""
     yes = [layout for layout, why in found.items() if not why]
     no = [layout for layout, why in found.items() if why]
-    return f"trains under {', '.join(yes)}{f'; not under {', '.join(no)}' if no else ''}. [Why](strategies.md)"
+    but = f"; not under {', '.join(no)}" if no else ""
+    return f"trains under {', '.join(yes)}{but}. [Why](strategies.md)"
 
 
 def page() -> str:
@@ -53,5 +54,5 @@ def page() -> str:
     total = [f"{counted[layout]} of {len(names)}" for layout in LAYOUTS]
     lines = [_INTRO, f"| technique | {' | '.join(LAYOUTS)} |", f"|---|{'---|' * len(LAYOUTS)}", *rows]
     lines += [f"| all | {' | '.join(total)} |", "", "## Reasons", ""]
-    lines += [f"{number}. {prose.cell(why[0].upper() + why[1:])}." for why, number in numbers.items()]
+    lines += [f"{number}. {prose.cell(why)}." for why, number in numbers.items()]
     return "\n".join([*lines, ""])

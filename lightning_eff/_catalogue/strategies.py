@@ -20,8 +20,10 @@ def reasons(cls: Any) -> dict[str, str]:
     """Why a technique does not train under each of :data:`LAYOUTS`; "" where it does. Nothing for other classes."""
     if not hasattr(cls, "needs"):
         return {}
+    found = {layout: refused(cls.needs, cls.refuses, parts) for layout, parts in LAYOUTS.items()}
     return {
-        layout: next(iter(refused(cls.needs, cls.refuses, parts).values()), "") for layout, parts in LAYOUTS.items()
+        layout: next((f"The strategy {part.value}, and {why}" for part, why in no.items()), "")
+        for layout, no in found.items()
     }
 
 
