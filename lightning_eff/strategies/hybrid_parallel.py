@@ -178,7 +178,7 @@ class HybridParallelStrategy(SavingStrategy):
         self._layout: layout.Layout | None = None
         self._replica: Replica | None = None
         self._watch: Watch | None = None
-        self._ddp_kwargs: dict[str, Any] = {}  # of torch's DDP, with which whole copies train
+        self.ddp_options: dict[str, Any] = {}  # of torch's DDP, with which whole copies train
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:

@@ -251,7 +251,7 @@ class Replica:
                 ids = None if self.device.type == "cpu" else [self.device.index]
                 stream = nullcontext() if ids is None else torch.cuda.stream(torch.cuda.Stream())
                 with stream:
-                    options = self.trainer.strategy._ddp_kwargs  # pyright: ignore[reportAttributeAccessIssue]
+                    options = self.trainer.strategy.ddp_options  # pyright: ignore[reportAttributeAccessIssue]
                     self._model = DistributedDataParallel(self.module, device_ids=ids, **options)
             return
         if not self.settings.shard:
