@@ -220,10 +220,12 @@ class HybridParallelStrategy(SavingStrategy):
     @property
     def parts(self) -> list[Part]:
         """In which ways this layout divides a run."""
-        found = [Part.SHARD] if self.settings.shard and self.layout.data > 1 else []
-        found += [Part.TENSOR] if self.layout.tensor > 1 else []
-        found += [Part.PIPELINE] if self.layout.pipeline > 1 else []
-        return found or ([Part.COPIES] if self.layout.data > 1 else [])
+        tensor, pipeline, data = int(self._tensor_parallel_size), self.pipeline_parallel_size, self._data_parallel_size
+        copies = self.world_size // (tensor * pipeline) if data == "auto" else int(data)
+        found = [Part.SHARD] if self.settings.shard and copies > 1 else []
+        found += [Part.TENSOR] if tensor > 1 else []
+        found += [Part.PIPELINE] if pipeline > 1 else []
+        return found or ([Part.COPIES] if copies > 1 else [])
 
     @property
     def splits_batches(self) -> bool:

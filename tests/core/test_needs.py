@@ -11,14 +11,10 @@ from lightning_eff._core._needs.needs import PLAIN, UNMET, WORDS, Need, Part, re
 from lightning_eff._core._needs.offers import is_plain, parts_of, refusal
 from lightning_eff._core._run import replicas
 from lightning_eff._core._run.replicas import Replicas
-from lightning_eff.strategies._hybrid.layout import Layout
 
 
-def hybrid(**sizes: int) -> HybridParallelStrategy:
-    """As in a run of as many processes."""
-    strategy = HybridParallelStrategy(shard=bool(sizes.pop("shard", 1)))
-    strategy._layout = Layout(**{"pipeline": 1, "data": 1, "tensor": 1, **sizes})
-    return strategy
+def hybrid(*, data: int = 1, tensor: int = 1, pipeline: int = 1, shard: bool = True) -> HybridParallelStrategy:
+    return HybridParallelStrategy(data, shard=shard, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline)
 
 
 def test_strategies_say_how_they_divide_a_run() -> None:
@@ -28,7 +24,7 @@ def test_strategies_say_how_they_divide_a_run() -> None:
     assert parts_of(pl.strategies.ModelParallelStrategy(1, 2)) == (Part.SHARD, Part.TENSOR)
     assert parts_of(CompressedDDPStrategy("bf16")) == (Part.COMPRESSED,)
     assert parts_of(hybrid()) == ()
-    assert parts_of(hybrid(data=2, shard=0)) == (Part.COPIES,)
+    assert parts_of(hybrid(data=2, shard=False)) == (Part.COPIES,)
     assert parts_of(hybrid(data=2, tensor=2, pipeline=2)) == (Part.SHARD, Part.TENSOR, Part.PIPELINE)
 
     class Another(pl.strategies.Strategy):
@@ -39,7 +35,7 @@ def test_strategies_say_how_they_divide_a_run() -> None:
 
 
 def test_whole_modules_are_plain() -> None:
-    assert is_plain(pl.strategies.DDPStrategy()) and is_plain(hybrid(data=2, shard=0)) and is_plain(hybrid())
+    assert is_plain(pl.strategies.DDPStrategy()) and is_plain(hybrid(data=2, shard=False)) and is_plain(hybrid())
     assert not is_plain(hybrid(data=2)) and not is_plain(pl.strategies.FSDPStrategy())
 
 

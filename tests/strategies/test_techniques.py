@@ -9,7 +9,6 @@ from lightning_eff._core._needs.needs import Part, refused
 from lightning_eff._core._needs.offers import parts_of, refusal
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Technique, techniques_of
-from lightning_eff.strategies._hybrid.layout import Layout
 from lightning_eff.strategies.hybrid_parallel import HybridParallelStrategy
 from tests.cases import CASES
 from tests.conftest import Once
@@ -66,10 +65,9 @@ def test_an_accepted_technique_trains_as_in_whole_modules(
 
 
 def strategy(layout: str) -> HybridParallelStrategy:
-    """The strategy of two processes, of which this one need not know."""
-    sizes = {"tensor": {"tensor": 2}, "pipeline": {"pipeline": 2}}.get(layout, {"data": 2})
-    made = HybridParallelStrategy(shard=layout == "shard")
-    made._layout = Layout(**{"pipeline": 1, "data": 1, "tensor": 1, **sizes})
+    """That of two processes, of which this one need not know."""
+    size = {"tensor": "tensor_parallel_size", "pipeline": "pipeline_parallel_size"}.get(layout, "data_parallel_size")
+    made = HybridParallelStrategy(**{"data_parallel_size": 1, "shard": layout == "shard", size: 2})
     assert parts_of(made) == (LAYOUTS[layout],)
     return made
 
