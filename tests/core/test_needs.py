@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_eff import CompressedDDPStrategy, HybridParallelStrategy
-from lightning_eff._core._needs.needs import PLAIN, UNMET, WORDS, Need, Part, refused
+from lightning_eff._core._needs.needs import PLAIN, UNMET, UNTRIED, WORDS, Need, Part, refused
 from lightning_eff._core._needs.offers import is_plain, parts_of, refusal
 from lightning_eff._core._run import replicas
 from lightning_eff._core._run.replicas import Replicas
@@ -47,11 +47,12 @@ def test_each_need_has_words_and_divisions() -> None:
 
 
 def test_reasons_of_its_own_go_before_needs() -> None:
-    assert refused(Need.BATCH, {}, [*Part]) == {Part.UNKNOWN: f"the technique {WORDS[Need.BATCH]}"}
+    assert refused(Need.BATCH, {}, [*Part]) == dict.fromkeys((Part.FLAT, Part.ENGINE, Part.UNKNOWN), UNTRIED)
+    assert refused(Need.WHOLE, {}, [Part.FLAT]) == {Part.FLAT: f"the technique {WORDS[Need.WHOLE]}"}
     own = {Part.TENSOR: "heads differ", Part.PIPELINE: ""}
     assert refused(Need.BLOCKS, own, [Part.TENSOR, Part.PIPELINE, Part.FLAT]) == {
         Part.TENSOR: "heads differ",
-        Part.FLAT: "the technique decides which blocks run",
+        Part.FLAT: UNTRIED,
     }
 
 
@@ -65,8 +66,8 @@ def test_reasons_of_its_own_go_before_needs() -> None:
         ),
         (
             pl.strategies.FSDPStrategy,
-            "T(a=1): FSDPStrategy joins parameters into flat tensors before it cuts them into pieces, and the technique decides"
-            " which blocks run. Use HybridParallelStrategy or strategy='ddp', or remove T.",
+            "T(a=1): FSDPStrategy joins parameters into flat tensors before it cuts them into pieces, and the technique is"
+            " not tested there. Use HybridParallelStrategy or strategy='ddp', or remove T.",
         ),
         (lambda: hybrid(data=2, tensor=2), None),
         (pl.strategies.DDPStrategy, None),

@@ -50,7 +50,7 @@ PLAIN = frozenset({Part.COPIES, Part.COMPRESSED})
 _FOREIGN = frozenset({Part.FLAT, Part.ENGINE, Part.UNKNOWN})
 #: The divisions under which each need is not met.
 UNMET: Mapping[Need, frozenset[Part]] = {
-    Need.BATCH: frozenset({Part.UNKNOWN}),
+    Need.BATCH: _FOREIGN,
     Need.MODULE: frozenset({Part.ENGINE, Part.UNKNOWN}),
     Need.SAVED: frozenset({Part.UNKNOWN}),
     Need.STEP: _FOREIGN | {Part.PIPELINE},
@@ -63,6 +63,11 @@ UNMET: Mapping[Need, frozenset[Part]] = {
 }
 
 Reasons = Mapping[Part, str]
+UNTRIED = "the technique is not tested there"
+#: For a technique that divided modules may suit: nobody has tried.
+UNTRIED_IN_PARTS: Reasons = dict.fromkeys((Part.SHARD, Part.TENSOR), UNTRIED)
+#: Needs that a division of another kind might meet: nobody has tried.
+_UNKNOWN_OF = Need.BATCH | Need.STEP | Need.CALLS | Need.BLOCKS | Need.PIECES | Need.SAVED
 
 
 def refused(needs: Need, reasons: Reasons, parts: Iterable[Part]) -> dict[Part, str]:
@@ -76,7 +81,10 @@ def refused(needs: Need, reasons: Reasons, parts: Iterable[Part]) -> dict[Part, 
     found: dict[Part, str] = {}
     for part in parts:
         unmet = next((need for need in needs if part in UNMET[need]), None)
-        why = reasons.get(part, "" if unmet is None else f"the technique {WORDS[unmet]}")
+        why = ""
+        if unmet is not None:
+            why = UNTRIED if part in _FOREIGN and unmet in _UNKNOWN_OF else f"the technique {WORDS[unmet]}"
+        why = reasons.get(part, why)
         if why:
             found[part] = why
     return found

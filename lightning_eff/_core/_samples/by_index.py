@@ -171,7 +171,7 @@ def batches_by_index(session: Session, own: list[int], size: int) -> Iterator[An
 def _own(session: Session, loader: ResumableLoader, among: Sequence[int] | None = None) -> list[int]:
     """This rank's share of the data set's indices, or of those of ``among``, as many as each other rank's."""
     indices = torch.arange(len(loader.dataset)) if among is None else torch.tensor([*among])
-    return share(indices, session.rank, session.trainer.world_size, drop_last=False).tolist()
+    return share(indices, session.rank, session.replicas.count, drop_last=False).tolist()
 
 
 def _over(loader: ResumableLoader, own: list[int], *, batch_size: int | None, collate: Any) -> Iterator[Any]:

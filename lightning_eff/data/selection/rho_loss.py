@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core._lightning.names import is_a
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._run.checks import is_checkpointed_reentrantly
 from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scores, agree
@@ -92,6 +93,7 @@ class RHOLoss(Choosing):
     constraints: ClassVar[str] = (
         "a DataLoader over a map-style data set; a mean loss of torch.nn.functional, or sample_loss=; several epochs"
     )
+    needs: ClassVar[Need] = Need.WHOLE
     survey: ClassVar[Survey | None] = Survey("RHO-LOSS", shen="3.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"keep": Choice((0.1, 0.25, 0.5)), "epochs": Choice((1, 3))}, _pointless

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_eff._core._needs.needs import Need
+from lightning_eff._core._needs.needs import Need, Part, Reasons
 from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core._stack.compiled import uncompiled
 from lightning_eff._core.batches import num_samples
@@ -111,6 +111,7 @@ class FusedLinearCrossEntropy(Technique):
         " not differentiated themselves"
     )
     needs: ClassVar[Need] = Need.CALLS | Need.STEP
+    refuses: ClassVar[Reasons] = {Part.TENSOR: "the technique multiplies with the head's whole weight"}
     survey: ClassVar[Survey | None] = Survey("token masking (sparse token prediction)", zhuang="2.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         pointless=_pointless, measured_on=lambda profile: profile.masked_labels
