@@ -28,8 +28,8 @@ class Abilities:
     """What may be proposed; a reason (a string) stands for what may not. Everything may by default.
 
     Attributes:
-        refused: reasons by what they rule out: "hybrid" (any strategy but DDP or a single device), "divided" (parameters
-            in pieces), "tensor", "pipeline", "fp8", and the names of techniques.
+        refused: reasons by what they rule out: "divided" (parameters in pieces), "shard", "tensor", "pipeline", "fp8", and
+            the names of techniques.
         must_fp8: the recipe multiplies in FP8 already.
         batch: samples of a loader's batch, where the plan cannot set them; None where it can.
     """
