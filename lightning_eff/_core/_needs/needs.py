@@ -64,6 +64,8 @@ UNMET: Mapping[Need, frozenset[Part]] = {
 
 Reasons = Mapping[Part, str]
 UNTRIED = "the technique is not tested there"
+#: For a technique that runs the module in evaluation mode before or between steps, where FSDP2 has parameters in pieces.
+APART: Reasons = {Part.SHARD: "the technique runs the module apart from training steps"}
 #: For a technique that divided modules may suit: nobody has tried.
 UNTRIED_IN_PARTS: Reasons = dict.fromkeys((Part.SHARD, Part.TENSOR), UNTRIED)
 #: Needs that a division of another kind might meet: nobody has tried.

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core._images.positions import Seen
-from lightning_eff._core._needs.needs import UNTRIED_IN_PARTS, Reasons
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step, in_evaluation
@@ -89,7 +88,6 @@ class FixRes(SmallerImages):
         "automatic optimization; batches with images (N, C, H, W); modules for images of any size, with a classifier called"
         " last or named by classifier=; a learning rate that is not yet zero at until"
     )
-    refuses: ClassVar[Reasons] = UNTRIED_IN_PARTS
     survey: ClassVar[Survey | None] = Survey("train-test resolution (FixRes)", shen="3.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"scale": Uniform(0.5, 0.85), "until": Uniform(0.7, 0.95), "norms": Choice(("all", "last"))}, no_images

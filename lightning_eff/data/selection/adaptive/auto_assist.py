@@ -9,7 +9,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_eff._core._needs.needs import UNTRIED_IN_PARTS, Need, Reasons
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scorer, Scores, agree
 from lightning_eff._core.batches import num_samples
@@ -108,7 +108,6 @@ class AutoAssist(Technique):
     paper: ClassVar[str] = "Zhang et al. 2019, arXiv:1905.03381"
     constraints: ClassVar[str] = "a mean loss of torch.nn.functional, or sample_loss=; a batch of several samples"
     needs: ClassVar[Need] = Need.STEP
-    refuses: ClassVar[Reasons] = UNTRIED_IN_PARTS
     survey: ClassVar[Survey | None] = Survey("AutoAssist", shen="3.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"gamma": Choice((0.2, 0.3, 0.5)), "start": Choice((0.0, 0.1, 0.3))}, needs_samples
