@@ -66,8 +66,7 @@ Reasons = Mapping[Part, str]
 UNTRIED = "the technique is not tested there"
 #: For a technique that runs the module in evaluation mode before or between steps, where FSDP2 has parameters in pieces.
 APART: Reasons = {Part.SHARD: "the technique runs the module apart from training steps"}
-#: For a technique that divided modules may suit: nobody has tried.
-UNTRIED_IN_PARTS: Reasons = dict.fromkeys((Part.SHARD, Part.TENSOR), UNTRIED)
+DIFFERS = "the technique's steps there were found to differ from those of a whole module"
 #: Needs that a division of another kind might meet: nobody has tried.
 _UNKNOWN_OF = Need.BATCH | Need.STEP | Need.CALLS | Need.BLOCKS | Need.PIECES | Need.SAVED
 

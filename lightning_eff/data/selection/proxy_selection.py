@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 from lightning.pytorch import Callback
 from typing_extensions import override
 
-from lightning_eff._core._needs.needs import UNTRIED_IN_PARTS, Reasons
 from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scores
 from lightning_eff._core.blocks import BlockStack
@@ -74,7 +73,6 @@ class ProxySelection(Choosing):
     constraints: ClassVar[str] = (
         "a stack of repeated blocks; a mean loss of torch.nn.functional, or sample_loss=; a batch of several samples"
     )
-    refuses: ClassVar[Reasons] = UNTRIED_IN_PARTS
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"keep": Choice((0.25, 0.5, 0.75)), "depth": Choice((0.25, 0.5))}, _pointless
     )

@@ -12,7 +12,6 @@ from typing_extensions import override
 
 from lightning_eff._core import rng
 from lightning_eff._core._attention.calls import Call, CannotReplace, keys_alone
-from lightning_eff._core._needs.needs import UNTRIED_IN_PARTS, Reasons
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
@@ -74,7 +73,6 @@ class Reformer(ReplacedAttention):
         "self-attention by scaled_dot_product_attention or nn.MultiheadAttention, without dropout of weights, not compiled;"
         " pays for thousands of tokens"
     )
-    refuses: ClassVar[Reasons] = UNTRIED_IN_PARTS
     survey: ClassVar[Survey | None] = Survey("attention by hashing (Reformer)", zhuang="4", shen="4.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"buckets": Choice((8, 32)), "rounds": Choice((1, 4))}, _pointless

@@ -8,7 +8,6 @@ import torch
 from torch import Generator, Tensor, nn
 from typing_extensions import override
 
-from lightning_eff._core._needs.needs import UNTRIED_IN_PARTS, Reasons
 from lightning_eff._core._samples.functions import TensorFunction
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
@@ -124,7 +123,6 @@ class StyleMix(Mixing):
         "a codec that is given; automatic optimization; images (B, C, H, W) of floating point; one class label of each; a loss"
         " of torch.nn.functional"
     )
-    refuses: ClassVar[Reasons] = UNTRIED_IN_PARTS
     survey: ClassVar[Survey | None] = Survey("data augmentation (StyleMix)", shen="3.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"prob": Choice((0.2, 0.5)), "until": Choice((0.8, 1.0))}, _pointless, _of_pixels

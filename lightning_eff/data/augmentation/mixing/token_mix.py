@@ -12,7 +12,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Generator, Tensor, nn
 from typing_extensions import override
 
-from lightning_eff._core._needs.needs import UNTRIED_IN_PARTS, Reasons
 from lightning_eff._core._samples.functions import TensorFunction
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
@@ -166,7 +165,6 @@ class TokenMix(Mixing):
         "a teacher that is given; automatic optimization; images (B, C, H, W) of floating point in whole patches; one class"
         " label of each; a loss of torch.nn.functional"
     )
-    refuses: ClassVar[Reasons] = UNTRIED_IN_PARTS
     survey: ClassVar[Survey | None] = Survey("data augmentation (TokenMix)", shen="3.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"teacher": Choice(("uniform",)), "until": Choice((0.8, 1.0))}, no_mixing

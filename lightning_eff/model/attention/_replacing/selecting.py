@@ -9,7 +9,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core._attention.calls import Call
-from lightning_eff._core._needs.needs import UNTRIED_IN_PARTS, Reasons
 from lightning_eff._core.technique import Control
 from lightning_eff.model.attention._replacing.technique import OUTSIDE, ReplacedAttention
 
@@ -42,7 +41,6 @@ class SelectedKeys(ReplacedAttention):
     hardware passes over pairs one by one.
     """
 
-    refuses: ClassVar[Reasons] = UNTRIED_IN_PARTS
     conflicts: ClassVar[Mapping[str, str]] = OUTSIDE
 
     _kept: Tensor | float = 0.0  # shares of pairs, summed over calls of the last step

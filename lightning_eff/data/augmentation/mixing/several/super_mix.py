@@ -12,7 +12,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Generator, Tensor, nn
 from typing_extensions import override
 
-from lightning_eff._core._needs.needs import UNTRIED_IN_PARTS, Reasons
 from lightning_eff._core._samples.functions import TensorFunction
 from lightning_eff._core._targets.calls import Change, TargetCall
 from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
@@ -104,7 +103,6 @@ class SuperMix(Mixing):
         "a teacher that is given; automatic optimization; images (B, C, H, W) of floating point; one class label of each; a"
         " loss of torch.nn.functional"
     )
-    refuses: ClassVar[Reasons] = UNTRIED_IN_PARTS
     survey: ClassVar[Survey | None] = Survey("data augmentation (SuperMix)", shen="3.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({}, _pointless, _of_brightness)
     control: ClassVar[Control] = Control(
