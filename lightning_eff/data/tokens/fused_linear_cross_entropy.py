@@ -231,6 +231,12 @@ class FusedLinearCrossEntropy(Technique):
             look, maps, output = self._pass(step, batch, graph=True)
         found = list(look.found.values())
         heads = [site for site in found if site.classes >= self.min_classes]
+        for site in heads:
+            if _is_apart(site.module):
+                raise ValueError(
+                    f"{WHO}: fully_shard was applied to {site} itself, so its weight is whole only while it is called, and the"
+                    f" loss multiplies with it later. Leave it to the root's fully_shard, or remove {WHO}."
+                )
         if heads:
             return [site.saved for site in heads]
         if loss_of(output) is None:
@@ -302,6 +308,12 @@ class FusedLinearCrossEntropy(Technique):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = state_dict["heads"]
         self._checked = bool(self._saved)
+
+
+def _is_apart(module: nn.Module | None) -> bool:
+    """Whether FSDP2 puts the module's weights together for its calls alone."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def _few(sites: Sequence[Site]) -> str:
