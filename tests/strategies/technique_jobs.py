@@ -110,6 +110,7 @@ def all_of(pairs: list[list[str]]) -> dict[str, Any]:
             references[key] = run(*key)
         losses, weights = references[key]
         mine: dict[str, Any] = {}
+        print(name, layout, flush=True)
         try:
             got, held = run(name, layout)
             mine = {"loss": _apart(losses, got), "keys": sorted(weights.keys() ^ held.keys())[:3], "weights": 0.0}

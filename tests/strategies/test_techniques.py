@@ -22,6 +22,7 @@ LAYOUTS = {
     "tensor": Part.TENSOR,
     "pipeline": Part.PIPELINE,
 }
+SPLIT = ("tensor", "pipeline")
 #: Techniques whose runs differ by what they are for, and not by rounding alone, and why: their losses are near.
 OTHERWISE = {
     (
@@ -55,14 +56,12 @@ def _default() -> list[tuple[str, str]]:
 DEFAULT = _default()
 
 
-@pytest.fixture(scope="module")
-def default(once: Once) -> dict[str, Any]:
-    return once("techniques", lambda: _run(DEFAULT))
-
-
-@pytest.fixture(scope="module")
-def others(once: Once) -> dict[str, Any]:
-    return once("techniques_slow", lambda: _run([pair for pair in ACCEPTED if pair not in DEFAULT]))
+def _found(name: str, layout: str, once: Once) -> Any:
+    """What two processes found, which run all that are alike in being slow, and in how the module is divided."""
+    slow, split = (name, layout) not in DEFAULT, layout in SPLIT
+    alike = [pair for pair in ACCEPTED if (pair not in DEFAULT, pair[1] in SPLIT) == (slow, split)]
+    every = once(f"techniques{'_split' * split}{'_slow' * slow}", lambda: _run(alike))
+    return every[f"{name} {layout}"]
 
 
 def _run(pairs: list[tuple[str, str]]) -> dict[str, Any]:
@@ -74,11 +73,8 @@ def _run(pairs: list[tuple[str, str]]) -> dict[str, Any]:
     ("name", "layout"),
     [pytest.param(*pair, marks=() if pair in DEFAULT else pytest.mark.slow, id="-".join(pair)) for pair in ACCEPTED],
 )
-def test_an_accepted_technique_trains_as_in_whole_modules(
-    name: str, layout: str, request: pytest.FixtureRequest
-) -> None:
-    every = request.getfixturevalue("default" if (name, layout) in DEFAULT else "others")
-    for found in every[f"{name} {layout}"]:
+def test_an_accepted_technique_trains_as_in_whole_modules(name: str, layout: str, once: Once) -> None:
+    for found in _found(name, layout, once):
         assert "error" not in found, found["error"]
         assert found["loss"] < 2e-4 and found["weights"] < 1e-3 and not found["keys"]
 

@@ -95,8 +95,8 @@ class FusedLinearCrossEntropy(Technique):
         min_classes: heads with fewer classes stay as they are, >= 2; ``math.inf`` is plain training.
 
     Raises:
-        ValueError: if an argument is out of its range; at setup, under manual optimization or a strategy that shards
-            parameters; at the first batch, before any weight has changed and on all ranks,
+        ValueError: if an argument is out of its range; at setup, under manual optimization, tensor or pipeline
+            parallelism; at the first batch, before any weight has changed and on all ranks,
             if no cross-entropy of a linear map's output is seen, or none that can be computed without logits.
         RuntimeError: if the head's input is changed in place before the loss, or its gradients are differentiated.
 
