@@ -20,7 +20,7 @@ def gathered(world_size: int, value: Any) -> list[Any]:
 
 def wrap_again(trainer: Trainer, module: LightningModule) -> None:
     """Let DDP, if that is the strategy, see anew which parameters of ``module`` take gradients."""
-    strategy = trainer.strategy
+    strategy: Any = trainer.strategy
     if is_plain(strategy) and hasattr(strategy, "configure_ddp"):
         strategy.model = module
         strategy.configure_ddp()
