@@ -268,6 +268,11 @@ class Session(Stacks):
     # -- what techniques ask for
 
     @property
+    def own_step(self) -> Callable[..., Any]:
+        """The module's own ``training_step``, which no link stands around."""
+        return self.chain.original if self._stepping is self.module else self.module.training_step
+
+    @property
     def optimizers(self) -> list[Optimizer]:
         """The torch optimizers of the run."""
         return [getattr(o, "_optimizer", o) for o in self.trainer.strategy.optimizers]

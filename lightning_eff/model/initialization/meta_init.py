@@ -344,7 +344,7 @@ class _Search:
         return means[0], means[1:]
 
     def _loss(self, batch: Any) -> Tensor | None:
-        step = self._session.chain.original
+        step = self._session.own_step
         loss = loss_of(step(batch, *((self._batch_idx,) if takes_index(step) else ())))
         if isinstance(loss, Tensor) and torch.is_grad_enabled() and loss.grad_fn is None:
             raise ValueError(
