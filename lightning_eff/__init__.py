@@ -1,6 +1,7 @@
 """Efficient-training techniques for PyTorch Lightning, stacked onto an unchanged LightningModule."""
 
 import functools as _functools
+import sys as _sys
 import typing as _typing
 
 from lightning_eff import _lazy, _public
@@ -11,7 +12,12 @@ __all__ = sorted(_public.HOMES)  # pyright: ignore[reportUnsupportedDunderAll] -
 
 def __getattr__(name: str) -> _typing.Any:
     """Import what is asked for: a training run needs few of the techniques, and the command line none to be told of a slip."""
-    found = globals()[name] = _public.found(name)
+    if name == "__version__":
+        found = _public.version()
+    else:
+        _public.check_imported(name, _sys._getframe(1))
+        found = _public.found(name)
+    globals()[name] = found
     return found
 
 

@@ -193,3 +193,5 @@ from lightning_eff.strategies.joint_spar import JointSpar as JointSpar
 from lightning_eff.strategies.local_sgd import LocalSGD as LocalSGD
 from lightning_eff.strategies.res_ist import ResIST as ResIST
 from lightning_eff.tune.tuner import Tuner as Tuner
+
+__version__: str

@@ -6,6 +6,7 @@ Modules of the package that need a name by its text ask here, since none of them
 import ast
 import pkgutil
 from importlib import import_module
+from types import FrameType
 from typing import Any
 
 
@@ -43,4 +44,34 @@ def found(name: str) -> Any:
         return getattr(import_module(HOMES[name]), name)
     if name in FOLDERS:
         return import_module(f"lightning_eff.{name}")
-    raise AttributeError(f"module 'lightning_eff' has no attribute {name!r}")
+    raise AttributeError(f"module 'lightning_eff' has no attribute {name!r}.{_near(name)}")
+
+
+def version() -> str:
+    """The version of the installed distribution."""
+    from importlib import metadata  # 20 ms, which few imports need
+
+    return metadata.version("lightning-eff")
+
+
+def check_imported(name: str, asking: FrameType) -> None:
+    """Raise the ``ImportError`` of ``from lightning_eff import name`` with the name that was meant.
+
+    Python replaces what a module's ``__getattr__`` says by a message of its own, except for an ``ImportError``.
+
+    Args:
+        name: the name that is asked for.
+        asking: the frame that asks for it. Other statements than an import are left to their ``AttributeError``.
+    """
+    import dis
+
+    listed = name in HOMES or name in FOLDERS
+    if not listed and dis.opname[asking.f_code.co_code[asking.f_lasti]] == "IMPORT_FROM":
+        raise ImportError(f"cannot import name {name!r} from 'lightning_eff'.{_near(name)}", name="lightning_eff")
+
+
+def _near(name: str) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(name, [*HOMES, *FOLDERS], n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""

@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
+from lightning_eff import _public
 from lightning_eff._catalogue import catalogue
 from lightning_eff._catalogue.row import GROUPS
 from lightning_eff._errors import Arguments, UsageError, check_configs, did_you_mean, told
@@ -34,6 +35,7 @@ usage: lightning-eff {fit,validate,test,predict} --config recipe.yaml [options o
                                  what was measured of it. More: lightning-eff techniques --help
 
 Modules are looked up from the current folder too. Errors are told in a paragraph; --debug gives the traceback.
+--version prints the version.
 """
 COMMANDS = ("fit", "validate", "test", "predict", "bench", "tune", "select", "plan", "budget", "techniques")
 
@@ -86,7 +88,9 @@ def _run(argv: list[str], *, debug: bool) -> None:
         print(_USAGE, end="")
         return
     command, *rest = argv
-    if command == "techniques":
+    if argv == ["--version"]:
+        print(f"lightning-eff {_public.version()}")
+    elif command == "techniques":
         _techniques(rest)
     elif command == "bench":
         from lightning_eff.bench.command import main as bench

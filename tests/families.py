@@ -176,7 +176,7 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
     if name in _RMS.split():
         begun["RMSNormalization"] = "no LayerNorm"
     if name in _RELU2:
-        begun["SwapActivation"] = "has no activation to act on"
+        begun["SwapActivation"] = "has no activation module to act on"
     masks = {"SequencePacking": _NO_MASK, "MaskRateSchedule": _NO_IDS if kind in ("image", "speech") else _NOT_MASKED}
     if name in ("mamba", "squeezebert"):
         begun["EarlyBird"] = "found no BatchNorm that trains, no attention's heads"
@@ -320,7 +320,7 @@ _NO_TOKENS = dict.fromkeys(
     ("RandomLTD", "MaskGuidedTokens", "PatchDropout", "TokenDropping", "TokenMerging"), _NOT_FEWER
 )
 _NO_TOKENS |= {"SequencePacking": _NO_MASK, "PartialTokenTraining": _NO_TUBES}
-_FLOAT_BUFFERS = {"StochasticRoundingBF16": "an operation was given different dtypes .* Buffers are not cast"}
+_FLOAT_BUFFERS = {"StochasticRoundingBF16": r"an operation was given different dtypes .* stays? float32\. Write"}
 FAMILIES: dict[str, Family] = {
     **{name: _family(name) for name in _PLAIN.split()},
     # the gradient of a key's bias is rounding alone, of which Adam makes whole steps: other ones in each layout

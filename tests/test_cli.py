@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import warnings
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,12 @@ def test_techniques_lists_every_one(capsys: pytest.CaptureFixture[str]) -> None:
         assert max(map(len, cli.techniques_table(width).splitlines())) <= width
     with pytest.raises(SystemExit):
         cli.main(["techniques", "--what"])
+
+
+def test_the_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["--version"])
+    assert capsys.readouterr().out.split() == ["lightning-eff", metadata.version("lightning-eff")]
+    assert lightning_eff.__version__ == metadata.version("lightning-eff")
 
 
 def test_help_names_the_subcommands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,7 +46,8 @@ def files(folder: Path) -> list[Path]:
 
 def test_the_list_of_public_names_is_whole() -> None:
     """A line for each, of which type checkers, the package itself and its completion all know; and none beside them."""
-    _, *lines = ast.parse(STUB.read_text()).body
+    _, *lines, version = ast.parse(STUB.read_text()).body
+    assert ast.unparse(version) == "__version__: str"
     assert all(isinstance(line, ast.ImportFrom) and len(line.names) == 1 for line in lines)
     listed = {line.names[0].name: line.module for line in lines}  # pyright: ignore[reportAttributeAccessIssue]
     assert len(listed) == len(lines), "a name that stands twice"
@@ -65,10 +66,14 @@ def test_a_public_name_is_imported_from_where_it_stands_when_it_is_asked_for(nam
 
 
 def test_a_name_that_is_not_listed_is_no_attribute() -> None:
-    with pytest.raises(AttributeError, match="module 'lightning_eff' has no attribute 'Rematerialisation'"):
+    meant = r"\. Did you mean 'Rematerialization'\?"
+    with pytest.raises(AttributeError, match=f"module 'lightning_eff' has no attribute 'Rematerialisation'{meant}"):
         lightning_eff.Rematerialisation  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(ImportError, match="cannot import name 'Rematerialisation'"):
+    with pytest.raises(ImportError, match=f"cannot import name 'Rematerialisation' from 'lightning_eff'{meant}"):
         exec("from lightning_eff import Rematerialisation")
+    with pytest.raises(ImportError, match=r"cannot import name 'Zzz' from 'lightning_eff'\.$"):
+        exec("from lightning_eff import Zzz")
+    assert not hasattr(lightning_eff, "Rematerialisation")
     for name in _public.FOLDERS:
         assert getattr(lightning_eff, name) is importlib.import_module(f"lightning_eff.{name}")
 

@@ -130,8 +130,11 @@ class ResumableLoader(LoaderProxy):
                 batch = self.following()
         else:
             before = rng.capture() if looks_ahead else None
-            with self._drawing_as_then(state):
-                batch = self.following() if self.tuner is None else self.tuner.fetch(self.following)
+            if state is not None:
+                with self._drawing_as_then(state):
+                    batch = self._fetch()
+            else:
+                batch = self._fetch()
         if state is not None and not self._redo:
             self._resume = None
             self._pieces.set_generators(state["generators"])
@@ -146,14 +149,16 @@ class ResumableLoader(LoaderProxy):
             self._host.check_choice(self)
         return batch
 
+    def _fetch(self) -> Any:
+        return self.following() if self.tuner is None else self.tuner.fetch(self.following)
+
     def following(self) -> Any:
         """What the iterator gives next: a batch, or where there is none :data:`_END`."""
         iterator = self.__dict__["_iterator"]
-        if is_direct(iterator):
+        if self._direct:
             batch, self._origin = fetched(iterator, lambda: next(iterator, _END))
         else:
-            with self._draws.around(self._position):
-                batch = next(iterator, _END)
+            batch = self._draws.fetch(self._position, lambda: next(iterator, _END))
             self._origin = None if self._made is None else self._made.origin(batch)
         return batch
 
@@ -235,7 +240,9 @@ class ResumableLoader(LoaderProxy):
         if self._recorder is not None:
             self._recorder.pass_over, began = self._position if skip else 0, self._recorder.began
             self._recorder.replays = self._recorder.draws.saved()
+        drawn = self._pieces.data.states()
         self._begin_again(began, None, None, skip=skip)
+        self._pieces.data.set(drawn)
 
     def _begin_again(
         self,
@@ -279,7 +286,8 @@ class ResumableLoader(LoaderProxy):
                 return iter(loader)
 
         iterator = begin() if self.tuner is None else self.tuner.make(begin)
-        self._repeats = not is_direct(iterator) and not self._keeps
+        self._direct = is_direct(iterator)
+        self._repeats = not self._direct and not self._keeps
         in_workers = isinstance(loader, DataLoader) and not iterates_itself(loader) and loader.num_workers > 0
         self._draws.watch = self._repeats and not in_workers
         if self._repeats:
@@ -300,8 +308,10 @@ class ResumableLoader(LoaderProxy):
     def _pass_over(self, count: int, state: dict[str, Any] | None) -> None:
         """Bring the iterator to where it has handed out ``count`` batches."""
         iterator, last = self.__dict__["_iterator"], None
-        if is_direct(iterator) and iterator._num_workers == 0:
-            for _ in range(count):  # indices alone: samples are made from the global state, which is restored by itself
+        if is_direct(iterator) and iterator._num_workers == 0 and not (self._redo and self._pieces.data):
+            for _ in range(
+                count
+            ):  # indices alone: the random states that samples are made from are restored by themselves
                 iterator._next_index()
                 iterator._sampler_iter.take()
             return

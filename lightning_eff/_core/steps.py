@@ -203,6 +203,7 @@ class Step:
         given: the batch that the user's own step was called with last, behind all links.
         versions: how many versions of each sample a link has put one after the other into the batch, all of the plain ones
             first.
+        asking: the link that acts at the moment, or the name of the technique that runs the step outside of training.
     """
 
     chain: "StepChain"
@@ -214,6 +215,7 @@ class Step:
     around: Around | None = None
     given: Any = None
     versions: int = 1
+    asking: "Link | str | None" = None
 
     def pick(self, batch: Any, index: Tensor, size: int) -> Any:
         """The samples ``index`` of ``batch``, which has ``size``: what the rest of the chain trains on, by its indices too."""
@@ -226,15 +228,33 @@ class Step:
 
         No graph, no log, no change to buffers, metrics or the global random state; the batch passes through the links
         that transform it (unless ``transform`` is False), not those that choose or perturb. The cost is counted.
+
+        Raises:
+            ValueError: if the user's step takes derivatives by itself, for which it needs the graph.
         """
         stages = (Stage.TRANSFORM,) if transform else ()
         start = time.perf_counter()
         with torch.no_grad(), rng.fork(), silent(self.module), looking_on():
-            output = self.chain.call(self, batch, stages=stages, around=lambda: around)
+            try:
+                output = self.chain.call(self, batch, stages=stages, around=lambda: around)
+            except RuntimeError as error:
+                self._explain(error)
+                raise
         self.chain.cost.forward_passes += 1
         self.chain.cost.forward_samples += size
         self.chain.cost.seconds += time.perf_counter() - start
         return output
+
+    def _explain(self, error: RuntimeError) -> None:
+        """Raise ``ValueError`` if ``error`` is torch's for a derivative without a graph."""
+        if "does not require grad" not in str(error):
+            return
+        owner = getattr(self.asking, "__self__", None)
+        who = self.asking if isinstance(self.asking, str) else getattr(owner, "who", type(owner).__name__)
+        raise ValueError(
+            f"{who}: {type(self.module).__name__}.training_step takes derivatives by itself, which a pass for the loss alone"
+            f" cannot do, because it keeps no graph. Remove {who}."
+        ) from error
 
     def gradients(
         self, batch: Any, size: int, inputs: Sequence[Tensor], *, factor: float = 1.0
@@ -297,7 +317,11 @@ class StepChain:
                 for index in range(position, len(self.links)):
                     stage, link, _ = self.links[index]
                     if stage in stages:
-                        return link(step, batch, proceed_from(index + 1))
+                        asked, step.asking = step.asking, link
+                        try:
+                            return link(step, batch, proceed_from(index + 1))
+                        finally:
+                            step.asking = asked
                 wrapper = around()
                 return own(batch) if wrapper is None else wrapper(own, batch)
 

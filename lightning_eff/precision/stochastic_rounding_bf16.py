@@ -3,7 +3,6 @@
 Gupta et al. 2015, arXiv:1502.02551; with Adam, for large language models: Ozkara et al. 2025, PMLR 258:4402-4410.
 """
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,10 +24,9 @@ from lightning_eff._core.search_space import SearchSpace, Survey, needs_memory_b
 from lightning_eff._core.wrapping import WrappingPrecision
 from lightning_eff.kernels.bf16_adamw import adamw_
 from lightning_eff.kernels.stochastic_rounding import stochastic_round
-from lightning_eff.precision._rounding.advice import step_of, to_be_cast
+from lightning_eff.precision._rounding.advice import is_mixed, mixed, step_of, to_be_cast, without_bfloat16
 
 _MIXING = (_WeightedLoss, _SpectralNorm)  # whose buffers are computed with activations or weights
-_MIXED = re.compile(r"dtype|scalar type|same type|data type|type torch\.")
 CHUNK = 2**24  # weights that are in float32 at a time
 _SEEDS = 2**61
 
@@ -64,7 +62,8 @@ class StochasticRoundingBF16(WrappingPrecision):
         ValueError: at setup, if ``cast_buffers`` names no buffer of floating-point numbers, or an optimizer is not one of
             torch.optim's own that treat each parameter by itself, is capturable, differentiable or fused, or holds
             parameters that are sharded.
-        RuntimeError: in the first step, if a buffer that stays meets what is bfloat16 in an operation that takes one dtype.
+        RuntimeError: in the first step, if a buffer that stays meets what is bfloat16 in an operation that takes one dtype, or
+            the step does with a bfloat16 tensor what torch or NumPy cannot.
     """
 
     saves: ClassVar[str] = "8 of the 16 bytes a weight that weights, gradients and AdamW's states take"
@@ -174,35 +173,23 @@ class StochasticRoundingBF16(WrappingPrecision):
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """An error of mixed dtypes says which buffers to cast, after trying that."""
+        """An error of mixed dtypes says which buffers to cast, after trying that; one of missing bfloat16 says where."""
         try:
             yield
-        except RuntimeError as error:
-            step, module = step_of(error.__traceback__), self._module
-            if not self._kept or step is None or module is None or _MIXED.search(str(error)) is None:
+        except (RuntimeError, TypeError) as error:
+            who, module = f"StochasticRoundingBF16(cast_buffers={self.cast_buffers})", self._module
+            told = without_bfloat16(error, who)
+            step = None if told is not None else step_of(error.__traceback__)
+            if step is not None and self._kept and module is not None and is_mixed(error):
+                kept = {
+                    path: (owner, name)  # statistics belong to norms whose weights stay float32, too
+                    for path, (owner, name) in _buffers(module).items()
+                    if path in self._kept and not _has_statistics(owner)
+                }
+                told = mixed(error, who, self.cast_buffers, to_be_cast(step, module, kept))
+            if told is None:
                 raise
-            kept = {
-                path: (owner, name)  # statistics belong to norms whose weights stay float32, too
-                for path, (owner, name) in _buffers(module).items()
-                if path in self._kept and not _has_statistics(owner)
-            }
-            needed = to_be_cast(step, module, kept)
-            raise RuntimeError(self._advice(error, needed)) from error
-
-    def _advice(self, error: RuntimeError, needed: list[str] | None) -> str:
-        who = f"StochasticRoundingBF16(cast_buffers={self.cast_buffers})"
-        if needed:
-            names = (*self.cast_buffers, *needed)
-            return (
-                f"{who}: an operation was given different dtypes ({error}), because {', '.join(needed)}"
-                f" {'stay' if len(needed) > 1 else 'stays'} float32. Write StochasticRoundingBF16(cast_buffers={names!r}),"
-                " with which this step runs."
-            )
-        return (
-            f"{who}: an operation was given different dtypes ({error}), and casting the module's buffers does not help. The"
-            " module makes float32 values itself or gets them in the batch. Turn them into the dtype of what they meet, such"
-            " as y.to(x.dtype), or use precision='bf16-mixed'."
-        )
+            raise RuntimeError(told) from error
 
     # -- the update
 

@@ -127,6 +127,10 @@ def test_blocks_of_unequal_shapes_are_taken_where_they_are_named() -> None:
     ):
         find_stack(net, None, who="Test")
     assert find_stack(net, "blocks", who="Test").length == 3
+    with pytest.raises(
+        ValueError, match=r"differ in the shapes of their parameters, so that none can be a copy\. Remove Test"
+    ):
+        find_stack(net, None, who="Test", copies=True)
 
 
 def test_a_container_of_several_classes_is_no_stack() -> None:

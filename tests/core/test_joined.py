@@ -29,19 +29,19 @@ def test_another_part_has_its_rate_in_proportion_and_the_rest_stays() -> None:
     own = torch.optim.AdamW([{"params": [a, b], "lr": 0.1}, {"params": [c], "lr": 0.2}])
     schedule = torch.optim.lr_scheduler.LambdaLR(own, lambda step: 1 / (step + 1))
     found = join(own, [schedule], [b], sgd(0.5), who="Test")
-    assert rates(found) == [([1.0], 0.5), ([0.0], 0.1), ([2.0], 0.2)]
+    assert rates(found) == [([1.0], 0.5), ([2.0], 0.2), ([0.0], 0.1)]  # the first two are the module's two in turn
     for p in (a, b, c):
         p.grad = torch.ones(2)
     found.step()
     schedule.step()
-    assert rates(found)[0][1] == 0.25 and [r for _, r in rates(found)][1:] == [0.05, 0.1]
+    assert rates(found)[0][1] == 0.25 and [r for _, r in rates(found)][1:] == [0.1, 0.05]
     again = join(found, [schedule], [c], sgd(0.8), who="Test")
     assert again is found and len(found.parts) == 3
-    assert [(len(held), rate) for held, rate in rates(found)] == [(1, 0.4), (1, 0.25), (1, 0.05)]
+    assert [(len(held), rate) for held, rate in rates(found)] == [(1, 0.25), (1, 0.4), (1, 0.05)]
     schedule.step()
     assert [rate for _, rate in rates(found)] == [
-        pytest.approx(0.8 / 3),
         pytest.approx(0.5 / 3),
+        pytest.approx(0.8 / 3),
         pytest.approx(0.1 / 3),
     ]
     before = c.detach().clone()

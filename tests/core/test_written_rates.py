@@ -141,9 +141,11 @@ def test_a_group_of_its_own_rate_follows_what_is_written(place: str, relative: b
 
 
 @pytest.mark.parametrize("relative", [False, True])
-def test_one_group_for_all_parameters_follows_too(relative: bool) -> None:
+def test_one_group_for_all_parameters_follows_too_and_says_how(relative: bool) -> None:
     seen = Rates()
-    run(Hand("on_train_batch_start", relative=relative), seen, ReplaceOptimizer(torch.optim.SGD, "all", lr=2.0))
+    means = "multiples of those that stood there" if relative else "the module's own"
+    with pytest.warns(UserWarning, match=f"are taken for {means}, and every group keeps its proportion"):
+        run(Hand("on_train_batch_start", relative=relative), seen, ReplaceOptimizer(torch.optim.SGD, "all", lr=2.0))
     assert [rate for (rate,) in seen.seen] == pytest.approx([2.0 * scale(step) for step in range(STEPS)])
 
 
@@ -199,6 +201,7 @@ def test_the_averages_own_rate_holds_from_its_start() -> None:
     assert [rate for (rate,) in seen.seen] == pytest.approx([LR * scale(step) for step in range(4)] + [0.25 * LR] * 4)
 
 
+@pytest.mark.filterwarnings("ignore:Learning rates that are written into")
 def test_schedule_free_keeps_its_factor() -> None:
     seen = Rates()
     run(Hand("on_train_batch_start"), ScheduleFree(lr_factor=3.0), seen)
@@ -212,6 +215,7 @@ MAKES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Learning rates that are written into")
 @pytest.mark.parametrize("place", ["optimizer_step", "on_before_optimizer_step", "lr_scheduler_step"])
 @pytest.mark.parametrize("name", sorted(MAKES))
 def test_a_resumed_run_goes_on_as_the_undisturbed_one(name: str, place: str, tmp_path: Path) -> None:
@@ -240,6 +244,7 @@ def test_what_a_written_value_means() -> None:
     assert meant([0.0, 0.0], {0: 1e-4, 1: 1e-4}) == {0: 1e-4}
     assert meant([1e-3, 2e-2], {0: 2e-4}) == {0: pytest.approx(2e-4)}  # the module knows one group alone
     assert meant([1e-3, 2e-2], {1: 3e-2}) == {}  # who writes the second knows both
+    assert understood(shares, [1e-3, 2e-2], {1: 3e-2}).left == (1,)
     # a group that follows nothing tells nothing
     assert understood([None, *shares], [1.0, 1e-3, 2e-2], {0: 0.5, 1: 5e-4, 2: 5e-4}).rates == {0: 5e-4}
 
@@ -254,3 +259,39 @@ def test_a_group_alone_tells_a_warm_up_from_a_decay(ratio: float, length: int) -
         stands, absolute = ratio * meant.rates[0], meant.absolute
     for factor in (0.99, 0.5, 0.97):
         assert understood([Share(0, ratio)], [ratio], {0: factor * ratio}).rates == {0: pytest.approx(factor)}
+
+
+@pytest.mark.filterwarnings("ignore:Learning rates that are written into")
+@pytest.mark.parametrize("writes", ["both", "second", "zip"])
+@pytest.mark.parametrize("replaced", ["blocks.*.weight", "blocks.*"])
+def test_param_groups_are_counted_as_the_module_made_them(replaced: str, writes: str) -> None:
+    class Two(Hand):
+        def write(self, step: int) -> None:
+            groups = self.optimizers().param_groups  # type: ignore[union-attr]
+            if writes == "zip":
+                for group, rate in zip(groups, (LR, 0.02), strict=False):
+                    group["lr"] = rate * scale(step)
+                return
+            if writes == "both":
+                groups[0]["lr"] = LR * scale(step)
+            groups[1]["lr"] = 0.02 * scale(step)
+
+        def configure_optimizers(self) -> Any:
+            parts = [{"params": self.blocks.parameters()}, {"params": self.head.parameters(), "lr": 0.02}]
+            return torch.optim.SGD(parts, lr=LR)
+
+    seen = Rates()
+    run(Two("on_train_batch_start"), seen, ReplaceOptimizer(torch.optim.SGD, [replaced], lr=2.0))
+    for step, rates in enumerate(seen.seen):
+        low = LR * (1.0 if writes == "second" else scale(step))
+        plain = [low] if replaced == "blocks.*.weight" else []
+        assert sorted(rates) == pytest.approx(sorted([20 * low, *plain, 0.02 * scale(step)])), step
+
+
+def test_what_stays_as_written_is_told() -> None:
+    class Second(Hand):
+        def write(self, step: int) -> None:
+            self.optimizers().param_groups[1]["lr"] = 0.3 / (1 + step)  # type: ignore[union-attr]
+
+    with pytest.warns(UserWarning, match=r"by hand into optimizer.param_groups\[1\], in no proportion"):
+        run(Second("on_train_batch_start"), ReplaceOptimizer(group_lr={"head": HEAD}))

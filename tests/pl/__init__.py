@@ -6,6 +6,13 @@ They are the same files, read with the other names of Lightning and of one anoth
 from pathlib import Path
 from typing import Any
 
+from lightning_utilities.core import rank_zero
+
+_log = rank_zero.log
+import pytorch_lightning as _  # noqa: E402, F401 - it takes over the logger of messages, which other tests read
+
+rank_zero.log = _log
+
 _ALIKE = ("models", "runs", "cli_data")
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -149,6 +150,22 @@ def test_where_casting_buffers_does_not_help_it_is_not_advised() -> None:
     ) as caught:
         run(Around(Makes()), numbers())
     assert "Write StochasticRoundingBF16" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "takes_none", [lambda y: y.detach().numpy(), lambda y: np.asarray(y.detach()), lambda y: torch.linalg.qr(y)]
+)
+def test_what_does_not_take_bfloat16_is_said_with_its_place(takes_none: Callable[[Tensor], Any]) -> None:
+    def loss(y: Tensor) -> Tensor:
+        takes_none(y)
+        return y.square().mean()
+
+    trainer(max_steps=1).fit(Around(nn.Linear(8, 8), loss), numbers())
+    line = takes_none.__code__.co_firstlineno
+    with pytest.raises(
+        RuntimeError, match=rf"\): line {line} of precision/test_\w+\.py gives a bfloat16.*x\.float\(\)"
+    ):
+        run(Around(nn.Linear(8, 8), loss), numbers())
 
 
 def test_cast_buffers_that_name_nothing_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 ``install``: install all packages into this environment, each as its file says, and say which failed.
 ``run [PACKAGE ...]``: run the check on the packages, all by default, and write the outcomes.
+``again PACKAGE TECHNIQUE ...``: run some techniques on one package, and write their outcomes beside the others.
 ``try PACKAGE TECHNIQUE ...``: run some techniques on one package and print what came of them.
 ``page``: write docs/works_with.md from the outcomes.
 """
@@ -24,11 +25,11 @@ from tests.published import installing, outcomes, page
 ROOT = Path(__file__).parent.parent.parent
 
 
-def _run_in_a_process(name: str) -> dict[str, Any]:
+def _run_in_a_process(name: str, techniques: list[str]) -> dict[str, Any]:
     """One package's outcomes, found in a fork of this process: packages change global settings, and some of them crash."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "outcomes.json"
-        child = multiprocessing.get_context("fork").Process(target=_one, args=(name, out, []))
+        child = multiprocessing.get_context("fork").Process(target=_one, args=(name, out, techniques))
         child.start()
         child.join()
         return json.loads(out.read_text()) if out.exists() else {"failed": f"the process ended with {child.exitcode}"}
@@ -57,10 +58,12 @@ def _versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in names}}
 
 
-def run(names: list[str]) -> None:
-    """Run the check on these packages and write what came of it; others stay as they are committed."""
+def run(names: list[str], techniques: list[str]) -> None:
+    """Run the check on these packages and write what came of it; others stay as they are committed.
+
+    With ``techniques``, these alone are tried, and other techniques' outcomes stay, too.
+    """
     importlib.import_module("tests.published.engine")  # once, before the processes fork
-    table = outcomes.committed()
     for name in names or outcomes.names():
         package = outcomes.package(name)
         row: dict[str, Any] = {
@@ -73,7 +76,11 @@ def run(names: list[str]) -> None:
             row["not_installed"] = missing
         else:
             row["version"] = importlib.metadata.version(package.distribution)
-            row |= _run_in_a_process(name)
+            row |= _run_in_a_process(name, techniques)
+        table = outcomes.committed()  # another process may have written meanwhile
+        if techniques and "techniques" in row:
+            before = table["packages"][package.distribution]
+            row |= {"techniques": {**before["techniques"], **row["techniques"]}, "own_fit": before["own_fit"]}
         table["packages"][package.distribution] = row
         table["versions"] = _versions()
         table["date"] = datetime.now(UTC).date().isoformat()
@@ -86,7 +93,9 @@ def main(args: list[str]) -> None:
         case ["install", *names]:
             installing.install([outcomes.package(name) for name in names or outcomes.names()])
         case ["run", *names]:
-            run(names)
+            run(names, [])
+        case ["again", name, *techniques]:
+            run([name], techniques)
         case ["one", name, out, *techniques]:
             _one(name, Path(out), techniques)
         case ["try", name, *techniques]:

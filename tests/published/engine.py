@@ -1,6 +1,7 @@
 """Train a package's module with a technique, resume it, load its checkpoint, and look for what is left behind."""
 
 import contextlib
+import functools
 import importlib
 import logging
 import re
@@ -64,7 +65,8 @@ def fit(package: Package, tried: Tried | None, folder: Path, resume: Path | None
         "limit_val_batches": 0,
         "num_sanity_val_steps": 0,
     }
-    trainer = pl.Trainer(
+    make = pl.Trainer if package.trainer_of is None else functools.partial(package.trainer_of, module)
+    trainer = make(
         **{**settings, **package.settings},
         callbacks=[saving, *beside, *([one] if one is not None and not plugin else [])],
         **({"plugins": [one]} if plugin else {}),
@@ -237,14 +239,15 @@ def check(package: Package, names: Sequence[str]) -> dict[str, Outcome]:
     return found
 
 
-#: What is tried through a package's own fit, too.
-OWN_FIT = (
-    "ExactResume",
-    "ExponentialMovingAverage",
-    "ReplaceOptimizer",
-    "LearningRateSchedule",
-    "SharpnessAwareMinimization",
-)
+#: What is tried through a package's own fit, too. The average is of the whole run, since a fit may return its best checkpoint,
+#: which may be of a time before a tail.
+OWN_FIT = {
+    **{
+        name: TRIED[name].build
+        for name in ("ExactResume", "ReplaceOptimizer", "LearningRateSchedule", "SharpnessAwareMinimization")
+    },
+    "ExponentialMovingAverage": lambda: eff.ExponentialMovingAverage(3.0),
+}
 
 
 def own_fit(package: Package) -> dict[str, Outcome]:
@@ -256,11 +259,11 @@ def own_fit(package: Package) -> dict[str, Outcome]:
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         _namespace(package).seed_everything(SEED, verbose=False)
         plain = _state(package.fit([]))
-        for name in OWN_FIT:
+        for name, build in OWN_FIT.items():
             begun = time.perf_counter()
             _namespace(package).seed_everything(SEED, verbose=False)
             try:
-                differs = _differs(plain, _state(package.fit([TRIED[name].build()])))
+                differs = _differs(plain, _state(package.fit([build()])))
                 acted = bool(differs) != TRIED[name].exact
                 wrong = f"changes what is trained: {differs}" if differs else "does nothing, in silence"
                 outcome = Outcome("works") if acted else Outcome("failed", wrong)

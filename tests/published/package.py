@@ -19,6 +19,7 @@ class Package:
         flags: options of pip, such as ``--no-deps``, where its requirements contradict the versions that are tested.
         trainer: which of Lightning's two names the package imports.
         settings: further arguments of the Trainer.
+        trainer_of: makes the package's own Trainer of the module and the arguments; None for Lightning's.
         trusted: whether its checkpoints hold objects of its own, which plain Lightning cannot load with ``weights_only=True``.
         fit: runs the package's own ``fit`` with these callbacks, and returns the trained module; None where it has none.
         refused: by the technique, what the error must say; a refusal that is not listed here is a failure.
@@ -35,6 +36,7 @@ class Package:
     flags: tuple[str, ...] = ()
     trainer: str = "lightning.pytorch"
     settings: Mapping[str, Any] = field(default_factory=dict)
+    trainer_of: Callable[..., Any] | None = None
     trusted: bool = False
     fit: Callable[[list[Any]], Any] | None = None
     refused: Mapping[str, str] = field(default_factory=dict)

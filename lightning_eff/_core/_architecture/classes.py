@@ -68,6 +68,7 @@ def _pass(
         scope.enter_context(rng.fork())
         scope.enter_context(silent(step.module))
         scope.enter_context(looking_on())
+        scope.enter_context(_uncompiled(step.module))
         around = {path[:i] for path, _, _ in places for i in (0, *(i for i, c in enumerate(path) if c == "."))}
         for path in sorted(around):
             hook = step.module.get_submodule(path).register_forward_hook(_noting_output(path, calls))
@@ -83,6 +84,19 @@ def _pass(
             return None
     step.chain.cost.forward_passes += 1
     return calls
+
+
+@contextmanager
+def _uncompiled(module: nn.Module) -> Iterator[None]:
+    """Parts that are compiled run as they are, because the compiler would make versions that no step uses."""
+    compiled = [(vars(m), call) for m in module.modules() if (call := m._compiled_call_impl) is not None]
+    for namespace, _ in compiled:
+        namespace["_compiled_call_impl"] = None
+    try:
+        yield
+    finally:
+        for namespace, call in compiled:
+            namespace["_compiled_call_impl"] = call
 
 
 def _noting(path: str, calls: list[_Call]) -> Callable[..., None]:

@@ -75,6 +75,11 @@ def _tensors(module: nn.Module, graph: Graph, end: End, every: list[Branch], *, 
         return (*end.norms[0], *end.added)
     ends = {other.node for branch in every for other in branch.last}
     others = [kind(node) for node in graph.uses(end.weight) if node not in ends]
+    if others and any("BackwardBackward" in node.name() for node in graph.inputs):
+        raise ValueError(
+            f"{who}: training_step takes derivatives by itself, so sums in its graph need not be residual ones. Name the"
+            f" weights in which branches end, branches=[...], or remove {who}."
+        )
     if others:
         raise ValueError(
             f"{who}: {end.weight} ends a residual branch and is used elsewhere too ({', '.join(others)}), where zeros would"

@@ -88,10 +88,13 @@ def probed(module: nn.Module, *, who: str, batch: Any = None) -> Probe:
         return best
     stacks = ", ".join(map(str, candidates(module))) or "none"
     ran = [one for one in tried if " ran, " in one]
+    name = type(module).__name__
+    if tried and not ran:
+        trouble = f"could not look for residual branches, because {name} does not run on made-up inputs: {tried[0]}"
+    else:
+        trouble = f"found no residual branch, x + f(x), in {name}: {'; '.join(ran[:3]) or 'there was nothing to run'}"
     raise ValueError(
-        f"{who}: found no residual branch, x + f(x), in {type(module).__name__}. "
-        + "; ".join((ran or tried)[:3] or ["There was nothing to run"])
-        + f". Stacks of blocks there: {stacks}. Maps there: {_maps(module)}. {WAYS_OUT}. Or take the technique out."
+        f"{who}: {trouble}. Stacks of blocks there: {stacks}. Maps there: {_maps(module)}. {WAYS_OUT}. Or remove {who}."
     )
 
 

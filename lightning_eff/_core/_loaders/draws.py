@@ -1,7 +1,6 @@
 """Random numbers that an iteration draws between batches, while training draws from the same state."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,21 +32,20 @@ class Draws:
         self._replays = dict(replays or [])
         self._states, self._after, self.whole = dict(self._replays), state, True
 
-    @contextmanager
-    def around(self, position: int) -> Iterator[None]:
-        """Around the fetch of what comes at ``position``."""
+    def fetch(self, position: int, fetch: Callable[[], Any]) -> Any:
+        """What ``fetch()`` gives at ``position``."""
         if position in self._replays:
             rng.restore(self._replays[position])
         if not self.watch:
-            yield
-            return
+            return fetch()
         before = rng.capture()
-        yield
+        found = fetch()
         after = rng.capture()
         if not same(before, after):
             if position not in self._states and not same(before, self._after):
                 self._keep(position, before)
             self._after = after
+        return found
 
     def _keep(self, position: int, state: dict[str, Any]) -> None:
         if len(self._states) >= _MOST:

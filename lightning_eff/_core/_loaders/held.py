@@ -67,6 +67,24 @@ def _kind(value: Any) -> str:
     return "plain" if _is_plain(value) else ""
 
 
+def is_generator(value: Any) -> bool:
+    """Whether ``value`` is a random generator of torch's, NumPy's or Python's."""
+    return _kind(value) in _GENERATORS
+
+
+def generator_state(value: Any) -> dict[str, Any]:
+    """The state of a generator, in plain containers and tensors, for :func:`set_generator`."""
+    kind = _kind(value)
+    return {kind: _TAKEN[kind](value)}
+
+
+def set_generator(value: Any, state: dict[str, Any]) -> None:
+    """Let ``value`` draw on from ``state``, unless that is of a generator of another kind."""
+    [(kind, numbers)] = state.items()
+    if _kind(value) == kind:
+        _put_generator(kind, value, numbers)
+
+
 def _digest(value: Any) -> Any:
     """What tells whether ``value`` has changed, without a copy of it."""
     kind = _kind(value)
@@ -115,8 +133,7 @@ def _put(owner: Any, name: str, saved: dict[str, Any]) -> None:
     [(kind, value)] = saved.items()
     held = vars(owner).get(name)
     if kind in _GENERATORS:
-        if _kind(held) == kind:
-            _put_generator(kind, held, value)
+        set_generator(held, saved)
     elif kind == "array":
         numbers = value.numpy()
         if isinstance(held, np.ndarray) and held.shape == numbers.shape and held.flags.writeable:

@@ -15,6 +15,7 @@ from torch.utils.data import (
 )
 
 from lightning_eff._core._lightning.names import is_lightnings
+from lightning_eff._core._loaders.generators import DataGenerators
 from lightning_eff._core._loaders.held import Held
 from lightning_eff._core._run.own_state import has_state, is_torchdata
 from lightning_eff._core._run.recording import RecordingSampler, users_own
@@ -79,12 +80,16 @@ class Pieces:
 
     Args:
         loader: the user's; the loaders that it holds count where it iterates by itself.
+
+    Attributes:
+        data: the generators that its data set keeps for itself.
     """
 
     def __init__(self, loader: Any) -> None:
         self._loaders = [loader, *(_inside(vars(loader)) if iterates_itself(loader) and _has_vars(loader) else [])]
         self._counts = loader if iterates_itself(loader) and _has_vars(loader) else None
         self._fresh = self._numbers()
+        self.data = DataGenerators(self._loaders)
         self._held = Held({id(s): s for s in self._samplers() if not _is_known(s)}.values())
 
     def _samplers(self) -> list[Any]:
@@ -118,14 +123,17 @@ class Pieces:
         found = [getattr(owner, "generator", None) for owner in (*self._loaders, *self._samplers())]
         return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
-    def generators(self) -> list[torch.Tensor]:
-        """The states of the generators that the loaders and samplers hold."""
-        return [generator.get_state() for generator in self._generators()]
+    def generators(self) -> list[Any]:
+        """The states of the generators that the loaders, their samplers and their data hold."""
+        return [*(generator.get_state() for generator in self._generators()), *self.data.states()]
 
-    def set_generators(self, states: Iterable[torch.Tensor]) -> None:
+    def set_generators(self, states: Iterable[Any]) -> None:
         """Set the generators to what :meth:`generators` gave."""
-        for generator, state in zip(self._generators(), states, strict=False):
+        states = list(states)
+        tensors = [state for state in states if isinstance(state, torch.Tensor)]
+        for generator, state in zip(self._generators(), tensors, strict=False):
             generator.set_state(state)
+        self.data.set(state for state in states if not isinstance(state, torch.Tensor))
 
     def _numbers(self) -> dict[str, Any]:
         held = {} if self._counts is None else vars(self._counts)

@@ -28,6 +28,7 @@ _OWN: tuple[str, ...] = (
     "_made",
     "_watched",
     "_pieces",
+    "_direct",
     "_draws",
     "_keeps",
     "_native",

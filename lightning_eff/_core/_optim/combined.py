@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff._core._optim.written import Known, Share, settle, understood, watch
+from lightning_eff._core._optim.written import Known, Share, Telling, settle, understood, watch
 
 _OF_PARAMETERS = ("params", "param_names")
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
@@ -75,9 +75,10 @@ class _Seen:
 class CombinedOptimizer(Optimizer):
     """Steps its parts one after the other, and is one optimizer for all that look at it.
 
-    Parameter groups are the parts' own, state is looked up in the part that has the parameter, and a ``state_dict`` has the
-    plain form over all of them. A learning rate that the module, or another callback, writes into a group is the module's own:
-    each group gets its multiple of it, as under a scheduler (see :mod:`.written`).
+    Parameter groups are the parts' own. The first ones follow the module's groups in turn, so that ``param_groups[1]`` reaches
+    what the module made as its second group. State is looked up in the part that has the parameter, and a ``state_dict`` has
+    the plain form over all of them. A learning rate that the module, or another callback, writes into a group is the module's
+    own: each group gets its multiple of it, as under a scheduler (see :mod:`.written`).
 
     Args:
         parts: optimizers of disjoint parameters, one at least.
@@ -88,17 +89,19 @@ class CombinedOptimizer(Optimizer):
     _opt_called = False
 
     def __init__(self, parts: list[Optimizer], origins: Origins, following: list[Following]) -> None:
-        self.parts, self.origins, self.following = parts, origins, following
         groups = [group for part in parts for group in part.param_groups]
         if len(groups) != len(following):
             raise ValueError(f"CombinedOptimizer: got {len(following)} ways to follow for {len(groups)} groups.")
+        groups, self.following = _in_turn(groups, following)
+        self.parts, self.origins = parts, origins
         # what looks at the defaults expects every group to have it: LearningRateMonitor reads momenta so
         defaults = {k: v for k, v in parts[0].defaults.items() if all(k in group for group in groups)}
         super().__setstate__({"defaults": defaults, "param_groups": groups, "state": _States(self)})
         self._owners: dict[int, Optimizer] = {}
         origins.combined = self
         vars(origins)["step"] = _Seen()
-        self._warned = self._told = self._absolute = False
+        self._warned = self._absolute = False
+        self._telling = Telling()
         self.settle()
         watch(self, self)
 
@@ -162,13 +165,8 @@ class CombinedOptimizer(Optimizer):
                 " optimizer in configure_optimizers its highest learning rate, such as lr=1e-3."
             )
         meant = understood(shares, self._known.rates, now, self._absolute)
-        if now and not self._told and any(how.ratio not in (None, 1.0) for how in self.following):
-            self._told = True
-            means = "the module's own" if meant.absolute else "multiples of those that stood there"
-            rank_zero_info(
-                f"Learning rates that are written into optimizer.param_groups are taken for {means}: every group keeps its"
-                " proportion."
-            )
+        if now:
+            self._telling.say(meant)
         found, self._absolute = meant.rates, meant.absolute
         for origin, rate in found.items():
             set_rate(self.origins.param_groups[origin], rate)
@@ -205,12 +203,11 @@ class CombinedOptimizer(Optimizer):
         left = [group for group in self.param_groups if group["params"]]
         self.parts[:] = [part, *(old for old in self.parts if old.param_groups)]
         # groups that somebody added later, which follow nothing, stay behind all others
-        self.param_groups[:] = [
-            *part.param_groups,
-            *(g for g in left if id(g) in how),
-            *(g for g in left if id(g) not in how),
-        ]
-        self.following[:] = [*following, *(how[id(g)] for g in left if id(g) in how)]
+        kept = [g for g in left if id(g) in how]
+        groups, self.following[:] = _in_turn(
+            [*part.param_groups, *kept], [*following, *(how[id(group)] for group in kept)]
+        )
+        self.param_groups[:] = [*groups, *(g for g in left if id(g) not in how)]
         self.defaults = {k: v for k, v in self.defaults.items() if all(k in group for group in self.param_groups)}
         self._owners.clear()
         self.settle()
@@ -360,6 +357,14 @@ class _States(MutableMapping[Any, Any]):
     @override
     def get(self, key: Any, default: Any = None) -> Any:
         return self._optimizer.part_of(key).state.get(key, default)
+
+
+def _in_turn(groups: list[dict[str, Any]], following: list[Following]) -> tuple[list[dict[str, Any]], list[Following]]:
+    """``groups`` and how they follow, with the first group of each of the module's in front, in the module's order."""
+    order = list(range(len(groups)))
+    first = {following[i].origin: i for i in reversed(order)}
+    order.sort(key=lambda i: (following[i].origin if first[following[i].origin] == i else len(first), i))
+    return [groups[i] for i in order], [following[i] for i in order]
 
 
 def _parameters(groups: list[dict[str, Any]]) -> Iterator[Tensor]:

@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from lightning_eff._core._optim.combined import set_rate
 from lightning_eff._core._optim.scheduled import all_in
-from lightning_eff._core._optim.written import Known, Share, settle, understood, watch, watches
+from lightning_eff._core._optim.written import Known, Share, Telling, settle, understood, watch, watches
 
 
 class Multiples:
@@ -22,6 +22,7 @@ class Multiples:
     def __init__(self, optimizer: Optimizer, schedulers: list[Any], shares: list[Share | None]) -> None:
         self.optimizer, self.schedulers, self.shares = optimizer, schedulers, shares
         self.absolute = False  # whether somebody has written learning rates as such, and no multiples
+        self._telling = Telling()
         self.settle()
 
     def settle(self) -> None:
@@ -36,6 +37,7 @@ class Multiples:
             return
         if not scheduled(self.optimizer, self.schedulers, now):
             meant = understood(self.shares[: len(groups)], self._known.rates, now, self.absolute)
+            self._telling.say(meant)
             found, self.absolute = meant.rates, meant.absolute
             for group, share in zip(groups, self.shares, strict=False):
                 if share is not None and share.origin in found:

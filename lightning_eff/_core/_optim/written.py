@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -148,10 +149,42 @@ class Meant:
     Attributes:
         rates: the module's learning rates, by the group of the module's.
         absolute: whether they were written as such; False for multiples of what stood there.
+        guessed: whether the size of the change alone tells that.
+        left: the groups that keep what was written into them, as it is in no proportion to the others'.
     """
 
     rates: dict[int, float]
     absolute: bool
+    guessed: bool = False
+    left: tuple[int, ...] = ()
+
+
+class Telling:
+    """Says once of each kind how learning rates written by hand are understood, where that might not be what is meant."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def say(self, meant: Meant) -> None:
+        """Say what ``meant`` leaves in doubt."""
+        means = "the module's own" if meant.absolute else "multiples of those that stood there"
+        if meant.left:
+            self._once(
+                "left",
+                f"Learning rates were written by hand into optimizer.param_groups{list(meant.left)}, in no proportion to those"
+                " of the other groups. They stay as they are and override what a technique has set there.",
+            )
+        elif meant.guessed:
+            self._once(
+                "guessed",
+                f"Learning rates that are written into optimizer.param_groups are taken for {means}, and every group keeps its"
+                " proportion.",
+            )
+
+    def _once(self, kind: str, what: str) -> None:
+        if kind not in self._said:
+            self._said.add(kind)
+            rank_zero_warn(f"{what} To leave no doubt, return a scheduler from configure_optimizers instead.")
 
 
 def understood(
@@ -199,7 +232,11 @@ def understood(
             (value, known[i] or 0.0, share.ratio) for i, value in now.items() if (share := _at(shares, i)) is not None
         ]
         absolute = not all(_is_multiple(value, before, ratio) for value, before, ratio in pairs)
-    return Meant(equal if absolute else multiple, absolute)
+    found = equal if absolute else multiple
+    touched = {i: share for i in now if (share := _at(shares, i)) is not None and share.origin in held}
+    left = tuple(i for i, share in touched.items() if share.origin not in found)
+    guessed = not told and not left and any(share.ratio != 1.0 for share in touched.values())
+    return Meant(found, absolute, guessed, left)
 
 
 def _at(shares: Sequence[Share | None], i: int) -> Share | None:

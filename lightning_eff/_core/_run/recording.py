@@ -7,6 +7,8 @@ from lightning_eff._core import rng
 from lightning_eff._core._loaders.draws import Draws
 from lightning_eff._core._samples.chosen import ChosenBatches
 
+_GONE = object()
+
 
 class Emission:
     """One iteration of a sampler, which keeps each index until the batch that is made of it is there.
@@ -20,6 +22,7 @@ class Emission:
         self.count = self.offset = 0
         self._recorder, self._inner, self._began = recorder, inner, False
         self._waiting: dict[int, Any] = {}
+        self._oldest = 0  # of those that wait, where batches come in the order of their indices
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -48,15 +51,15 @@ class Emission:
             self.offset += 1
 
     def _next(self) -> Any:
-        with self._recorder.draws.around(self.offset + self.count):
-            return next(self._inner)
+        return self._recorder.draws.fetch(self.offset + self.count, self._inner.__next__)
 
     def take(self, number: int | None = None) -> tuple[Any, int] | None:
         """The index that was emitted as the ``number``-th, or the oldest, and its place in the epoch; None if it is gone."""
-        number = next(iter(self._waiting), None) if number is None else number
-        if number is None or number not in self._waiting:
-            return None
-        return self._waiting.pop(number), number + self.offset
+        if number is None:
+            number = self._oldest
+        self._oldest = number + 1
+        index = self._waiting.pop(number, _GONE)
+        return None if index is _GONE else (index, number + self.offset)
 
 
 class RecordingSampler:

@@ -109,7 +109,7 @@ def _scored(
     """The losses of the samples ``own``, or what is wrong with one of them."""
     trainer, values = session.trainer, list[float]()
     for number, batch in enumerate(batches_of(session, _over(loader, own, batch_size=size, collate=loader.collate_fn))):
-        step = Step(chain, module, (number,) if with_index else (), number, trainer.global_step)
+        step = Step(chain, module, (number,) if with_index else (), number, trainer.global_step, asking=scorer.who)
         expected = None if size is None else min(size, len(own) - len(values))
         if (rule := current_rule()) is not None:
             rule.learn(tensors(batch), expected)

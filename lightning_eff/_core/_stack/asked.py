@@ -30,7 +30,9 @@ class Stacks:
         self._stacks: dict[str, BlockStack] = {}
         self._askers: dict[str, list[str]] = {}
 
-    def stack(self, layers: str | None, *, who: str, chain: bool = True, parts: bool = False) -> BlockStack:
+    def stack(
+        self, layers: str | None, *, who: str, chain: bool = True, parts: bool = False, copies: bool = False
+    ) -> BlockStack:
         """The stack of blocks at ``layers`` (or the longest): one object for all techniques that act on it.
 
         Args:
@@ -38,12 +40,13 @@ class Stacks:
             who: the technique's name, for messages.
             chain: each block must feed the next one, which the first training steps show. Otherwise any list will do.
             parts: the first steps may run a single block, and then do not show it, so it is looked at before.
+            copies: blocks are to be copies of others, for messages.
 
         Raises:
             ValueError: if there is no such stack, or its blocks run side by side.
         """
         without = functools.partial(side_by_side, self.module, always=parts) if chain else tuple
-        found = find_stack(self.module, layers, who=who, in_runs=True, without=without)
+        found = find_stack(self.module, layers, who=who, in_runs=True, copies=copies, without=without)
         if parts and self.fitting and found.path in without():
             chains = [c for c in stacks(self.module) if c.path not in without()]
             raise ValueError(

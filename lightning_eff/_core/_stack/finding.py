@@ -213,7 +213,13 @@ def _most_of_a_class(found: Sequence[Candidate], home: str | None) -> list[Candi
 
 
 def find_stack(
-    module: nn.Module, layers: str | None, *, who: str, in_runs: bool = False, without: Apart = tuple
+    module: nn.Module,
+    layers: str | None,
+    *,
+    who: str,
+    in_runs: bool = False,
+    copies: bool = False,
+    without: Apart = tuple,
 ) -> Candidate:
     """The stack at the dotted path ``layers``, or the longest one in ``module``.
 
@@ -223,6 +229,7 @@ def find_stack(
         who: the technique's name, for the message.
         in_runs: it may be a run of blocks in an ``nn.Sequential`` with others. Such a one is named by its container's path,
             or by its own, and looked for where no container is of composite blocks alone.
+        copies: blocks are to be copies of others, for the message.
         without: asked for the paths of lists that are no stacks, because their blocks run side by side.
 
     Raises:
@@ -239,9 +246,10 @@ def find_stack(
     if not found:
         unlike = [c for of_class in _stages(module).values() for c in of_class if c.length > 1]
         if unlike:
+            way_out = f"To use them anyway, name them: {who}(layers={unlike[0].path!r})."
             raise ValueError(
                 f"{who}: found no stack of equal blocks in {type(module).__name__}. The blocks of {listed(unlike)} differ in"
-                f" the shapes of their parameters. To use them anyway, name them: {who}(layers={unlike[0].path!r})."
+                f" the shapes of their parameters{f', so that none can be a copy. Remove {who}.' if copies else f'. {way_out}'}"
             )
         raise ValueError(
             f"{who}: found no stack of repeated blocks in {type(module).__name__}; expected an nn.ModuleList or"

@@ -15,13 +15,21 @@ from lightning_eff.memory._recompute.surroundings import Buffers, Surroundings
 Run = Callable[..., Any]
 
 
+def detached(tensor: Tensor, requires_grad: bool = False) -> Tensor:
+    """``tensor`` without its graph, and with the attributes that were set on it."""
+    found = tensor.detach()
+    vars(found).update((name, value) for name, value in vars(tensor).items() if name not in vars(found))
+    found.requires_grad = requires_grad  # a class of tensors may override the method
+    return found
+
+
 class Kept:
     """A tensor argument that is kept, without its graph."""
 
     __slots__ = ("requires_grad", "value", "version")
 
     def __init__(self, value: Tensor, requires_grad: bool) -> None:
-        self.value, self.requires_grad, self.version = value.detach(), requires_grad, value._version
+        self.value, self.requires_grad, self.version = detached(value), requires_grad, value._version
 
 
 class Away:

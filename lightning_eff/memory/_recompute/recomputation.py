@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from lightning_eff._core.blocks import untraced_hooks
 from lightning_eff.memory._hosting.host import can_leave
 from lightning_eff.memory._planning.chain import Item, Segment
-from lightning_eff.memory._recompute.noted import Away, Block, Call, Kept, Linked, Run, Slot
+from lightning_eff.memory._recompute.noted import Away, Block, Call, Kept, Linked, Run, Slot, detached
 from lightning_eff.memory._recompute.offloading import Offloading
 from lightning_eff.memory._recompute.surroundings import random_state, rewound, set_random_state
 
@@ -244,9 +244,9 @@ class Recomputation:
                         f" {value._version}; expected version {version} instead, because the block runs again from it."
                         " Change a copy of it."
                     )
-                inputs.append(value.detach().requires_grad_(argument.requires_grad))
+                inputs.append(detached(value, argument.requires_grad))
             elif isinstance(argument, Linked):
-                inputs.append(outputs[argument.position].detach().requires_grad_(argument.requires_grad))
+                inputs.append(detached(outputs[argument.position], argument.requires_grad))
             else:
                 inputs.append(argument)
         return inputs

@@ -148,7 +148,7 @@ class DropIn(Growing):
     def on_model(self, session: Session) -> None:
         if not session.fitting and (self._learnt is None or self._p == 1.0):
             return
-        stack = blocks_of(session, self.layers, who="DropIn")
+        stack = blocks_of(session, self.layers, who="DropIn", copies=False)
         if self.first > len(stack):
             raise ValueError(
                 f"DropIn(first={self.first}): {stack} has {len(stack)} blocks; expected at most that many in the shallow"

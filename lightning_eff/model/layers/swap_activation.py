@@ -158,10 +158,11 @@ class SwapActivation(Architecture):
         reasons = "; ".join(f"{path}: {reason}" for path, reason in left.items())
         kinds = sorted({type(m).__name__ for m in root.modules() if is_activation(m)})
         raise ValueError(
-            f"{WHO}(to={self.to!r}): {type(root).__name__} has no activation to act on. "
+            f"{WHO}(to={self.to!r}): {type(root).__name__} has no activation module to act on. "
             + (f"Left as they are: {reasons}. " if left else "")
-            + f"There are modules of {', '.join(kinds) or 'no activation'}; what forward calls as a function, such as F.relu,"
-            " cannot be exchanged from outside. Make it a module, such as self.act = nn.ReLU(), or name others by names=[...]."
+            + (f"It has modules of {', '.join(kinds)}. " if kinds else "")
+            + "Functions that forward calls, such as F.relu, cannot be exchanged from outside: make them modules, such as"
+            " self.act = nn.ReLU(), or name other modules by names=[...]."
         )
 
     # -- what is told

@@ -1,7 +1,10 @@
-"""Which float32 buffers make a step fail in bfloat16: tried by running the step again with some of them cast."""
+"""Why a step fails in bfloat16: an operation that has none, or float32 buffers, found by running the step with some cast."""
 
+import re
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -12,7 +15,51 @@ from lightning_eff._core import rng
 from lightning_eff._core._lightning.names import is_lightnings
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_MIXED = re.compile(r"dtype|scalar type|same type|data type|type torch\.")
+_MISSING = re.compile(
+    r"bfloat16\b.*\bnot (implemented|supported)|\b(not implemented|unsupported|not supported)\b.*bfloat16", re.I
+)
 Buffers = Mapping[str, tuple[nn.Module, str]]
+
+
+def is_mixed(error: Exception) -> bool:
+    """Whether torch says that an operation was given several dtypes."""
+    return isinstance(error, RuntimeError) and _MIXED.search(str(error)) is not None
+
+
+def without_bfloat16(error: Exception, who: str) -> str | None:
+    """What to say where torch has no bfloat16 for what the step does, such as an array of NumPy's; None elsewhere."""
+    if _MISSING.search(str(error)) is None:
+        return None
+    torchs = Path(torch.__file__).parent
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if torchs not in Path(f.filename).parents]
+    at = f"line {frames[-1].lineno} of {'/'.join(Path(frames[-1].filename).parts[-2:])}"
+    return (
+        f"{who}: {at} gives a bfloat16 tensor to something that does not take bfloat16 ({error}). Turn it into float32 there,"
+        " as in x.float(), or remove StochasticRoundingBF16."
+    )
+
+
+def mixed(error: Exception, who: str, names: tuple[str, ...], needed: list[str] | None) -> str:
+    """What to say where dtypes are mixed and buffers stay float32.
+
+    Args:
+        error: torch's own.
+        who: the plugin, with its arguments.
+        names: the buffers that are cast already.
+        needed: what :func:`to_be_cast` found.
+    """
+    if needed:
+        return (
+            f"{who}: an operation was given different dtypes ({error}), because {', '.join(needed)}"
+            f" {'stay' if len(needed) > 1 else 'stays'} float32. Write StochasticRoundingBF16("
+            f"cast_buffers={(*names, *needed)!r}), with which this step runs."
+        )
+    return (
+        f"{who}: an operation was given different dtypes ({error}), and casting the module's buffers does not help. The module"
+        " makes float32 values itself or gets them in the batch. Turn them into the dtype of what they meet, such as"
+        " y.to(x.dtype), or use precision='bf16-mixed'."
+    )
 
 
 def step_of(traceback: TracebackType | None) -> Callable[[], Any] | None:

@@ -136,7 +136,8 @@ class Odd(OnlyStep):
 def test_a_batch_or_names_are_given_where_no_input_can_be_made_up() -> None:
     m = Odd(gated=True)
     with pytest.raises(
-        ValueError, match=r"found no residual branch.*Stacks of blocks there: 'blocks' \(3 x Gated\).*batch=batch"
+        ValueError,
+        match=r"could not look for .*Odd does not run on made-up inputs: .* raised .*'blocks' \(3 x Gated\).*batch=batch",
     ):
         eff.apply(m, ReZero())
     assert not scales(m)

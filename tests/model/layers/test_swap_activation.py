@@ -27,7 +27,7 @@ CASES = {
         architecture=True,
         stays="SwapActivation exchanged GELU at .*: it computes another function",
         on_classifier=lambda: SwapActivation("relu2", names=["blocks.*.1"]),
-        lost=(no_map, "classifier", "Scaled has no activation to act on"),
+        lost=(no_map, "classifier", "Scaled has no activation module to act on"),
     )
 }
 FAMILIES = ("gpt2", "qwen3", "modernbert", "vit", "resnet")
@@ -150,7 +150,7 @@ def test_feed_forward_networks_become_gated_with_as_many_weights(name: str) -> N
 
 def test_networks_that_are_gated_already_are_refused_for_gates_and_keep_them_for_other_functions() -> None:
     for name in ("qwen3", "modernbert"):
-        with pytest.raises(ValueError, match=r"no activation to act on.*may be gated already"):
+        with pytest.raises(ValueError, match=r"no activation module to act on.*may be gated already"):
             eff.apply(families.module(name), SwapActivation("swiglu", names=None))
     net = eff.apply(families.module("qwen3"), SwapActivation("gelu"))
     assert sum(isinstance(m, Activation) for m in net.modules()) == 4
@@ -183,7 +183,7 @@ def test_what_stands_between_two_maps_is_told_by_what_they_hand_on() -> None:
         ("read twice", "it may be gated already"),
         ("chained", "a map beside it is that of another one, too"),
     ):
-        with pytest.raises(ValueError, match=f"no activation to act on. Left as they are: .*{why}"):
+        with pytest.raises(ValueError, match=f"no activation module to act on. Left as they are: .*{why}"):
             eff.apply(nn.Sequential(nn.Linear(5, 12), Chain(kind), Chain(kind)), SwapActivation("swiglu"))
     with pytest.raises(ValueError, match=r"what forward calls as a function, such as F.relu, cannot be exchanged"):
         module = Chain("function")

@@ -254,7 +254,8 @@ def test_saved_while_validating(tmp_path: Path) -> None:
 
     watch = Watch()
     lawa = LatestWeightAveraging(window=3, interval=2)
-    fit("tiny_gpt", lambda: [lawa], callbacks=[watch, Saves()], limit_val_batches=2, val_check_interval=3)
+    with pytest.warns(UserWarning, match="saved in on_validation_batch_end, while validation is under way"):
+        fit("tiny_gpt", lambda: [lawa], callbacks=[watch, Saves()], limit_val_batches=2, val_check_interval=3)
     saved = torch.load(tmp_path / "8.ckpt", weights_only=True)
     mean = reference(watch.raw, [4, 6, 8])
     assert differing(saved["state_dict"], mean) == []

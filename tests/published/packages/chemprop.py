@@ -26,7 +26,7 @@ PACKAGE = Package(
         "ProgressiveStacking": reasons.NO_STACK,
         "StochasticDepth": reasons.NO_STACK,
         "LayerFreezing": reasons.NO_STACK,
-        "LayerScale": reasons.NO_BRANCH,
+        "LayerScale": reasons.NOT_PROBED,
         "RMSNormalization": reasons.NO_LAYER_NORM,
         "SelectiveBackprop": reasons.NO_SAMPLES,
         "DataPruning": reasons.NO_LOSS_CALL,

@@ -22,4 +22,6 @@ def fit(callbacks, **settings):
     return one.module
 
 
-PACKAGE = Package("scvi-tools", "SCVI, its TrainingPlan and AnnDataLoader", lambda: captured(lambda: fit([])), fit=fit)
+PACKAGE = Package(
+    "scvi-tools", "SCVI, its TrainingPlan and AnnDataLoader", lambda: captured(lambda: fit([])), imports="scvi", fit=fit
+)

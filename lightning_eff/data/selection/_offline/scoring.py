@@ -240,9 +240,9 @@ class DataScorer(Scorer):
         head = called.last(targets.classes) if targets.classes else None
         if head is None:
             raise ValueError(
-                f"{self.who}(score={self.kind!r}): found no nn.Linear in {type(module).__name__} that gives the"
-                f" {targets.classes or 'logits'} logits of a loss; expected the last map of the network. Give its path by"
-                f" head=, one of {listed(linear_maps(module))}."
+                f"{self.who}(score={self.kind!r}): found no nn.Linear in {type(module).__name__} that computes the"
+                f"{f' {targets.classes}' if targets.classes else ''} logits of a classification loss. Name it by head=, one of"
+                f" {listed(linear_maps(module))}."
             )
         return head
 

@@ -13,13 +13,13 @@ from lightning_eff._core.optimizers import copy_state
 from lightning_eff._core.session import Session
 
 
-def blocks_of(session: Session, layers: str | None, *, who: str) -> BlockStack:
-    """The stack of blocks at ``layers``, or the longest, called one by one.
+def blocks_of(session: Session, layers: str | None, *, who: str, copies: bool = True) -> BlockStack:
+    """The stack of blocks at ``layers``, or the longest, called one by one; ``copies`` if some are to be copies of others.
 
     Raises:
         ValueError: if there is none, or it lies within a compiled module.
     """
-    stack = session.stack(layers, who=who, parts=True)
+    stack = session.stack(layers, who=who, parts=True, copies=copies)
     refuse_compiled_around(session.module, stack.path, who=who)
     return stack
 

@@ -18,8 +18,9 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def takes_biases(plain: nn.Module) -> bool:
-    """Whether ``plain`` is a map whose input and output scalars may be added to."""
-    return isinstance(plain, (nn.Linear, *CONVOLUTIONS)) or is_conv1d(plain)
+    """Whether ``plain`` is a linear map that holds its weight and bias itself. Others compute one of them."""
+    held = plain._parameters.get("weight") is not None and "bias" in plain._parameters
+    return held and (isinstance(plain, (nn.Linear, *CONVOLUTIONS)) or is_conv1d(plain))
 
 
 def response(weight: Tensor, plain: nn.Module) -> Tensor:
