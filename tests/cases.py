@@ -31,7 +31,6 @@ class Case:
         saves_less: whether autograd saves other tensors with it.
         own_optimizer: whether its checkpoints hold the state of another optimizer than the module's, which a plain run
             refuses to go on from.
-        sharded: whether tests of its own run it under strategies that shard parameters.
         idle: models of ``tests.models`` whose batches leave it nothing to do, so that it is plain training there.
         refuses: models of ``tests.models`` on which ``active`` is refused, with what the error must say.
         neutral_by_machine: whether it is the machine, and not its settings, that decides if it is neutral.
@@ -57,7 +56,6 @@ class Case:
     lossy: bool = False
     saves_less: bool = False
     own_optimizer: bool = False
-    sharded: bool = False
     idle: tuple[str, ...] = ()
     refuses: Mapping[str, str] = field(default_factory=dict)
     neutral_by_machine: bool = False

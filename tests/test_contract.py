@@ -500,16 +500,22 @@ def test_modes_under_ddp(name: str, ddp_modes: dict[str, Any]) -> None:
 
 @every_and_stand_ins
 def test_unsupported_strategies_are_refused(name: str) -> None:
-    assert ALL[name].active().any_strategy == ALL[name].sharded
-    if ALL[name].sharded:
-        return
-    strategy = pl.strategies.ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
-    t = trainer(ALL[name].active(), max_steps=2)
-    t._accelerator_connector.strategy = strategy
+    """Those that divide a module in ways that leave a need unmet; ``tests/strategies/test_techniques.py`` tries the others."""
+    from lightning_eff._core._needs.offers import refusal
     from lightning_eff._core.session import Session
 
-    with pytest.raises(ValueError, match=f"{name}: got strategy ModelParallelStrategy.*ddp"):
-        Session.open(t, module(ALL[name].model), techniques_of(t), "fit")
+    for strategy in (
+        pl.strategies.ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1),
+        pl.strategies.FSDPStrategy(),
+    ):
+        technique = ALL[name].active()
+        expected = refusal(name, technique.needs, technique.refuses, strategy)
+        t = trainer(technique, max_steps=2)
+        t._accelerator_connector.strategy = strategy
+        if expected is not None:
+            with pytest.raises(ValueError, match="strategy='ddp'") as error:
+                Session.open(t, module(ALL[name].model), techniques_of(t), "fit")
+            assert str(error.value) == expected
 
 
 @every_and_stand_ins

@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
 
 from benchmarks import evidence_page as evidence
-from docs.making import facts, prose
+from docs.making import facts, layouts, prose
 from lightning_eff import _public
 from lightning_eff._catalogue import catalogue
 from tests import test_exported
@@ -77,6 +77,7 @@ def card(name: str) -> str:
     lines += ["## What it saves, and where it does not work", ""]
     lines += [f"- **Saves:** {cls.saves}." if getattr(cls, "saves", "") else "- **Saves:** see the measurements below."]
     lines += [f"- **Needs, and limits:** {cls.constraints}."] if getattr(cls, "constraints", "") else []
+    lines += [f"- **Strategies:** {layouts.line(cls)}"] if layouts.line(cls) else []
     lines += [f"- **Refused:** {prose.cell(text)}" for text in doc.sections.get("Raises", {}).values()]
     lines += ["", "## Measured here", "", *measured(name), ""]
     if control := getattr(cls, "control", None):

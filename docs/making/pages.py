@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from docs.making import cards, notebook, prose
+from docs.making import cards, layouts, notebook, prose
 from lightning_eff import _public
 from lightning_eff._catalogue import catalogue
 
@@ -34,6 +34,7 @@ def generated() -> dict[str, str]:
     pages |= {
         "techniques/index.md": cards.overview(),
         "catalogue.md": cards.whole_catalogue(),
+        layouts.PAGE: layouts.page(),
         notebook.PAGE: notebook.page(),
     }
     rooms: dict[str, list[str]] = {}
@@ -80,7 +81,7 @@ def linked(page: str, text: str, known: set[str]) -> str:
 
 def navigation() -> list[Any]:
     """The site's menu: that of ``mkdocs.yml``, with the cards by group and the reference by room."""
-    groups: list[Any] = ["techniques/index.md"]
+    groups: list[Any] = ["techniques/index.md", layouts.PAGE]
     seen: set[str] = set()
     for group, title in catalogue.GROUPS.items():
         here = [n for e in catalogue.entries() if e.group == group for n in e.by if n not in seen]

@@ -10,6 +10,7 @@ from lightning_eff import _public
 from lightning_eff._catalogue import data_rows, model_rows, optim_rows
 from lightning_eff._catalogue.facts import facts
 from lightning_eff._catalogue.row import GROUPS, ROOMS, Row
+from lightning_eff._catalogue.strategies import trains_under
 from lightning_eff._techniques import technique_classes
 
 ROWS: dict[str, tuple[Row, ...]] = {
@@ -93,7 +94,7 @@ def _entry(group: str, name: str, source: str, by: tuple[str, ...], how: str = "
         kind=getattr(cls, "kind", "optimizer"),
         saves=getattr(cls, "saves", ""),
         paper=getattr(cls, "paper", source),
-        constraints=getattr(cls, "constraints", ""),
+        constraints="; ".join(filter(None, (getattr(cls, "constraints", ""), trains_under(cls)))),
         surveys=_survey(by[0]),
         tests=tests_of(by[0]),
         measured=facts()["measured"].get(by[0], {}),

@@ -37,8 +37,8 @@ def forward_over_training_data(session: Session, num_batches: int | None, *, epo
         ValueError: if ``num_batches`` is None and the loader has no length.
     """
     cost, index = session.chain.cost, -1
-    with_index = takes_index(session.chain.original)
-    training_step = session._evaluation(session.chain.original)
+    with_index = takes_index(session.own_step)
+    training_step = session._evaluation(session.own_step)
     start = time.perf_counter()
     with torch.inference_mode(False), torch.no_grad():
         for index, batch in enumerate(training_batches(session, num_batches, epoch=epoch)):
@@ -113,11 +113,11 @@ def call_of(session: Session, block: nn.Module, batch: Any, batch_idx: int) -> t
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls.append((tuple(_apart(value) for value in args), {key: _apart(value) for key, value in kwargs.items()}))
 
-    chain, start = session.chain, time.perf_counter()
-    with_index = takes_index(chain.original)
+    start = time.perf_counter()
+    with_index = takes_index(session.own_step)
     handle = block.register_forward_pre_hook(note, with_kwargs=True)
     try:
-        session._evaluation(chain.original)(batch, *((batch_idx,) if with_index else ()))
+        session._evaluation(session.own_step)(batch, *((batch_idx,) if with_index else ()))
     finally:
         handle.remove()
     _count(session, batch, start)
@@ -140,7 +140,7 @@ def loss_of(session: Session, batch: Any, batch_idx: int, *, whole: bool) -> flo
         batch_idx: its index.
         whole: run all blocks, as the plain module does; otherwise those that evaluation runs.
     """
-    original, start = session.chain.original, time.perf_counter()
+    original, start = session.own_step, time.perf_counter()
     step = original if whole else session._evaluation(original)
     output = step(batch, *((batch_idx,) if takes_index(original) else ()))
     _count(session, batch, start)

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_eff._core._lightning.names import is_a, of_both
-from lightning_eff._core._run.checks import is_plain
+from lightning_eff._core._needs.offers import is_plain
 
 
 @of_both

@@ -21,7 +21,8 @@ from lightning_eff._core._run.checks import check_optimizers, check_run, tell_of
 from lightning_eff._core._run.loading import TrainLoaders
 from lightning_eff._core._run.member import Member
 from lightning_eff._core._run.metrics import CurrentMetrics, reported
-from lightning_eff._core._run.processes import gathered, wrap_again
+from lightning_eff._core._run.processes import wrap_again
+from lightning_eff._core._run.replicas import Replicas
 from lightning_eff._core._samples.counting import Counting, counted, using
 from lightning_eff._core._stack.asked import Stacks
 from lightning_eff._core._stack.thawing import thawing
@@ -56,6 +57,8 @@ class Session(Stacks):
         views: contexts, ``view(training)``, around each step through its backward pass, and around evaluation's.
         sizes: what else the cost of a step follows from, by name: how much there is of how much.
         seed: the seed of keyed draws, the same on all ranks and after a resume.
+        rank: of the data-parallel replica that this process belongs to; processes that share a replica draw alike by it.
+        replicas: of the module, and what processes tell each other.
         fitting: False in validate, test and predict.
     """
 
@@ -65,14 +68,17 @@ class Session(Stacks):
         self.techniques = list(techniques)
         self.working = [t for t in techniques if not t.neutral]
         self.progress = Progress(trainer)
-        self.chain = StepChain(module.training_step)
+        # where a strategy runs the module's step on parts of a batch, techniques have the whole batch before it is divided
+        self._stepping: Any = trainer.strategy if getattr(trainer.strategy, "splits_batches", False) else module
+        self.chain = StepChain(self._stepping.training_step)
         self.surgery = Surgery()
         self.patches = Patches()
         self.seed = 0
-        self.rank = trainer.global_rank
+        self.replicas = Replicas(trainer)
+        self.rank = self.replicas.index
         self.views: list[Callable[[bool], AbstractContextManager[None]]] = []
-        self.resume = Resume(trainer, module, self.gather)
-        self.loaders = self.resume.loaders = TrainLoaders(trainer, self.gather, self.resume.take_up_rng)
+        self.resume = Resume(trainer, module, self.replicas.everyone)
+        self.loaders = self.resume.loaders = TrainLoaders(trainer, self.replicas.everyone, self.resume.take_up_rng)
         self._scope = ExitStack()
         self._steps_before = -1
         self._backward_done = self._logged = self._reports = self._slept = self._batch_ended = False
@@ -142,7 +148,10 @@ class Session(Stacks):
         def setup_strategy(trainer: Trainer) -> None:
             for technique in sorted(self.working, key=lambda t: not t.compiles):  # some may rest
                 technique.on_model(self)
+            learnt = [(stack, stack.state_dict()) for stack in self._stacks.values()]
             setup(trainer)
+            for stack, state in learnt:  # a strategy may run steps of its own, in which no technique takes part
+                stack.load_state_dict(state)
             if self.fitting:
                 check_optimizers(module, self.optimizers, self.working)
                 for technique in self.working:
@@ -173,7 +182,7 @@ class Session(Stacks):
             self.patches.set(loop, "setup_data", self.loaders.asking(loop.setup_data))
             self.patches.set(loop.epoch_loop, "on_run_start", self.loaders.beginning(loop.epoch_loop.on_run_start))
             self.patches.set(strategy, "process_dataloader", self.loaders.wrap(strategy.process_dataloader))
-            self.patches.set(module, "training_step", self._training(module.training_step))
+            self.patches.set(self._stepping, "training_step", self._training(self._stepping.training_step))
             self.patches.set(loop, "run", self._counted(loop.run))
             self.patches.set(module, "configure_optimizers", thawing(module.configure_optimizers, self._stacks))
         for technique in self.working:
@@ -201,7 +210,7 @@ class Session(Stacks):
     def _training(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def training_step(*args: Any, **kwargs: Any) -> Any:
-            if not self.working or self.asleep or self._evaluating() or not args:
+            if not self.working or self.asleep or self._evaluating() or not (args and self.loaders.started):
                 if self.working and self.asleep and not self._slept:
                     self._slept = True
                     tell_of_trials(self.working)
@@ -259,6 +268,11 @@ class Session(Stacks):
     # -- what techniques ask for
 
     @property
+    def own_step(self) -> Callable[..., Any]:
+        """The module's own ``training_step``, which no link stands around."""
+        return self.chain.original if self._stepping is self.module else self.module.training_step
+
+    @property
     def optimizers(self) -> list[Optimizer]:
         """The torch optimizers of the run."""
         return [getattr(o, "_optimizer", o) for o in self.trainer.strategy.optimizers]
@@ -278,8 +292,8 @@ class Session(Stacks):
                 technique.on_blocks_changed(self)
 
     def gather(self, value: Any) -> list[Any]:
-        """``value`` of every rank, in rank order, on every rank."""
-        return gathered(self.trainer.world_size, value)
+        """``value`` of every replica of the module, in their order, on every process: what trains on its own samples."""
+        return self.replicas.gather(value)
 
     def generator(self, *key: int | str) -> torch.Generator:
         """A generator whose numbers depend on the run's seed and ``key`` alone."""

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_eff._core._lightning.names import of_both
 from lightning_eff._core._lightning.settings import changed_settings
+from lightning_eff._core._needs.needs import Need, Reasons
 from lightning_eff._core._run._silent.silence import BATCH_HOOKS, driving
 from lightning_eff._core.search_space import SearchSpace, Survey
 from lightning_eff._core.session import Session
@@ -61,7 +62,8 @@ class Technique(Callback):
         needs_budget: refuses runs without any of ``max_steps``, ``max_epochs`` and ``max_time``.
         needs_optimizer: refuses modules whose ``configure_optimizers`` returns none, under automatic optimization.
         sets_rates: sets the optimizers' rates by itself, over the whole budget; others leave them alone.
-        any_strategy: works under strategies that shard parameters too; others are refused there.
+        needs: what it needs of each process; strategies that divide the module so that a need is not met are refused.
+        refuses: divisions that it cannot train under for a reason of its own, with the reason; "" lifts one of its needs'.
         sparse_gradients: leaves gradients of sparse layout alone, or computes with them rightly; beside others, tables have
             dense gradients.
         compiles: compiles parts of the module: its :meth:`on_model` comes first, so that what others put around the calls of
@@ -80,7 +82,8 @@ class Technique(Callback):
     needs_budget: ClassVar[bool] = False
     needs_optimizer: ClassVar[bool] = False
     sets_rates: ClassVar[bool] = False
-    any_strategy: ClassVar[bool] = False
+    needs: ClassVar[Need] = Need.WHOLE
+    refuses: ClassVar[Reasons] = {}
     sparse_gradients: ClassVar[bool] = False
     compiles: ClassVar[bool] = False
 

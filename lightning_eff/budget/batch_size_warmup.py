@@ -13,6 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core._lightning.names import is_a
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._optim.scaled_steps import ScaledSteps
 from lightning_eff._core.batches import join, like, plain
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
@@ -127,7 +128,8 @@ class BatchSizeWarmup(Technique):
 
     saves: ClassVar[str] = "samples early in training, where small batches learn as much by each step"
     paper: ClassVar[str] = "Smith et al. 2017, arXiv:1711.00489"
-    constraints: ClassVar[str] = "a single device or DDP; epochs of more batches than a step has at first"
+    constraints: ClassVar[str] = "epochs of more batches than a step has at first"
+    needs: ClassVar[Need] = Need.BATCH
     survey: ClassVar[Survey | None] = Survey("large batches", shen="5.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"full": Choice((2, 3, 4)), "until": Uniform(0.2, 0.8), "power": Choice((0.0, 0.5, 1.0))}

@@ -4,12 +4,11 @@ from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_eff._core._lightning.names import is_exactly
+from lightning_eff._core._needs.needs import Part, Reasons
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
@@ -70,7 +69,9 @@ class GradientNoiseScale(Technique):
 
     saves: ClassVar[str] = "nothing by itself: it tells which batch pays"
     paper: ClassVar[str] = "McCandlish et al. 2018, arXiv:1812.06162"
-    constraints: ClassVar[str] = "a single device or DDP"
+    refuses: ClassVar[Reasons] = {
+        Part.COMPRESSED: "the technique compares gradients with their exact mean over processes"
+    }
     survey: ClassVar[Survey | None] = Survey("large batches", shen="5.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(pointless=_gains_nothing)
     control: ClassVar[Control] = Control("the baseline: it trains as without it")
@@ -104,15 +105,6 @@ class GradientNoiseScale(Technique):
     # -- the run
 
     @override
-    def check(self, session: Session) -> None:
-        strategy = session.trainer.strategy
-        if session.trainer.world_size > 1 and not is_exactly(strategy, DDPStrategy):
-            raise ValueError(
-                f"{WHO}: got strategy {type(strategy).__name__}; expected DDPStrategy, after whose backward pass every rank has"
-                " the mean gradient. Use strategy='ddp' or take the technique out."
-            )
-
-    @override
     def attach(self, session: Session) -> None:
         self._reset()
         session.chain.add(Stage.SAVE, self._link)
@@ -135,7 +127,7 @@ class GradientNoiseScale(Technique):
         """The backward pass of a step begins: each gradient is seen before it is added to others, or exchanged."""
         self._passes += 1
         step = session.trainer.global_step
-        pairs = session.trainer.world_size == 1 and session.trainer.accumulate_grad_batches == 1
+        pairs = session.replicas.count == 1 and session.trainer.accumulate_grad_batches == 1
         self._measuring = (step // 2 if pairs else step) % self.every == 0
         self._norms = []
         if not self._measuring:

@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core._lightning.names import is_a
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._optim.rates import Rates
 from lightning_eff._core.batches import num_tokens
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
@@ -72,7 +73,8 @@ class LearningRateSchedule(Technique):
 
     saves: ClassVar[str] = "steps: a rate decayed wholly on the true budget is worth more than most techniques"
     paper: ClassVar[str] = "Li et al. 2019, arXiv:1905.04753; Bergsma et al. 2025, arXiv:2502.15938"
-    constraints: ClassVar[str] = "a run that has an end; automatic optimization; a single device or DDP"
+    constraints: ClassVar[str] = "a run that has an end; automatic optimization"
+    needs: ClassVar[Need] = Need.BATCH
     survey: ClassVar[Survey | None] = Survey("learning rate schedules", zhuang="2.1", shen="5.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {
@@ -205,9 +207,11 @@ class LearningRateSchedule(Technique):
                 f"LearningRateSchedule(max_tokens={self.max_tokens}): the first batch, a {type(batch).__name__}, has no tokens;"
                 " expected a 2-D integer tensor in it. Give the Trainer max_steps, max_epochs or max_time instead."
             )
-        if session.trainer.world_size > 1:
-            total = torch.tensor(found, device=session.module.device)
-            found = int(session.trainer.strategy.reduce(total, reduce_op="sum"))
+        if session.replicas.count > 1:
+            mean = torch.tensor(
+                float(found), device=session.module.device
+            )  # a sum may count a replica's processes each
+            found = round(float(session.trainer.strategy.reduce(mean, reduce_op="mean")) * session.replicas.count)
         self._tokens += found
 
     @override

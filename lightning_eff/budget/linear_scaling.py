@@ -10,6 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core._lightning.names import is_a
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._optim.scaled_steps import ScaledSteps
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
@@ -94,7 +95,8 @@ class LinearScaling(Technique):
 
     saves: ClassVar[str] = "time on many devices: large batches at a rate that fits, without a search for each"
     paper: ClassVar[str] = "Goyal et al. 2017, arXiv:1706.02677"
-    constraints: ClassVar[str] = "a single device or DDP; a loader that says its batch size, or batch_size="
+    constraints: ClassVar[str] = "a loader that says its batch size, or batch_size="
+    needs: ClassVar[Need] = Need.BATCH
     survey: ClassVar[Survey | None] = Survey("large batches", shen="5.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"times": Choice((0.5, 2.0, 4.0)), "warmup": Uniform(0.0, 0.2), "power": Choice((0.5, 1.0))}, make=_search

@@ -10,6 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core.search_space import RunProfile, SearchSpace
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, Technique
@@ -45,7 +46,8 @@ class ExactResume(Technique):
 
     saves = "the difference between a resumed run and an undisturbed one"
     paper = "practice; Liang et al. 2024, arXiv:2410.06511"
-    constraints = "a single device or DDP; as many processes as the checkpoint's"
+    constraints = "as many processes as the checkpoint's"
+    needs: ClassVar[Need] = Need.BATCH
     search_space: ClassVar[SearchSpace | None] = SearchSpace(pointless=_gains_nothing)
     control = Control("the baseline: it trains as without it, and only what comes after a checkpoint differs")
     needs_automatic_optimization = False

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core.loaders import ResumableLoader
 from lightning_eff._core.search_space import SearchSpace, Survey
 from lightning_eff._core.session import Session
@@ -76,7 +77,8 @@ class LoaderTuning(Technique):
 
     saves: ClassVar[str] = "the time in which the device waits for batches"
     paper: ClassVar[str] = "Mohan et al. 2021, arXiv:2007.06775; Murray et al. 2021, arXiv:2101.12127"
-    constraints: ClassVar[str] = "workers: a map-style data set that draws no random numbers; a single device or DDP"
+    constraints: ClassVar[str] = "workers: a map-style data set that draws no random numbers"
+    needs: ClassVar[Need] = Need.BATCH
     survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace()
     control: ClassVar[Control] = Control(
@@ -191,7 +193,7 @@ class LoaderTuning(Technique):
         if self._count < unsettled + self.num_batches:
             return
         tuner = self._tuners[0]
-        told = session.gather((self._mean(), tuner.failed, tuner.drew))
+        told = session.replicas.everyone((self._mean(), tuner.failed, tuner.drew))
         means = [mean for mean, _, _ in told]
         if any(mean is None for mean in means) and not any(failed for _, failed, _ in told):
             self._count = unsettled  # validation or the like came between; the window is made longer
@@ -240,7 +242,7 @@ class LoaderTuning(Technique):
                 drew=self._drew or self._tuners[0].drew,
                 accelerator=trainer.strategy.root_device.type == "cuda",
             )
-            told = session.gather(freedom)
+            told = session.replicas.everyone(freedom)
             for other in told:
                 freedom = freedom.both(other)
             self._freedom = freedom

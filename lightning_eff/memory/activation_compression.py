@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core import rng
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.losses import loss_of
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_memory_bound
@@ -96,6 +97,7 @@ class ActivationCompression(Technique):
         "Chen et al. 2021, arXiv:2104.14129; Liu et al. 2022, arXiv:2206.11357; Pan et al. 2021, arXiv:2111.11124"
     )
     constraints: ClassVar[str] = "no compiled submodules; time for coding and decoding; noise in the gradient"
+    needs: ClassVar[Need] = Need.SAVED
     survey: ClassVar[Survey | None] = Survey("activation compressed training", zhuang="3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"bits": Choice((2, 4, 8))}, needs_memory_bound)
     control: ClassVar[Control] = Control(

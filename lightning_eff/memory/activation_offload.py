@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core.batches import tensors
 from lightning_eff._core.blocks import refuse_compiled_around, untraced_hooks
 from lightning_eff._core.losses import loss_of
@@ -148,7 +149,7 @@ class ActivationOffload(Technique):
         "ACTPrecision": "each decides what becomes of a saved tensor, and autograd asks the inner one alone"
     }
     needs_automatic_optimization: ClassVar[bool] = False
-    any_strategy: ClassVar[bool] = True
+    needs: ClassVar[Need] = Need.SAVED
 
     def __init__(
         self,

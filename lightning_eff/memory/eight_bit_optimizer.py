@@ -76,7 +76,7 @@ class EightBitOptimizer(Technique):
 
     saves: ClassVar[str] = "three quarters of the optimizer's memory (7 eighths with bits=4)"
     paper: ClassVar[str] = "Dettmers et al. 2021, arXiv:2110.02861"
-    constraints: ClassVar[str] = "optimizers that have an equivalent; a single device or DDP; needs bitsandbytes"
+    constraints: ClassVar[str] = "optimizers that have an equivalent; needs bitsandbytes"
     survey: ClassVar[Survey | None] = Survey("low-precision weights and states", zhuang="3", shen="4.2.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(pointless=_pointless)
     control: ClassVar[Control] = Control(

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import Part, Reasons
 from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey, needs_memory_bound
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, Technique
@@ -69,10 +70,8 @@ class OptimizerOffload(Technique):
         "device memory of optimizer states, 8 of 16 bytes a weight with AdamW; costs time in each step"
     )
     paper: ClassVar[str] = "Ren et al. 2021, arXiv:2101.06840"
-    constraints: ClassVar[str] = (
-        "torch.optim's own optimizers but LBFGS; a single device or DDP: FSDP and DeepSpeed have offloading of their own;"
-        " gains on an accelerator alone"
-    )
+    refuses: ClassVar[Reasons] = dict.fromkeys((Part.FLAT, Part.ENGINE), "the strategy has offloading of its own")
+    constraints: ClassVar[str] = "torch.optim's own optimizers but LBFGS; gains on an accelerator alone"
     survey: ClassVar[Survey | None] = Survey("offloading of optimizer states", zhuang="3", shen="7.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(pointless=_pointless)
     control: ClassVar[Control] = Control("the baseline for as many seconds: each step is the plain optimizer's")

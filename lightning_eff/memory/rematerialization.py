@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_eff._core._lightning.names import is_a
+from lightning_eff._core._needs.needs import Need
+from lightning_eff._core._needs.offers import is_plain
 from lightning_eff._core.blocks import BlockStack, refuse_compiled_around
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, needs_blocks, needs_memory_bound
 from lightning_eff._core.session import Session
@@ -114,7 +116,7 @@ class Rematerialization(Technique):
         " memory is then used for"
     )
     needs_automatic_optimization: ClassVar[bool] = False
-    any_strategy: ClassVar[bool] = True
+    needs: ClassVar[Need] = Need.SAVED
 
     def __init__(
         self,
@@ -406,8 +408,7 @@ class Rematerialization(Technique):
 
 def _whole(session: Session) -> bool:
     """Whether each rank has all parameters, and so need not do what the others do."""
-    strategy = session.trainer.strategy
-    return is_a(strategy, SingleDeviceStrategy, DDPStrategy) and not is_a(strategy, DeepSpeedStrategy)
+    return is_plain(session.trainer.strategy)
 
 
 def _size(batch: Any) -> int:

@@ -118,7 +118,7 @@ def enumerate_layouts(
             refused[why] += len(divisors(rest))
             continue
         for pp in divisors(rest):
-            why = able.why_not("hybrid", "divided", "pipeline") if pp > 1 else None
+            why = able.why_not("divided", "pipeline") if pp > 1 else None
             if why or pp > max(1, len(profile.blocks)):
                 refused[f"pipeline: {why}" if why else "pipeline deeper than the stack of blocks"] += 1
                 continue
@@ -170,7 +170,7 @@ def _rematerialized(layout: Layout, refused: Counter[str], able: Abilities) -> l
 def _tensor_refusal(profile: ModuleProfile, tp: int, node_size: int, able: Abilities) -> str | None:
     if tp == 1:
         return None
-    why = able.why_not("hybrid", "divided", "tensor")
+    why = able.why_not("divided", "tensor")
     if why:
         return f"tensor parallelism: {why}"
     if not profile.blocks:
@@ -205,7 +205,7 @@ def _shardings(dp: int, schedule: str, refused: Counter[str], able: Abilities) -
     yield "none", 0
     if dp == 1:
         return
-    why = able.why_not("hybrid", "divided", "shard")
+    why = able.why_not("divided", "shard")
     if why:
         refused[f"sharding: {why}"] += 1
         return

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff._core._lightning.names import Connected, of_both
+from lightning_eff._core._needs.needs import Part
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_processes
 from lightning_eff.strategies import _names
 from lightning_eff.strategies._communication.codecs import QuantizedCodec, SignCodec
@@ -91,6 +92,7 @@ class CompressedDDPStrategy(Connected, DDPStrategy):
         {"hook": Choice(("bf16", "powersgd", "onebit", "qsgd"))}, needs_processes
     )
     strategy_name = "compressed_ddp"
+    parts: ClassVar[tuple[Part, ...]] = (Part.COMPRESSED,)
 
     def __init__(
         self,

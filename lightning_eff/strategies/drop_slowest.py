@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff._core._lightning.names import is_a
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_processes
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
@@ -94,6 +95,7 @@ class DropSlowest(Technique):
     saves: ClassVar[str] = "waiting for a rank that is late, by the micro-batches that it then leaves out"
     paper: ClassVar[str] = "He & Dube 2022, arXiv:2211.00889"
     constraints: ClassVar[str] = "DDP with accumulate_grad_batches > 1; no exchange between ranks within training_step"
+    needs: ClassVar[Need] = Need.DDP
     survey: ClassVar[Survey | None] = Survey("non-blocking minibatches", shen="3.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"grace": Choice((0.05, 0.1, 0.3))}, needs_processes)
     control: ClassVar[Control] = Control("the baseline under DDP for as many seconds: it trades samples for waiting")

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff._core._lightning.names import adapted, like, package_of
+from lightning_eff._core._needs.needs import Part
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_processes
 from lightning_eff.strategies import _names
 from lightning_eff.strategies._hybrid import layout
@@ -175,7 +176,6 @@ class HybridParallelStrategy(ReachedStrategy):
             tensor_parallel_plan=tensor_parallel_plan,
             pipeline_split=pipeline_split,
             sequence_parallel=sequence_parallel,
-            find_unused_parameters=find_unused_parameters,
             microbatch_weight=imported(microbatch_weight, who=WHO),
         )
         self.pipeline_parallel_size = pipeline_parallel_size
@@ -185,6 +185,8 @@ class HybridParallelStrategy(ReachedStrategy):
         self._layout: layout.Layout | None = None
         self._replica: Replica | None = None
         self._watch: Watch | None = None
+        #: of torch's DDP, with which whole copies train
+        self.ddp_options: dict[str, Any] = {"find_unused_parameters": True} if find_unused_parameters else {}
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -222,6 +224,21 @@ class HybridParallelStrategy(ReachedStrategy):
         """Whether each process can run the module's own ``training_step`` by itself, at any time."""
         sharded = bool(self.settings.shard) and self.layout.data > 1
         return not sharded and self.pipeline_parallel_size == 1
+
+    @property
+    def parts(self) -> list[Part]:
+        """In which ways this layout divides a run."""
+        tensor, pipeline, data = int(self._tensor_parallel_size), self.pipeline_parallel_size, self._data_parallel_size
+        copies = self.world_size // (tensor * pipeline) if data == "auto" else int(data)
+        found = [Part.SHARD] if self.settings.shard and copies > 1 else []
+        found += [Part.TENSOR] if tensor > 1 else []
+        found += [Part.PIPELINE] if pipeline > 1 else []
+        return found or ([Part.COPIES] if copies > 1 else [])
+
+    @property
+    def splits_batches(self) -> bool:
+        """Whether the module's ``training_step`` runs on parts of a batch, and only some of its blocks in each process."""
+        return self.pipeline_parallel_size > 1
 
     @property
     def splits_backward(self) -> bool:
@@ -276,6 +293,11 @@ class HybridParallelStrategy(ReachedStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+
+    def configure_ddp(self) -> None:
+        """Let DDP, where whole copies train, see anew which parameters take gradients."""
+        assert self._replica is not None
+        self.model = self._replica.wrap()
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:

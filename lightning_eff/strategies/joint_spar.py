@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff._core._lightning.names import is_a, like
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._run.checks import is_checkpointed_reentrantly
 from lightning_eff._core._stack.thawing import thawing
 from lightning_eff._core._stack.unused import look_for_unused, refuse_static_graph
@@ -155,9 +156,8 @@ class JointSpar(Technique):
 
     saves: ClassVar[str] = "products for the weights' gradients, and what DDP sends, of the layers that are not drawn"
     paper: ClassVar[str] = "Liu & Mozafari 2022, PMLR 162"
-    constraints: ClassVar[str] = (
-        "a single device or DDP without another hook and static_graph; no reentrant checkpoints"
-    )
+    constraints: ClassVar[str] = "DDP without another hook and static_graph; no reentrant checkpoints"
+    needs: ClassVar[Need] = Need.DDP
     survey: ClassVar[Survey | None] = Survey("JointSpar", zhuang="2.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"share": Choice((0.5, 0.7, 0.9))})
     control: ClassVar[Control] = Control(

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import Need, Part, Reasons
 from lightning_eff._core._optim.scheduled import optimizers_of, schedulers_of
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, Technique
@@ -66,7 +67,8 @@ class OptimizerSettings(Technique):
     control: ClassVar[Control] = Control("the baseline with the same settings")
     needs_automatic_optimization: ClassVar[bool] = False
     needs_optimizer: ClassVar[bool] = True
-    any_strategy: ClassVar[bool] = True
+    needs: ClassVar[Need] = Need.BATCH
+    refuses: ClassVar[Reasons] = dict.fromkeys(Part, "")
     sparse_gradients: ClassVar[bool] = True
 
     def __init__(self, rate: float | None = None, weight_decay: float | None = None) -> None:

@@ -24,9 +24,7 @@ from tests.runs import checkpoints, fit
 VOCAB = 61
 
 EXAMPLES = {
-    "LowRankAdapter": Case(
-        active=lambda: LowRankAdapter(), neutral=lambda: LowRankAdapter(rank=0), architecture=True, sharded=True
-    ),
+    "LowRankAdapter": Case(active=lambda: LowRankAdapter(), neutral=lambda: LowRankAdapter(rank=0), architecture=True),
     "ScalarNorm": Case(
         active=lambda: ScalarNorm(),
         neutral=lambda: ScalarNorm(),

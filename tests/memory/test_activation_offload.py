@@ -32,7 +32,6 @@ CASES = {
         neutral=lambda: ActivationOffload(min_bytes=math.inf),
         exact=True,
         figure="bytes_to_host",
-        sharded=True,
         lost=(classifier, "classifier", "is as large"),
         as_is=lambda: ActivationOffload(),
     )

@@ -40,7 +40,6 @@ CASES = {
         exact=True,
         figure="recomputed_calls",
         saves_less=True,
-        sharded=True,
         refuses_manual=True,
         on_classifier=lambda: Rematerialization(),
         lost=(no_blocks, "classifier", "no stack of repeated blocks"),

@@ -133,7 +133,9 @@ ALL = {"tp", "pp", "shard", "fp8", "bits", "offload", "remat"}
     ("changes", "gone"),
     [
         ({}, set()),
-        ({"callbacks": [lightning_eff.SelectiveBackprop]}, {"tp", "pp", "shard"}),
+        ({"callbacks": [lightning_eff.SelectiveBackprop]}, {"pp"}),
+        ({"callbacks": [lightning_eff.SequenceLengthWarmup]}, set()),
+        ({"callbacks": [lightning_eff.SharpnessAwareMinimization]}, {"tp", "pp", "shard"}),
         ({"callbacks": [StochasticWeightAveraging]}, {"tp", "pp", "shard"}),
         ({"callbacks": [lightning_eff.ActivationOffload]}, {"bits"}),
         ({"callbacks": [lightning_eff.LoRA]}, set()),

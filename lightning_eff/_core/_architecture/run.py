@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -17,11 +16,11 @@ from lightning_eff._core._architecture.classes import check_classes
 from lightning_eff._core._architecture.record import frozen, swapped
 from lightning_eff._core._architecture.watch import BypassWatch
 from lightning_eff._core._lightning.names import is_a
+from lightning_eff._core._needs.offers import is_plain
 from lightning_eff._core._optim.combined import CombinedOptimizer
 from lightning_eff._core._optim.forgotten import forget
 from lightning_eff._core._optim.scheduled import schedulers_of
 from lightning_eff._core._optim.undecayed import exempt
-from lightning_eff._core._run.checks import is_plain
 from lightning_eff._core._stack.compiled import compiled_around
 from lightning_eff._core.optimizers import is_per_parameter, rewrite_configured
 from lightning_eff._core.steps import Proceed, Stage, Step
@@ -58,14 +57,6 @@ class Undoable(Protocol):
 def check(session: "Session", who: str) -> None:
     """Raise ``ValueError`` where a run cannot have its module changed."""
     trainer = session.trainer
-    if is_a(trainer.strategy, DeepSpeedStrategy):
-        raise ValueError(
-            f"{who}: got strategy {type(trainer.strategy).__name__}, which may divide parameters as they are made;"
-            " expected a single"
-            " device, DDP, FSDP or HybridParallelStrategy. Or change the module before:"
-            " Trainer.fit(lightning_eff.apply(module,"
-            f" {who}(...))) without {who} among the callbacks."
-        )
     callbacks = list(trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
     if any(is_a(callback, StochasticWeightAveraging) for callback in callbacks):
         raise ValueError(

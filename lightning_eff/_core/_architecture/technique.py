@@ -14,6 +14,7 @@ from typing_extensions import override
 from lightning_eff._core._architecture import run
 from lightning_eff._core._architecture.record import APPLIED, Applied, applied, names
 from lightning_eff._core._architecture.surgeon import Surgeon
+from lightning_eff._core._needs.needs import Need, Part, Reasons
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Technique
 
@@ -43,7 +44,10 @@ class Architecture(Technique):
     change_at: ClassVar[Change]
     stays: ClassVar[str] = ""
     needs_automatic_optimization: ClassVar[bool] = False
-    any_strategy: ClassVar[bool] = True
+    needs: ClassVar[Need] = Need.MODULE
+    refuses: ClassVar[Reasons] = {
+        Part.ENGINE: "the technique changes the module after that may have begun, where lightning_eff.apply changes it before"
+    }
 
     _run: "run.ArchitectureOfRun | None" = None  # of all the run's; the first of them has it
 

@@ -19,7 +19,7 @@ def take_apart(session: Session) -> None:
 
 def step_of(session: Session, batch: Any, batch_idx: int) -> Any:
     """What the module's own ``training_step`` returns on ``batch``, called as the strategy does."""
-    module, step, model = session.module, session.chain.original, session.trainer.strategy.model
+    module, step, model = session.module, session.own_step, session.trainer.strategy.model
     arguments = (batch, *((batch_idx,) if takes_index(step) else ()))
     if model is None or model is module or not any(m is model for m in _gathering(session)):
         return step(*arguments)

@@ -5,12 +5,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar, Protocol
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_eff._core._lightning.names import is_a
+from lightning_eff._core._needs.needs import Need, Reasons
+from lightning_eff._core._needs.offers import refusal
 
 
 class Needing(Protocol):
@@ -20,7 +20,8 @@ class Needing(Protocol):
     needs_automatic_optimization: ClassVar[bool]
     needs_budget: ClassVar[bool]
     needs_optimizer: ClassVar[bool]
-    any_strategy: ClassVar[bool]
+    needs: ClassVar[Need]
+    refuses: ClassVar[Reasons]
 
 
 def check_run(trainer: Trainer, module: LightningModule, techniques: Sequence[Needing], *, has_end: bool) -> None:
@@ -55,12 +56,9 @@ def check_run(trainer: Trainer, module: LightningModule, techniques: Sequence[Ne
                 f"{who}: the Trainer has no end (max_steps=-1, max_epochs=-1, max_time=None), so how far the run is"
                 " cannot be told. Set one of max_steps, max_epochs and max_time."
             )
-        strategy = trainer.strategy
-        if not is_plain(strategy) and not technique.any_strategy:
-            raise ValueError(
-                f"{who}: got strategy {type(strategy).__name__}; expected a single device or DDP. Sharded parameters are"
-                " not supported by this technique yet: use strategy='ddp' or take it out."
-            )
+        why_not = refusal(who, technique.needs, technique.refuses, trainer.strategy)
+        if why_not is not None:
+            raise ValueError(why_not)
         if "dataloader_iter" in inspect.signature(inspect.unwrap(module.training_step)).parameters:
             raise ValueError(
                 f"{who}: training_step takes dataloader_iter; expected a batch, because the technique must see it. Let"
@@ -78,11 +76,6 @@ def check_optimizers(module: LightningModule, optimizers: Sequence[Optimizer], t
                 f"{type(technique).__name__}: {type(module).__name__}.configure_optimizers returned no optimizer, so no weight"
                 " would move and it would do nothing; expected one. Return an optimizer, or take the technique out."
             )
-
-
-def is_plain(strategy: Strategy) -> bool:
-    """Whether every rank holds the whole module, as plain tensors."""
-    return is_a(strategy, SingleDeviceStrategy, DDPStrategy) and not is_a(strategy, DeepSpeedStrategy)
 
 
 def check_pairs(techniques: Sequence[Needing]) -> None:

@@ -4,10 +4,9 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_eff._core._lightning.names import is_a
+from lightning_eff._core._needs.offers import is_plain
 
 
 def gathered(world_size: int, value: Any) -> list[Any]:
@@ -21,8 +20,8 @@ def gathered(world_size: int, value: Any) -> list[Any]:
 
 def wrap_again(trainer: Trainer, module: LightningModule) -> None:
     """Let DDP, if that is the strategy, see anew which parameters of ``module`` take gradients."""
-    strategy = trainer.strategy
-    if is_a(strategy, DDPStrategy):
+    strategy: Any = trainer.strategy
+    if is_plain(strategy) and hasattr(strategy, "configure_ddp"):
         strategy.model = module
         strategy.configure_ddp()
 

@@ -20,7 +20,7 @@ def on_all_ranks(session: Session, fn: Callable[[], T]) -> T:
         found.append(fn())
     except Exception as raised:
         error = raised
-    messages = session.gather(None if error is None else str(error))
+    messages = session.replicas.everyone(None if error is None else str(error))
     if error is not None:
         raise error
     for rank, message in enumerate(messages):

@@ -89,7 +89,7 @@ def losses_of(
 def chain_of(session: Session, reference: nn.Module | None) -> tuple[StepChain, Any, bool]:
     """The unchanged step of the run's module, or of another's, in no links; the module; and whether it takes an index."""
     if reference is None:
-        original = session.chain.original
+        original = session.own_step
         return StepChain(session._evaluation(original), cost=session.chain.cost), session.module, takes_index(original)
     step = getattr(reference, "training_step", _no_step)
     return StepChain(step, cost=session.chain.cost), reference, takes_index(step)
@@ -171,7 +171,7 @@ def batches_by_index(session: Session, own: list[int], size: int) -> Iterator[An
 def _own(session: Session, loader: ResumableLoader, among: Sequence[int] | None = None) -> list[int]:
     """This rank's share of the data set's indices, or of those of ``among``, as many as each other rank's."""
     indices = torch.arange(len(loader.dataset)) if among is None else torch.tensor([*among])
-    return share(indices, session.rank, session.trainer.world_size, drop_last=False).tolist()
+    return share(indices, session.rank, session.replicas.count, drop_last=False).tolist()
 
 
 def _over(loader: ResumableLoader, own: list[int], *, batch_size: int | None, collate: Any) -> Iterator[Any]:

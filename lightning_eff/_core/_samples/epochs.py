@@ -177,7 +177,7 @@ class EpochsOfRun:
         """What was chosen, the same error on all ranks where it cannot be."""
         problem = None if found is None else self._problem(*found, size, expected)
         digest = None if found is None else _digest(*found)
-        told = self._session.gather((problem, digest))
+        told = self._session.replicas.everyone((problem, digest))
         problems = [f"{f'Rank {rank}: ' if len(told) > 1 else ''}{p}" for rank, (p, _) in enumerate(told) if p]
         if problems:
             raise ValueError(" ".join(problems))

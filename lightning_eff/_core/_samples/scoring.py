@@ -65,12 +65,12 @@ def agree(session: Session, problem: ValueError | None, value: Any = None) -> li
         ValueError: if a rank has another problem.
     """
     told = None if problem is None else (isinstance(problem, LossNotVisible), str(problem))
-    gathered = session.gather((told, value))
+    gathered = session.replicas.everyone((told, value))
     found = [(f"Rank {rank}: " if len(gathered) > 1 else "", *told) for rank, (told, _) in enumerate(gathered) if told]
     if found:
         text = " ".join(f"{rank}{text}" for rank, _, text in found)
         raise LossNotVisible(text) if any(invisible for _, invisible, _ in found) else ValueError(text)
-    return [value for _, value in gathered]
+    return [value for _, value in session.replicas.of_replicas(gathered)]
 
 
 def sample_losses(fn: SampleLoss, module: LightningModule, batch: Any) -> Tensor:

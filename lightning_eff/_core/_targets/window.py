@@ -320,7 +320,7 @@ class Targets:
     def _agree(self, problem: ValueError | None, *values: Any) -> list[tuple[Any, ...]]:
         """Raise on all ranks what one of them has to say, so that none waits for another; the ``values`` of each rank."""
         told = None if problem is None else (isinstance(problem, LossNotVisible), str(problem))
-        every = self.session.gather((told, values))
+        every = self.session.replicas.everyone((told, values))
         if problem is not None:
             raise problem
         for rank, (one, _) in enumerate(every):

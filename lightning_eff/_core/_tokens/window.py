@@ -220,7 +220,7 @@ class Tokens:
             problem = error
         finally:
             self._looking = False
-        every = self.session.gather((None if problem is None else str(problem), ready))
+        every = self.session.replicas.everyone((None if problem is None else str(problem), ready))
         for rank, (text, _) in enumerate(every):
             if text is not None and problem is None:
                 raise ValueError(f"On rank {rank}: {text}")

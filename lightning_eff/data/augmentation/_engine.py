@@ -10,6 +10,7 @@ from torch import Generator, Tensor
 from typing_extensions import override
 
 from lightning_eff._core._images.images import find_images
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._run.ranks import on_all_ranks
 from lightning_eff._core.batches import map_tensors, tensors
 from lightning_eff._core.session import Session
@@ -65,6 +66,7 @@ class Augmentation(Technique):
     """
 
     stage: ClassVar[Stage] = Stage.AUGMENT
+    needs: ClassVar[Need] = Need.BATCH
     order: ClassVar[int] = 0
 
     def __init__(self, *, prob: float, until: float, keys: Sequence[str | int] | None) -> None:

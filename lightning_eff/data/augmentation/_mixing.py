@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Generator, Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._run.ranks import on_all_ranks
 from lightning_eff._core._targets.calls import Change, TargetCall, mixed
 from lightning_eff._core._targets.window import Targets
@@ -98,6 +99,7 @@ class Mixing(Augmentation):
     """
 
     stage: ClassVar[Stage] = Stage.MIX
+    needs: ClassVar[Need] = Need.CALLS | Need.STEP
     order: ClassVar[int] = 1
     by_sample: ClassVar[bool] = True
     larger_first: ClassVar[bool] = True

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._run.ranks import on_all_ranks
 from lightning_eff._core._targets.calls import TargetCall
 from lightning_eff._core._targets.window import Targets
@@ -84,6 +85,7 @@ class LabelSmoothing(Technique):
     saves: ClassVar[str] = "nothing of a step: it regularises, at no cost that can be measured"
     paper: ClassVar[str] = "Szegedy et al. 2015, arXiv:1512.00567"
     constraints: ClassVar[str] = "automatic optimization; labels that are classes; a loss of torch.nn.functional"
+    needs: ClassVar[Need] = Need.CALLS | Need.STEP
     survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"epsilon": Uniform(0.05, 0.2)}, _pointless)
     control: ClassVar[Control] = Control("hard labels: the baseline for as many seconds")

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from typing_extensions import override
 from lightning_eff._core._images.images import Side, resize
 from lightning_eff._core._images.positions import Seen
 from lightning_eff._core._images.resizing import Resizing, check_keys, check_multiple
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._run.ranks import on_all_ranks
 from lightning_eff._core.search_space import RunProfile
 from lightning_eff._core.session import Session
@@ -41,6 +42,8 @@ class SmallerImages(Technique):
             cuts images.
         keys: names or positions of the tensors (N, C, H, W) that are images; None looks for them.
     """
+
+    needs: ClassVar[Need] = Need.CALLS
 
     def __init__(self, *, multiple_of: int, keys: Sequence[str | int] | None) -> None:
         check_multiple(multiple_of, who=type(self).__name__)

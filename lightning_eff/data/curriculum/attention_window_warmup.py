@@ -10,6 +10,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.losses import loss_of
@@ -104,6 +105,7 @@ class AttentionWindowWarmup(Technique):
         "automatic optimization; self-attention by scaled_dot_product_attention, nn.MultiheadAttention or a softmax over"
         " its scores, not compiled; pays for long sequences only"
     )
+    needs: ClassVar[Need] = Need.CALLS
     survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"start": Choice((0.0625, 0.125, 0.25)), "until": Uniform(0.3, 1.0)}, _pointless, _from_shares

@@ -10,6 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core._lightning.names import is_a
+from lightning_eff._core._needs.needs import APART, Need, Reasons
 from lightning_eff._core._samples.by_index import losses_of_each_sample, of_each_sample
 from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scorer
@@ -122,6 +123,8 @@ class DifficultyPacing(SampleChooser):
     saves: ClassVar[str] = "steps, in short or noisy training (Wu et al. find none in ordinary training)"
     paper: ClassVar[str] = "Wu et al. 2021, arXiv:2012.03107; Platanios et al. 2019, arXiv:1903.09848"
     constraints: ClassVar[str] = "one DataLoader over a map-style data set; score='loss' needs a loss seen by sample"
+    needs: ClassVar[Need] = Need.STEP
+    refuses: ClassVar[Reasons] = APART
     survey: ClassVar[Survey | None] = Survey("curriculum learning", shen="3.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {
@@ -177,6 +180,8 @@ class DifficultyPacing(SampleChooser):
                 " the loss. Give sample_loss= beside it, a function of (module, batch)."
             )
         self.score = score if isinstance(score, str) else "given"
+        if self.score != "loss":  # nothing is run to find it
+            self.needs, self.refuses = Need.BATCH, {}  # pyright: ignore[reportAttributeAccessIssue]
         self.given = None if isinstance(score, str) else _checked(score)
         if isinstance(score, str) and score not in NAMED:
             raise ValueError(
@@ -246,7 +251,7 @@ class DifficultyPacing(SampleChooser):
     def _check_enough(self, among: Tensor, count: int, size: int) -> None:
         loader = self.session.loaders.latest
         assert loader is not None and loader.chosen is not None
-        batch = (loader.chosen.batch_size or 1) * self.session.trainer.world_size
+        batch = (loader.chosen.batch_size or 1) * self.session.replicas.count
         if len(among) < batch:
             met = "" if len(among) == count else f", of which the loader's sampler yields {len(among)}"
             raise ValueError(

@@ -9,6 +9,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._run.ranks import on_all_ranks
 from lightning_eff._core._tokens.sequences import Sequences, check_shortening, find_sequences, shorten
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
@@ -106,6 +107,7 @@ class SequenceLengthWarmup(Technique):
         "batches of sequences, found by shape or named by keys=; reshape needs a T with divisors and no per-sample"
         " tensors; every new length recompiles a compiled module"
     )
+    needs: ClassVar[Need] = Need.BATCH
     survey: ClassVar[Survey | None] = Survey("sequence length warm-up", shen="3.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {

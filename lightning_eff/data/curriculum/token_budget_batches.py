@@ -8,6 +8,7 @@ import torch
 from torch import Generator, Tensor
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.by_index import of_each_sample
 from lightning_eff._core._samples.technique import Choice, Epoch, SampleChooser
 from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey, Uniform
@@ -142,6 +143,7 @@ class TokenBudgetBatches(SampleChooser):
     constraints: ClassVar[str] = (
         "one DataLoader over a map-style data set, whose collate function pads a batch to its longest sample"
     )
+    needs: ClassVar[Need] = Need.BATCH
     survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"share": Uniform(0.25, 1.0, log=True)}, pointless=_pointless, make=_search
@@ -206,7 +208,7 @@ class TokenBudgetBatches(SampleChooser):
             lengths,
             self.max_tokens,
             window=self.window,
-            ranks=self.session.trainer.world_size,
+            ranks=self.session.replicas.count,
             generator=self.session.generator(WHO, epoch.number),
             padded=self.padded,
         )

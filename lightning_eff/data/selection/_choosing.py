@@ -7,6 +7,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scorer, Scores, agree
 from lightning_eff._core.batches import num_samples
@@ -82,6 +83,7 @@ class Choosing(Technique):
     """
 
     constraints: ClassVar[str] = "a mean loss of torch.nn.functional, or sample_loss=; a batch of several samples"
+    needs: ClassVar[Need] = Need.STEP
     sample_loss: SampleLoss | None
 
     def _reset(self) -> None:

@@ -40,7 +40,7 @@ def irreducible_losses(
     """
     loader = session.loaders.latest
     assert loader is not None
-    number, world_size = len(loader.dataset), session.trainer.world_size
+    number, world_size = len(loader.dataset), session.replicas.count
     order = torch.randperm(number, generator=session.generator("RHOLoss", "halves"))
     halves, found = (order[: number // 2], order[number // 2 :]), torch.full((number,), torch.nan, dtype=torch.float64)
     _, module, _ = chain_of(session, model)
@@ -62,7 +62,7 @@ def _train(
     step = chain.original if model is not None else session.chain.original
     weights = [p for p in module.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=lr)
-    world_size, cost = session.trainer.world_size, session.chain.cost
+    world_size, cost = session.replicas.count, session.chain.cost
     each = len(share(indices, 0, world_size, drop_last=False))
     each -= each > 1 and each % size == 1  # a last batch of one sample has no batch statistics
     per_epoch = -(-each // size)
@@ -98,7 +98,7 @@ def _gradients(session: Session, loss: Tensor | None, weights: list[nn.Parameter
         torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g
         for p, g in zip(weights, found, strict=True)
     ]
-    if session.trainer.world_size > 1:
+    if session.replicas.count > 1:
         gradients = [session.trainer.strategy.reduce(g.contiguous(), reduce_op="mean") for g in gradients]
     return gradients
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core import rng
+from lightning_eff._core._needs.needs import APART, Need, Reasons
 from lightning_eff._core._samples.technique import Choice as Chosen
 from lightning_eff._core._samples.technique import Epoch, SampleChooser
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
@@ -103,6 +104,8 @@ class DataPruning(SampleChooser):
     saves: ClassVar[str] = "steps on samples that a score leaves out; its passes are paid first"
     paper: ClassVar[str] = "Paul et al. 2021, arXiv:2107.07075; Sorscher et al. 2022, arXiv:2206.14486"
     constraints: ClassVar[str] = "one DataLoader over a map-style data set; 'el2n' needs a loss seen by sample"
+    needs: ClassVar[Need] = Need.STEP
+    refuses: ClassVar[Reasons] = APART
     survey: ClassVar[Survey | None] = Survey("data pruning (GraNd, EL2N, prototypes)", zhuang="2.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"score": Choice(("el2n",)), "keep": Uniform(0.4, 0.9), "easy": Choice((False, True))}, _pointless
@@ -240,7 +243,7 @@ class DataPruning(SampleChooser):
             self._looked = True
         trainer, loader = self.session.trainer, self.session.loaders.latest
         assert loader is not None and loader.chosen is not None
-        batches = len(epoch.order) / ((loader.chosen.batch_size or 1) * trainer.world_size)
+        batches = len(epoch.order) / ((loader.chosen.batch_size or 1) * self.session.replicas.count)
         steps = self.epochs * math.floor(batches / trainer.accumulate_grad_batches)
         if 0 <= trainer.max_steps < steps and not trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
             rank_zero_warn(

@@ -8,6 +8,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scorer, Scores, agree
 from lightning_eff._core.batches import num_samples
@@ -79,6 +80,7 @@ class ImportanceSampling(Technique):
     saves = "backward passes: a third of each batch is trained on, chosen for the least variance"
     paper = "Katharopoulos & Fleuret 2018, arXiv:1803.00942; score='loss': 2017, arXiv:1706.00043"
     constraints = "a mean loss of torch.nn.functional, or sample_loss=; a batch of several samples"
+    needs: ClassVar[Need] = Need.STEP
     survey: ClassVar[Survey | None] = Survey("importance sampling", zhuang="2.2", shen="3.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {

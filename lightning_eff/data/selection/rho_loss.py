@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core._lightning.names import is_a
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._run.checks import is_checkpointed_reentrantly
 from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scores, agree
@@ -92,6 +93,7 @@ class RHOLoss(Choosing):
     constraints: ClassVar[str] = (
         "a DataLoader over a map-style data set; a mean loss of torch.nn.functional, or sample_loss=; several epochs"
     )
+    needs: ClassVar[Need] = Need.WHOLE
     survey: ClassVar[Survey | None] = Survey("RHO-LOSS", shen="3.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"keep": Choice((0.1, 0.25, 0.5)), "epochs": Choice((1, 3))}, _pointless
@@ -166,7 +168,7 @@ class RHOLoss(Choosing):
                 f"RHOLoss: got {len(held):,} irreducible losses for a data set of {samples:,} samples; expected one for each,"
                 " in the order of their indices. Give as many, or train on the data set that they are of."
             )
-        if samples < 2 * trainer.world_size and held is None:
+        if samples < 2 * self.session.replicas.count and held is None:
             raise ValueError(
                 f"RHOLoss: got a data set of {samples} sample(s); expected at least two for each process, since each half is"
                 " learnt and scored. Give irreducible=."

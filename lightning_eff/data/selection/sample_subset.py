@@ -9,6 +9,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.technique import Choice, Epoch, SampleChooser
 from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
@@ -68,6 +69,7 @@ class SampleSubset(SampleChooser):
     saves: ClassVar[str] = "steps on samples that a selection before training left out"
     paper: ClassVar[str] = "Xie et al. 2023, arXiv:2302.03169"
     constraints: ClassVar[str] = "one DataLoader over a map-style data set"
+    needs: ClassVar[Need] = Need.BATCH
     survey: ClassVar[Survey | None] = Survey("data selection before training (DSIR)", zhuang="2.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"samples": Uniform(0.3, 0.9)}, _pointless)
     control: ClassVar[Control] = Control(

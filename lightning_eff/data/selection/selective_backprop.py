@@ -8,6 +8,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scorer, agree
 from lightning_eff._core.batches import num_samples
@@ -93,6 +94,7 @@ class SelectiveBackprop(Technique):
     saves = "backward passes: a share of each batch is trained on, the hard samples"
     paper = "Jiang et al. 2019, arXiv:1910.00762"
     constraints = "a mean loss of torch.nn.functional, or sample_loss=; a batch of several samples"
+    needs: ClassVar[Need] = Need.STEP
     survey: ClassVar[Survey | None] = Survey("selective backprop", shen="3.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import Need, Part, Reasons
 from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core._stack.compiled import uncompiled
 from lightning_eff._core.batches import num_samples
@@ -94,8 +95,8 @@ class FusedLinearCrossEntropy(Technique):
         min_classes: heads with fewer classes stay as they are, >= 2; ``math.inf`` is plain training.
 
     Raises:
-        ValueError: if an argument is out of its range; at setup, under manual optimization or a strategy that shards
-            parameters; at the first batch, before any weight has changed and on all ranks,
+        ValueError: if an argument is out of its range; at setup, under manual optimization, tensor or pipeline
+            parallelism; at the first batch, before any weight has changed and on all ranks,
             if no cross-entropy of a linear map's output is seen, or none that can be computed without logits.
         RuntimeError: if the head's input is changed in place before the loss, or its gradients are differentiated.
 
@@ -109,6 +110,8 @@ class FusedLinearCrossEntropy(Technique):
         "automatic optimization; F.cross_entropy of a linear map's output, outside of compiled modules; gradients that are"
         " not differentiated themselves"
     )
+    needs: ClassVar[Need] = Need.CALLS | Need.STEP
+    refuses: ClassVar[Reasons] = {Part.TENSOR: "the technique multiplies with the head's whole weight"}
     survey: ClassVar[Survey | None] = Survey("token masking (sparse token prediction)", zhuang="2.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         pointless=_pointless, measured_on=lambda profile: profile.masked_labels
@@ -228,6 +231,12 @@ class FusedLinearCrossEntropy(Technique):
             look, maps, output = self._pass(step, batch, graph=True)
         found = list(look.found.values())
         heads = [site for site in found if site.classes >= self.min_classes]
+        for site in heads:
+            if _is_apart(site.module):
+                raise ValueError(
+                    f"{WHO}: fully_shard was applied to {site} itself, so its weight is whole only while it is called, and the"
+                    f" loss multiplies with it later. Leave it to the root's fully_shard, or remove {WHO}."
+                )
         if heads:
             return [site.saved for site in heads]
         if loss_of(output) is None:
@@ -299,6 +308,12 @@ class FusedLinearCrossEntropy(Technique):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = state_dict["heads"]
         self._checked = bool(self._saved)
+
+
+def _is_apart(module: nn.Module | None) -> bool:
+    """Whether FSDP2 puts the module's weights together for its calls alone."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def _few(sites: Sequence[Site]) -> str:

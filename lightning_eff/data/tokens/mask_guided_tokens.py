@@ -235,7 +235,7 @@ class MaskGuidedTokens(Technique):
             problem = error
         finally:
             self._busy = False
-        for rank, text in enumerate(self.session.gather(None if problem is None else str(problem))):
+        for rank, text in enumerate(self.session.replicas.everyone(None if problem is None else str(problem))):
             if text is not None and problem is None:
                 raise ValueError(f"On rank {rank}: {text}")
         if problem is not None:
@@ -396,5 +396,5 @@ class MaskGuidedTokens(Technique):
         self._found, held, layout = state_dict["found"], state_dict["held"], state_dict["layout"]
         self._layout = None if layout is None else Layout(*layout)
         session = self._session
-        own = held[session.rank] if session is not None and len(held) == session.trainer.world_size else []
+        own = held[session.rank] if session is not None and len(held) == session.replicas.count else []
         self._held = {i: (epoch, tokens, places) for i, epoch, tokens, places in own}

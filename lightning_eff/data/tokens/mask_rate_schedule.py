@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core.batches import lies_at, map_tensors, tensors
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
@@ -157,6 +158,7 @@ class MaskRateSchedule(Technique):
     saves: ClassVar[str] = "steps, by the paper's claim: up to 1.89 times fewer for BERT-base"
     paper: ClassVar[str] = "Ankner et al. 2023, arXiv:2305.15096"
     constraints: ClassVar[str] = "masked language models whose batches hold tokens and, where masked, their labels"
+    needs: ClassVar[Need] = Need.BATCH
     survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"start": Uniform(0.2, 0.5), "until": Choice((0.5, 1.0))}, _pointless

@@ -260,7 +260,7 @@ class PartialTokenTraining(Technique):
         )
         if self._saved:
             ranks, rank = self._saved["gradients"], self.session.rank
-            own = ranks[rank] if len(ranks) == self.session.trainer.world_size else []
+            own = ranks[rank] if len(ranks) == self.session.replicas.count else []
             self._painter.load_state_dict(self._saved, own)
             self._saved = {}
         count = sum(p.numel() for p in self._painter.decoder.parameters())

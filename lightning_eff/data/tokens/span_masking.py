@@ -8,6 +8,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core.batches import lies_at, map_tensors, tensors
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
@@ -113,6 +114,7 @@ class SpanMasking(Technique):
     saves: ClassVar[str] = "labelled data: encoder-decoders learn of plain text, a span of it at a time"
     paper: ClassVar[str] = "Song et al. 2019, arXiv:1905.02450"
     constraints: ClassVar[str] = "encoder-decoders whose batches hold texts as tokens and, once more, as labels"
+    needs: ClassVar[Need] = Need.BATCH
     survey: ClassVar[Survey | None] = Survey("token masking (MASS)", zhuang="2.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"ratio": Choice((0.3, 0.5, 0.7))}, _pointless)
     control: ClassVar[Control] = Control(

@@ -355,7 +355,7 @@ class TokenDropping(Technique):
         if self.importance is None:
             return
         sums = torch.zeros(2, len(self.importance), device=session.module.device) if self._sums is None else self._sums
-        if session.trainer.world_size > 1:
+        if session.replicas.count > 1:
             torch.distributed.all_reduce(sums)
         self.importance = updated(self.importance.to(sums.device), sums[0], sums[1], beta=self.beta)
         self._sums, self._index, self._given = None, None, []

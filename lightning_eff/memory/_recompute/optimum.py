@@ -80,7 +80,7 @@ def measure(
         with hand(profiler), rng.fork(), silent(session.module), precision, profiler.around():
             output = session._evaluation(chain.original)(batch, *((batch_idx,) if with_index else ()))
         skipped = loss_of(output) is None
-        if any(session.gather(skipped)) if together else skipped:
+        if any(session.replicas.everyone(skipped)) if together else skipped:
             return None
         profiler.check_order(stack.path)
         chain.cost.forward_passes += 1
@@ -94,7 +94,7 @@ def measure(
 
 def agreed(session: Session, stages: tuple[Stage, ...], casts: int) -> tuple[tuple[Stage, ...], int]:
     """What all ranks plan for: rank 0's seconds, and of the bytes the most of any rank. To be called on every rank."""
-    ranks = session.gather(([stage_state(stage) for stage in stages], casts))
+    ranks = session.replicas.everyone(([stage_state(stage) for stage in stages], casts))
     merged: list[Stage] = []
     for rows in zip(*(rows for rows, _ in ranks), strict=True):
         first = rows[0]

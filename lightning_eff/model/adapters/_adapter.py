@@ -1,7 +1,7 @@
 """What adapters share: what trains and what is frozen, what checkpoints hold, and what is told."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
 from lightning.pytorch import LightningModule, Trainer
@@ -13,6 +13,7 @@ from lightning_eff._core._architecture.naming import check_met, meets
 from lightning_eff._core._architecture.record import swapped
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
+from lightning_eff._core._needs.needs import Part, Reasons
 from lightning_eff._core.session import Session
 from lightning_eff.model.adapters._partial import Partial
 from lightning_eff.model.adapters._pieces import check_numbers, check_strategy
@@ -31,16 +32,16 @@ class Adapter(Architecture):
 
     What other techniques put into the module trains too, since its first values are no trained ones.
 
-    Class attributes, beside those of :class:`Architecture`:
-        undivided: parts of a hybrid layout, "tensor" or "pipeline", that it does not train under, and why.
-
     Attributes:
         save: what checkpoints hold.
         also: patterns of parameters, or of modules, that train beside.
     """
 
     change_at: ClassVar[Change] = Change.ADAPT
-    undivided: ClassVar[Mapping[str, str]] = {}
+    refuses: ClassVar[Reasons] = {
+        **Architecture.refuses,
+        Part.FLAT: "the technique's own parameters are not told from frozen ones there",
+    }
     _partial: Partial | None = None
     _trained = 0
     _frozen = 0
@@ -105,7 +106,7 @@ class Adapter(Architecture):
     @override
     def check(self, session: Session) -> None:
         super().check(session)
-        check_strategy(session, who=type(self).__name__, save=self.save, undivided=self.undivided)
+        check_strategy(session, who=type(self).__name__, save=self.save)
         for other in session.techniques:
             if isinstance(other, Adapter) and not other.neutral and other.save != self.save:
                 raise ValueError(

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from lightning_eff._core._architecture.record import swapped
 from lightning_eff._core._lightning.names import is_a
-from lightning_eff._core._run.checks import is_plain
 from lightning_eff._core.session import Session
 
 #: Numbers of a tensor that are looked at.
@@ -45,44 +44,26 @@ def plans(session: Session) -> bool:
     return divides(session) and hasattr(session.trainer.strategy, "pipeline_parallel_size")
 
 
-def check_strategy(session: Session, *, who: str, save: str, undivided: Mapping[str, str]) -> None:
-    """Raise ``ValueError`` under a strategy that divides parameters in a way of which adapters know nothing.
+def check_strategy(session: Session, *, who: str, save: str) -> None:
+    """Raise ``ValueError`` where checkpoints would be other than asked for, or a plan is of maps that are not there.
 
     Args:
         session: the run, before anything is touched.
         who: the technique, for messages.
         save: what its checkpoints hold.
-        undivided: "tensor" and "pipeline", if it does not train under these, and why.
     """
     strategy = session.trainer.strategy
     name = type(strategy).__name__
-    if is_plain(strategy):
-        return
-    if not is_a(strategy, ModelParallelStrategy):
-        raise ValueError(
-            f"{who}: got strategy {name}, which divides parameters in its own way; expected a single device, DDP,"
-            " ModelParallelStrategy (FSDP2) or HybridParallelStrategy. Use one of these."
-        )
     if save == "adapter" and getattr(strategy, "_save_distributed_checkpoint", False):
         raise ValueError(
             f"{who}(save='adapter') under {name}(save_distributed_checkpoint=True): a folder of every process's pieces holds"
             " the whole module; expected one file for what trains alone. Give the strategy save_distributed_checkpoint=False,"
             f" or {who}(save='all')."
         )
-
-    sizes = {
-        "tensor": getattr(strategy, "_tensor_parallel_size", 1),
-        "pipeline": getattr(strategy, "pipeline_parallel_size", 1),
-    }
-    for axis, reason in undivided.items():
-        if plans(session) and sizes[axis] != 1:
-            raise ValueError(
-                f"{who} under {name}({axis}_parallel_size={sizes[axis]}): {reason}. Expected {axis}_parallel_size=1: divide"
-                " by data, HybridParallelStrategy(shard=True), or take the technique out."
-            )
-    if not plans(session) and sizes["tensor"] != 1:
+    tensor = getattr(strategy, "_tensor_parallel_size", 1)
+    if divides(session) and not plans(session) and tensor != 1:
         raise ValueError(
-            f"{who} under {name}(tensor_parallel_size={sizes['tensor']}): the plan in configure_model is of maps in whose place"
+            f"{who} under {name}(tensor_parallel_size={tensor}): the plan in configure_model is of maps in whose place"
             " others stand by then; expected tensor_parallel_size=1, or HybridParallelStrategy, which finds a plan of the"
             " maps that there are. Use one of these."
         )
@@ -104,12 +85,12 @@ def check_numbers(session: Session, *, who: str) -> None:
         if p.requires_grad and name.removeprefix("base_layer.") not in swap.tensors
     }
     if plans(session):  # rank 0's numbers are all ranks'
-        lost = session.gather(next((name for name, p in new.items() if p.is_meta), None))[0]
+        lost = session.replicas.everyone(next((name for name, p in new.items() if p.is_meta), None))[0]
         why = "has no first numbers, since weights that it is made by lie nowhere (meta device)"
         mend = "init_on='rank0', with numbers there"
     else:
         lies = any(t.is_meta for t in (*session.module.parameters(), *session.module.buffers()))
-        lost = next((name for name in session.gather(next(iter(new), None) if lies else None) if name), None)
+        lost = next((name for name in session.replicas.everyone(next(iter(new), None) if lies else None) if name), None)
         why = "would be made anew with the weights that lie nowhere (meta device), by Lightning"
         mend = "HybridParallelStrategy(init_on='rank0'), with numbers there"
     if lost:
@@ -198,7 +179,7 @@ class Pieces:
         """What some rank names; collective where the module is divided."""
         if not self.divided:
             return names
-        return {name for one in self._session.gather(sorted(names)) for name in one}
+        return {name for one in self._session.replicas.everyone(sorted(names)) for name in one}
 
     def read(self, path: Any, weights_only: bool | None) -> dict[str, Any] | None:
         """A checkpoint of one file, its tensors not in memory; None where there is none."""

@@ -65,7 +65,7 @@ class BitFit(Adapter):
 
     saves: ClassVar[str] = "the memory of most gradients and of the optimizer's state; checkpoints of kilobytes"
     paper: ClassVar[str] = "Ben Zaken et al. 2022, arXiv:2106.10199"
-    constraints: ClassVar[str] = "fine-tuning of modules that have biases; a single device, DDP or FSDP2"
+    constraints: ClassVar[str] = "fine-tuning of modules that have biases"
     survey: ClassVar[Survey | None] = Survey("parameter-efficient tuning (BitFit)", zhuang="3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({}, _pointless)
     control: ClassVar[Control] = Control("the baseline, which tunes all weights, for as many seconds")

@@ -128,7 +128,7 @@ class HoulsbyAdapters(Adapter):
 
     saves: ClassVar[str] = "the memory of most gradients and of the optimizer's state; checkpoints of kilobytes"
     paper: ClassVar[str] = "Houlsby et al. 2019, arXiv:1902.00751"
-    constraints: ClassVar[str] = "fine-tuning of residual networks of linear maps; a single device, DDP or FSDP2"
+    constraints: ClassVar[str] = "fine-tuning of residual networks of linear maps"
     survey: ClassVar[Survey | None] = Survey("parameter-efficient tuning (adapters)", zhuang="3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"bottleneck": Choice((8, 64))}, _pointless)
     control: ClassVar[Control] = Control("the baseline, which tunes all weights, for as many seconds")

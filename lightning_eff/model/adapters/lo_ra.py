@@ -82,7 +82,7 @@ class LoRA(Adapter):
 
     saves: ClassVar[str] = "the memory of most gradients and of the optimizer's state; checkpoints of kilobytes"
     paper: ClassVar[str] = "Hu et al. 2022, arXiv:2106.09685"
-    constraints: ClassVar[str] = "fine-tuning; needs peft; a single device, DDP or FSDP2"
+    constraints: ClassVar[str] = "fine-tuning; needs peft"
     survey: ClassVar[Survey | None] = Survey("parameter-efficient tuning (LoRA)", zhuang="3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"rank": Choice((4, 8, 16)), "b_rate": Choice((1.0, 16.0))}, pointless

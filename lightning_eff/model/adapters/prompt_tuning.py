@@ -14,6 +14,7 @@ from typing_extensions import override
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._branches.pieces import step_of
 from lightning_eff._core._branches.tracing import looked_at
+from lightning_eff._core._needs.needs import Part, Reasons
 from lightning_eff._core._run.ranks import on_all_ranks
 from lightning_eff._core._stack.compiled import compiled_around
 from lightning_eff._core._tokens.embeddings import token_embeddings
@@ -95,10 +96,7 @@ class PromptTuning(Adapter):
 
     saves: ClassVar[str] = "the memory of nearly all gradients and of the optimizer's state; checkpoints of kilobytes"
     paper: ClassVar[str] = "Lester et al. 2021, arXiv:2104.08691"
-    constraints: ClassVar[str] = (
-        "language models of one text with room for k tokens more; no cache in generation; a single device, DDP or FSDP2, no"
-        " pipeline"
-    )
+    constraints: ClassVar[str] = "language models of one text with room for k tokens more; no cache in generation"
     survey: ClassVar[Survey | None] = Survey("parameter-efficient tuning (prompts)", zhuang="3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"length": Choice((5, 20, 100))}, _pointless)
     control: ClassVar[Control] = Control("the baseline, which tunes all weights, for as many seconds")
@@ -114,8 +112,9 @@ class PromptTuning(Adapter):
         "GreedyLayerwise": "it trains some blocks at a time, which are frozen here",
         "LayerFreezing": "behind blocks that it freezes there is no gradient, and prompts lie behind all of them",
     }
-    undivided: ClassVar[Mapping[str, str]] = {
-        "pipeline": "it tries the network whole, and cuts what it returns, and no process has it whole"
+    refuses: ClassVar[Reasons] = {
+        **Adapter.refuses,
+        Part.PIPELINE: "the technique tries the network whole, and cuts what it returns",
     }
     needs_automatic_optimization: ClassVar[bool] = True
     _length = 0

@@ -16,6 +16,7 @@ from lightning_eff._core._architecture.naming import check_met, check_names, mee
 from lightning_eff._core._architecture.record import swapped
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
+from lightning_eff._core._needs.needs import Part, Reasons
 from lightning_eff._core._stack.finding import candidates
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, needs_memory_bound
 from lightning_eff._core.session import Session
@@ -76,9 +77,7 @@ class QuantizedBase(Architecture):
 
     saves: ClassVar[str] = "seven eighths (NF4) or three quarters (int8) of the memory of frozen maps in 32 bits"
     paper: ClassVar[str] = "Dettmers et al. 2023, arXiv:2305.14314"
-    constraints: ClassVar[str] = (
-        "maps that do not train, as beside LoRA; needs bitsandbytes; a single device, DDP or FSDP2"
-    )
+    constraints: ClassVar[str] = "maps that do not train, as beside LoRA; needs bitsandbytes"
     survey: ClassVar[Survey | None] = Survey("parameter-efficient tuning (QLoRA)", zhuang="3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"bits": Choice((4, 8))}, _pointless)
     control: ClassVar[Control] = Control(
@@ -89,6 +88,10 @@ class QuantizedBase(Architecture):
         "its weights are rounded to few bits, and what was learnt beside them is not merged into those; first let"
         " lightning_eff.dequantize(module) give a module with the rounded weights in plain maps, which export takes"
     )
+    refuses: ClassVar[Reasons] = {
+        **Architecture.refuses,
+        Part.FLAT: "the technique's codes cannot be joined with numbers of other types",
+    }
     conflicts: ClassVar[Mapping[str, str]] = {
         "ApproximateRandomDropout": "it drops hidden units from the weights of maps, which are codes here",
         **dict.fromkeys(("LowRankLinear", "ButterflyLinear"), _FACTORS),
@@ -115,7 +118,7 @@ class QuantizedBase(Architecture):
     @override
     def check(self, session: Session) -> None:
         super().check(session)
-        check_strategy(session, who=WHO, save="all", undivided={})
+        check_strategy(session, who=WHO, save="all")
         where = getattr(session.trainer.strategy, "init_on", "all")
         if where != "all":
             raise ValueError(

@@ -68,7 +68,7 @@ class VeRA(Adapter):
 
     saves: ClassVar[str] = "the memory of nearly all gradients and of the optimizer's state; checkpoints of kilobytes"
     paper: ClassVar[str] = "Kopiczko et al. 2023, arXiv:2310.11454"
-    constraints: ClassVar[str] = "fine-tuning; needs peft; a single device, DDP or FSDP2"
+    constraints: ClassVar[str] = "fine-tuning; needs peft"
     survey: ClassVar[Survey | None] = Survey("parameter-efficient tuning (VeRA)", zhuang="3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"rank": Choice((64, 256, 1024))}, pointless)
     control: ClassVar[Control] = Control("the baseline, which tunes all weights, for as many seconds")

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._branches.probing import aside, attempts
+from lightning_eff._core._needs.needs import Part
 from lightning_eff._core.blocks import find_stack, hidden_of
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.technique import Control
@@ -90,9 +91,7 @@ class VisualPromptTuning(Adapter):
 
     saves: ClassVar[str] = "the memory of nearly all gradients and of the optimizer's state; checkpoints of kilobytes"
     paper: ClassVar[str] = "Jia et al. 2022, arXiv:2203.12119"
-    constraints: ClassVar[str] = (
-        "vision transformers whose blocks see no places; fine-tuning; a single device, DDP or FSDP2"
-    )
+    constraints: ClassVar[str] = "vision transformers whose blocks see no places; fine-tuning"
     survey: ClassVar[Survey | None] = Survey("parameter-efficient tuning (visual prompts)", zhuang="3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"length": Choice((5, 10, 50)), "deep": Choice((True, False))}, _pointless
@@ -134,7 +133,7 @@ class VisualPromptTuning(Adapter):
         self.length, self.deep, self.layers = length, deep, layers
         if not deep:
             self.conflicts = {**type(self).conflicts, **SHALLOW}  # pyright: ignore[reportAttributeAccessIssue] -- of this instance alone
-            self.undivided = {"pipeline": _LONGER}  # pyright: ignore[reportAttributeAccessIssue]
+            self.refuses = {**self.refuses, Part.PIPELINE: _LONGER}  # pyright: ignore[reportAttributeAccessIssue]
         self._take(save, also)
 
     @property

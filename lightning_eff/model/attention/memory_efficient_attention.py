@@ -93,9 +93,7 @@ class MemoryEfficientAttention(ReplacedAttention):
 
     saves: ClassVar[str] = "the square of attention weights, where torch has no fused kernel for the call"
     paper: ClassVar[str] = "Rabe & Staats 2021, arXiv:2112.05682; Dao et al. 2022, arXiv:2205.14135"
-    constraints: ClassVar[str] = (
-        "attention by scaled_dot_product_attention or nn.MultiheadAttention, not compiled; a single device or DDP"
-    )
+    constraints: ClassVar[str] = "attention by scaled_dot_product_attention or nn.MultiheadAttention, not compiled"
     survey: ClassVar[Survey | None] = Survey(
         "self-attention in less than O(n²) memory (Rabe & Staats; FlashAttention)", zhuang="3", shen="6"
     )

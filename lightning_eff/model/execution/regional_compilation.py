@@ -123,7 +123,7 @@ class RegionalCompilation(Technique):
 
     saves: ClassVar[str] = "time of each step, by fused kernels; set-up that does not grow with depth"
     paper: ClassVar[str] = "Ansel et al. 2024, doi:10.1145/3620665.3640366 (PyTorch 2)"
-    constraints: ClassVar[str] = "a stack of repeated blocks; a compiler for inductor; a single device or DDP"
+    constraints: ClassVar[str] = "a stack of repeated blocks; a compiler for inductor"
     survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"same_random": Choice((True, False))}, _pointless)
     control: ClassVar[Control] = Control(

@@ -8,6 +8,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Generator
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._stack.unused import look_for_unused, refuse_reentrant, refuse_static_graph
 from lightning_eff._core.blocks import BlockStack, refuse_compiled_around
 from lightning_eff._core.session import Session
@@ -32,6 +33,7 @@ class Dropping(Technique):
     A subclass says where the blocks are (:meth:`find`) and how likely each is kept (:meth:`probabilities`).
     """
 
+    needs: ClassVar[Need] = Need.BLOCKS
     needs_automatic_optimization: ClassVar[bool] = False
     sparse_gradients: ClassVar[bool] = True
     reshaping: ClassVar[bool] = False  # blocks that return another shape are kept; otherwise they are refused

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._run.checks import is_checkpointed_reentrantly
 from lightning_eff._core.blocks import BlockStack, hidden_of, refuse_compiled_around
 from lightning_eff._core.session import Session
@@ -53,6 +54,7 @@ class Freezing(Technique):
     goes on training there, and takes nothing from below.
     """
 
+    needs: ClassVar[Need] = Need.BLOCKS
     needs_budget: ClassVar[bool] = True
     needs_optimizer: ClassVar[bool] = True
     layers: Any

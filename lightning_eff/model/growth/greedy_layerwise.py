@@ -6,6 +6,7 @@ from typing import ClassVar
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import DIFFERS, Part, Reasons
 from lightning_eff._core.search_space import SearchSpace, Survey, Uniform, needs_blocks
 from lightning_eff._core.technique import Control
 from lightning_eff.model.growth._freezing import Freezing
@@ -53,6 +54,7 @@ class GreedyLayerwise(Freezing):
     constraints: ClassVar[str] = (
         "automatic optimization; blocks not checkpointed with use_reentrant=True; best with residual blocks"
     )
+    refuses: ClassVar[Reasons] = dict.fromkeys((Part.SHARD, Part.TENSOR), DIFFERS)
     survey: ClassVar[Survey | None] = Survey("greedy layer-wise training", zhuang="2.1", shen="4.4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"until": Uniform(0.1, 0.6)}, needs_blocks)
     control: ClassVar[Control] = Control("the baseline for as many seconds")

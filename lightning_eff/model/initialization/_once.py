@@ -13,13 +13,13 @@ from typing_extensions import override
 
 from lightning_eff._core._architecture.computed import as_parameters
 from lightning_eff._core._branches.tracing import traced as traced
-from lightning_eff._core._run.checks import is_plain
+from lightning_eff._core._needs.needs import Need, Part, Reasons
+from lightning_eff._core._needs.offers import is_plain
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Technique
 from lightning_eff.model.initialization._divided.early import (
     as_one_process,
     check_in_pieces,
-    check_strategy,
     first_batches,
     is_whole,
 )
@@ -57,7 +57,8 @@ class Initialization(Technique):
         turn: when it acts, among others.
     """
 
-    any_strategy: ClassVar[bool] = True
+    needs: ClassVar[Need] = Need.MODULE
+    refuses: ClassVar[Reasons] = {Part.FLAT: "the technique sets whole weights, one at a time"}
     needs_all: ClassVar[bool] = False
     turn: ClassVar[Turn]
 
@@ -79,7 +80,6 @@ class Initialization(Technique):
 
     @override
     def check(self, session: Session) -> None:
-        check_strategy(session, who=type(self).__name__)
         if not self.force:
             refuse_pretrained(session.module, who=type(self).__name__, would="overwrite some of them")
 

@@ -18,7 +18,6 @@ from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.initialization._data.counting import Counts, LossesSeen, text_in
 from lightning_eff.model.initialization._data.patches import FirstMap, first_map
-from lightning_eff.model.initialization._divided.early import by_replica
 from lightning_eff.model.initialization._once import Initialization, Turn, traced
 
 WHO = "DataDrivenInit"
@@ -113,7 +112,7 @@ class DataDrivenInit(Initialization):
 
     saves: ClassVar[str] = "steps: what counting tells need not be learnt"
     paper: ClassVar[str] = "Jordan 2024, arXiv:2404.00498 (whitening); Levy & Goldberg 2014 (bigrams)"
-    constraints: ClassVar[str] = "a single device, DDP, or HybridParallelStrategy on a whole module; texts and images"
+    constraints: ClassVar[str] = "texts and images"
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"bigram": Choice((True, False))},
         pointless=lambda profile: (
@@ -267,7 +266,7 @@ class DataDrivenInit(Initialization):
         """Whiten the first map's patches."""
         with closing(training_batches(session, self.batches, epoch=0)) as every:
             mean, covariance, count = image.moments(session, every)
-        parts = by_replica(session, (mean * count, covariance, count))
+        parts = session.gather((mean * count, covariance, count))
         total = sum(n for _, _, n in parts)
         mean = sum((m for m, _, _ in parts), torch.zeros_like(mean)) / total
         second = sum((c for _, c, _ in parts), torch.zeros_like(covariance)) / total
@@ -333,7 +332,7 @@ def _counted(session: Session, losses: LossesSeen, batch: Any, classes: int, bat
         for one in every:
             counts.add(*text.of(one, classes))
     counts.merge()
-    parts = by_replica(session, (counts.single, counts.pairs, counts.times))
+    parts = session.gather((counts.single, counts.pairs, counts.times))
     every_rank = Counts(classes)
     for part in parts:
         every_rank.join(*part)

@@ -16,7 +16,7 @@ from lightning_eff._core._branches.ends import alike_unused, biases_beside, tens
 from lightning_eff._core._branches.finding import branches, heads
 from lightning_eff._core._branches.probing import Probe, probed
 from lightning_eff._core._branches.tracing import traced
-from lightning_eff._core._run.checks import is_plain
+from lightning_eff._core._needs.offers import is_plain
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control

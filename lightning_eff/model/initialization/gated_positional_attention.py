@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.technique import Control
 from lightning_eff.model.initialization._gated.finding import find
@@ -66,7 +67,7 @@ class GatedPositionalAttention(Architecture):
 
     saves: ClassVar[str] = "steps and samples: vision transformers need not learn first that near patches matter"
     paper: ClassVar[str] = "d'Ascoli et al. 2021, arXiv:2103.10697"
-    constraints: ClassVar[str] = "image transformers on all patches of a grid, not compiled; a single device or DDP"
+    constraints: ClassVar[str] = "image transformers on all patches of a grid, not compiled"
     survey: ClassVar[Survey | None] = Survey("initialisation: gated positional self-attention (ConViT)", shen="4.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"locality": Choice((0.5, 1.0, 2.0))},
@@ -88,7 +89,7 @@ class GatedPositionalAttention(Architecture):
     }
     change_at: ClassVar[Change] = Change.ADAPT
     stays: ClassVar[str] = "attention without gates and places does not compute what it does with them"
-    any_strategy: ClassVar[bool] = False
+    needs: ClassVar[Need] = Need.WHOLE
 
     def __init__(self, *, gated: int | None = None, locality: float = 1.0, force: bool = False) -> None:
         if gated is not None and (isinstance(gated, bool) or not isinstance(gated, int) or gated < 0):

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from lightning_eff._core._run.checks import is_plain
+from lightning_eff._core._needs.offers import is_plain
 from lightning_eff._core.passes import loss_of, unseen
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
@@ -86,7 +86,6 @@ class LSUV(OfMaps):
 
     saves: ClassVar[str] = "steps: no layer begins with signals too small or too large"
     paper: ClassVar[str] = "Mishkin & Matas 2015, arXiv:1511.06422"
-    constraints: ClassVar[str] = "a single device, DDP, or HybridParallelStrategy on a whole module"
     survey: ClassVar[Survey | None] = Survey("initialisation: layer-sequential unit variance (LSUV)", shen="4.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"tolerance": Choice((0.1, 0.02))}, no_maps)
     control: ClassVar[Control] = Control(

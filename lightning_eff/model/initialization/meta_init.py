@@ -120,9 +120,7 @@ class MetaInit(Initialization):
 
     saves: ClassVar[str] = "steps: networks without norms begin where gradient steps can be trusted"
     paper: ClassVar[str] = "Dauphin & Schoenholz 2019, NeurIPS"
-    constraints: ClassVar[str] = (
-        "a single device, DDP, or HybridParallelStrategy on a whole module; losses that have third derivatives"
-    )
+    constraints: ClassVar[str] = "losses that have third derivatives"
     survey: ClassVar[Survey | None] = Survey("initialisation: searched for by gradients (MetaInit)", shen="4.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"steps": Choice((100, 500)), "lr": Choice((0.1, 0.01))},
@@ -288,7 +286,7 @@ class _Search:
         """Whether the step returns a loss for all of the data, on all ranks; some are passed over."""
         with torch.no_grad(), rng.fork():
             seen = [self._loss(batch) is not None for batch in self._data]
-        return bool(seen) and all(all(one) for one in self._session.gather(seen))
+        return bool(seen) and all(all(one) for one in self._session.replicas.everyone(seen))
 
     def slopes(self, step: int) -> tuple[float, dict[str, float]]:
         """The quotient, and how it changes with each norm: the means over the ranks."""
@@ -346,7 +344,7 @@ class _Search:
         return means[0], means[1:]
 
     def _loss(self, batch: Any) -> Tensor | None:
-        step = self._session.chain.original
+        step = self._session.own_step
         loss = loss_of(step(batch, *((self._batch_idx,) if takes_index(step) else ())))
         if isinstance(loss, Tensor) and torch.is_grad_enabled() and loss.grad_fn is None:
             raise ValueError(

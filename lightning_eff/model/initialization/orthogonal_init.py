@@ -48,7 +48,6 @@ class OrthogonalInit(OfMaps):
 
     saves: ClassVar[str] = "steps: deep networks hand on signals and gradients at their length"
     paper: ClassVar[str] = "Saxe et al. 2013, arXiv:1312.6120"
-    constraints: ClassVar[str] = "a single device, DDP or FSDP2"
     survey: ClassVar[Survey | None] = Survey("initialisation: orthogonal", shen="4.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"gain": Choice((1.0, 2**0.5))}, no_maps)
     control: ClassVar[Control] = Control(

@@ -72,7 +72,7 @@ class TFixup(OfMaps):
 
     saves: ClassVar[str] = "steps: deep transformers train without a warm-up, and without norms"
     paper: ClassVar[str] = "Huang et al. 2020, ICML"
-    constraints: ClassVar[str] = "a single device, DDP or FSDP2; transformers"
+    constraints: ClassVar[str] = "transformers"
     survey: ClassVar[Survey | None] = Survey("initialisation: scaled by depth (T-Fixup)", shen="4.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"draw": Choice((True, False))},

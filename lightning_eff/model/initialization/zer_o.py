@@ -77,7 +77,6 @@ class ZerO(OfMaps):
 
     saves: ClassVar[str] = "steps: deep networks begin as their skips, and no seed decides how well"
     paper: ClassVar[str] = "Zhao et al. 2021, arXiv:2110.12661"
-    constraints: ClassVar[str] = "a single device, DDP or FSDP2"
     survey: ClassVar[Survey | None] = Survey("initialisation: without random numbers (ZerO)", shen="4.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"last": Choice((True, False))}, no_maps)
     control: ClassVar[Control] = Control(

@@ -67,7 +67,7 @@ class ZeroProjections(Initialization):
 
     saves: ClassVar[str] = "steps: deep networks begin as shallow ones, with their gradients whole"
     paper: ClassVar[str] = "Goyal et al. 2017, arXiv:1706.02677; Zhang et al. 2019, arXiv:1901.09321"
-    constraints: ClassVar[str] = "a single device, DDP or FSDP2; modules with residual branches"
+    constraints: ClassVar[str] = "modules with residual branches"
     survey: ClassVar[Survey | None] = Survey("initialisation: zero-initialised residual branches (Fixup)", shen="4.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"scale": Choice((0.0, 0.25)), "head": Choice((True, False))},

@@ -65,7 +65,7 @@ class ApproximateRandomDropout(Technique):
 
     saves: ClassVar[str] = "products of feed-forward networks, forward and backward, of the dropped hidden units"
     paper: ClassVar[str] = "Song et al. 2018, arXiv:1805.08939"
-    constraints: ClassVar[str] = "feed-forward networks called as modules; a single device or DDP"
+    constraints: ClassVar[str] = "feed-forward networks called as modules"
     survey: ClassVar[Survey | None] = Survey("approximate random dropout", shen="4.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"rate": Choice((0.25, 0.5, 0.7))}, needs_blocks)
     control: ClassVar[Control] = Control(

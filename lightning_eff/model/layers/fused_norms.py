@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core._architecture.naming import check_met, check_names, meets
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._stack.showing import Worn, put_on, take_off, worn_by
 from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
@@ -76,7 +77,8 @@ class FusedNorms(Technique):
 
     saves: ClassVar[str] = "time and memory of norms that are written in single operations; not measured on a GPU"
     paper: ClassVar[str] = "Zhang & Sennrich 2019, arXiv:1910.07467; Hsu et al. 2024, arXiv:2410.10989"
-    constraints: ClassVar[str] = "kernels on CUDA with triton, torch's functions elsewhere; a single device or DDP"
+    constraints: ClassVar[str] = "kernels on CUDA with triton, torch's functions elsewhere"
+    needs: ClassVar[Need] = Need.LAYERS
     survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace({}, _pointless)
     control: ClassVar[Control] = Control("the baseline for as many seconds: the numbers are the same to rounding")

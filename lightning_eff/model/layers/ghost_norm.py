@@ -85,7 +85,7 @@ class GhostNorm(Technique):
 
     saves: ClassVar[str] = "nothing of a step: it lets larger batches generalise as small ones do"
     paper: ClassVar[str] = "Hoffer et al. 2017, arXiv:1705.08741"
-    constraints: ClassVar[str] = "modules with BatchNorm; without sync_batchnorm; a single device or DDP"
+    constraints: ClassVar[str] = "modules with BatchNorm; without sync_batchnorm"
     survey: ClassVar[Survey | None] = Survey("ghost batch normalisation", shen="4.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"size": Choice((8, 16, 32))}, _pointless)
     control: ClassVar[Control] = Control(

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._optim.joined import join
 from lightning_eff._core._optim.scheduled import schedulers_of
 from lightning_eff._core._optim.sparse import dense_views
@@ -106,9 +107,7 @@ class NgramEmbedding(Architecture):
 
     saves: ClassVar[str] = "steps: a table of parameters that cost no products; costs its memory, three times with Adam"
     paper: ClassVar[str] = "Huang et al. 2025, arXiv:2501.16975; Pagnoni et al. 2024, arXiv:2412.09871"
-    constraints: ClassVar[str] = (
-        "models of tokens that look them up by nn.Embedding; no cache in generation; a single device or DDP"
-    )
+    constraints: ClassVar[str] = "models of tokens that look them up by nn.Embedding; no cache in generation"
     survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"n": Choice((2, [2, 3], [2, 3, 4])), "lr": Uniform(0.003, 0.1, log=True)}, _pointless
@@ -123,7 +122,7 @@ class NgramEmbedding(Architecture):
         "StochasticRoundingBF16": "it makes each step of one of torch.optim's own optimizers, and here two step as one",
     }
     change_at: ClassVar[Change] = Change.ADAPT
-    any_strategy: ClassVar[bool] = False
+    needs: ClassVar[Need] = Need.WHOLE
     sparse_gradients: ClassVar[bool] = True
 
     def __init__(

@@ -29,7 +29,6 @@ class RandomMask(Masked):
 
     saves: ClassVar[str] = "nothing: a control"
     paper: ClassVar[str] = "none: a control"
-    constraints: ClassVar[str] = "a single device or DDP"
     control: ClassVar[Control] = Control("itself the control of techniques that choose which weights are zero")
     conflicts: ClassVar[Mapping[str, str]] = rivals("RandomMask")
 

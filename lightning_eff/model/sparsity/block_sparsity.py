@@ -110,7 +110,7 @@ class BlockSparsity(Masked):
 
     saves: ClassVar[str] = "no time: a network of few dense blocks, for products that use them"
     paper: ClassVar[str] = "Ma et al. 2023, PMLR 234"
-    constraints: ClassVar[str] = "a single device or DDP; rows in whole groups"
+    constraints: ClassVar[str] = "rows in whole groups"
     survey: ClassVar[Survey | None] = Survey("regrouping to dense blocks (HRBP)", zhuang="2.1", shen="4.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"sparsity": Uniform(0.5, 0.9)}, no_time)
     control: ClassVar[Control] = Control("a random mask of the same size, which stays", fixed)

@@ -105,7 +105,7 @@ class EarlyBird(ActsLate, Masked):
 
     saves: ClassVar[str] = "no time here: it finds a smaller network early, which is then to be built"
     paper: ClassVar[str] = "You et al. 2019, arXiv:1909.11957"
-    constraints: ClassVar[str] = "a single device or DDP; optimizers that keep moments weight by weight"
+    constraints: ClassVar[str] = "optimizers that keep moments weight by weight"
     survey: ClassVar[Survey | None] = Survey("Early-Bird tickets, EarlyBERT", zhuang="2.1", shen="4.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"sparsity": Choice((0.3, 0.5))}, no_time)
     control: ClassVar[Control] = Control("the baseline for as many seconds, and one built with fewer units throughout")

@@ -88,7 +88,7 @@ class GraSP(Scored):
 
     saves: ClassVar[str] = "no time: a sparse network for one training, on hardware that computes zeros as any number"
     paper: ClassVar[str] = "Wang et al. 2020, arXiv:2002.07376"
-    constraints: ClassVar[str] = "a single device or DDP; losses that have second derivatives"
+    constraints: ClassVar[str] = "losses that have second derivatives"
     survey: ClassVar[Survey | None] = Survey("GraSP", zhuang="2.1", shen="4.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"sparsity": Uniform(0.5, 0.9)}, no_time)
     control: ClassVar[Control] = Control("a random mask of the same size, which stays", fixed)

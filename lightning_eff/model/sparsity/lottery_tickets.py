@@ -52,7 +52,7 @@ class LotteryTickets(Masked):
 
     saves: ClassVar[str] = "no time: it finds a sparse network that trains, at the cost of several trainings"
     paper: ClassVar[str] = "Frankle & Carbin 2018, arXiv:1803.03635"
-    constraints: ClassVar[str] = "a single device or DDP; one more copy of weights and optimizer states"
+    constraints: ClassVar[str] = "one more copy of weights and optimizer states"
     survey: ClassVar[Survey | None] = Survey("lottery tickets, iterative magnitude pruning", zhuang="2.1", shen="4.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"rounds": Choice((2, 4))}, no_time)
     control: ClassVar[Control] = Control(

@@ -306,9 +306,9 @@ class ReSprop(Technique):
         if session is None or not session.fitting:
             return
         self._looked = state_dict["looked"]
-        if len(ranks) != session.trainer.world_size:
+        if len(ranks) != session.replicas.count:
             rank_zero_info(
-                f"{WHO}: the checkpoint is of {len(ranks)} processes and this run has {session.trainer.world_size}, so that the"
+                f"{WHO}: the checkpoint is of {len(ranks)} processes and this run has {session.replicas.count}, so that the"
                 " first step has no gradients to compare with."
             )
             return

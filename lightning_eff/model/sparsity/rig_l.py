@@ -76,7 +76,7 @@ class RigL(Rewired):
 
     saves: ClassVar[str] = "no time: a sparse network for one training, on hardware that computes zeros as any number"
     paper: ClassVar[str] = "Evci et al. 2019, arXiv:1911.11134"
-    constraints: ClassVar[str] = "a single device or DDP; optimizers that keep moments weight by weight"
+    constraints: ClassVar[str] = "optimizers that keep moments weight by weight"
     survey: ClassVar[Survey | None] = Survey("RigL", zhuang="2.1", shen="4.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"sparsity": Uniform(0.5, 0.9), "grow": Choice(("gradient", "random"))}, no_time

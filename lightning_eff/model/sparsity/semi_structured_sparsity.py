@@ -93,7 +93,7 @@ class SemiStructuredSparsity(OtherWeights):
         "no time here: weights of the form of which some accelerators compute products at twice the rate"
     )
     paper: ClassVar[str] = "Mishra et al. 2021, arXiv:2104.08378"
-    constraints: ClassVar[str] = "a single device or DDP; automatic optimization; one more copy of the masked weights"
+    constraints: ClassVar[str] = "automatic optimization; one more copy of the masked weights"
     survey: ClassVar[Survey | None] = Survey("2:4 sparsity", zhuang="2.1", shen="4.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"tiles": Choice((False, True))}, no_time)
     control: ClassVar[Control] = Control("a random mask of half of the weights, which stays", _control)

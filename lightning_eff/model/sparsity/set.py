@@ -47,7 +47,7 @@ class SET(Rewired):
 
     saves: ClassVar[str] = "no time: a sparse network for one training, on hardware that computes zeros as any number"
     paper: ClassVar[str] = "Mocanu et al. 2018, Nature Communications 9, 2383"
-    constraints: ClassVar[str] = "a single device or DDP; optimizers that keep moments weight by weight"
+    constraints: ClassVar[str] = "optimizers that keep moments weight by weight"
     survey: ClassVar[Survey | None] = Survey("SET", zhuang="2.1", shen="4.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"sparsity": Uniform(0.5, 0.9)}, no_time)
     control: ClassVar[Control] = Control("a random mask of the same size, which stays", fixed)

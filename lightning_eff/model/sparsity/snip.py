@@ -58,7 +58,6 @@ class SNIP(Scored):
 
     saves: ClassVar[str] = "no time: a sparse network for one training, on hardware that computes zeros as any number"
     paper: ClassVar[str] = "Lee et al. 2018, arXiv:1810.02340"
-    constraints: ClassVar[str] = "a single device or DDP"
     survey: ClassVar[Survey | None] = Survey("SNIP", zhuang="2.1", shen="4.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"sparsity": Uniform(0.5, 0.9)}, no_time)
     control: ClassVar[Control] = Control("a random mask of the same size, which stays", fixed)

@@ -122,7 +122,7 @@ class TrainLargeThenCompress(Masked):
 
     saves: ClassVar[str] = "seconds to a given loss where the larger network pays; and bytes, for who stores them"
     paper: ClassVar[str] = "Li et al. 2020, arXiv:2002.11794"
-    constraints: ClassVar[str] = "a single device or DDP; the larger module is the user's to build"
+    constraints: ClassVar[str] = "the larger module is the user's to build"
     survey: ClassVar[Survey | None] = Survey("train large, then compress", zhuang="2.1", shen="4.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"sparsity": Uniform(0.5, 0.9)}, compressed)
     control: ClassVar[Control] = Control(

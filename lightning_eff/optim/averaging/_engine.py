@@ -13,7 +13,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core._lightning.names import is_a
-from lightning_eff._core._run.checks import is_plain
+from lightning_eff._core._needs.needs import Need
+from lightning_eff._core._needs.offers import is_plain
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import OtherWeights
 from lightning_eff.optim.averaging import _buffers
@@ -75,6 +76,8 @@ class AveragedWeights(OtherWeights):
         recomputes: whether they are.
     """
 
+    bn_setting: ClassVar[str] = ""  # the argument that makes it recompute statistics, where one does
+    needs: ClassVar[Need] = Need.PIECES
     needs_automatic_optimization: ClassVar[bool] = False
     needs_optimizer: ClassVar[bool] = True
     bn_batches: int | None = 100
@@ -201,6 +204,14 @@ class AveragedWeights(OtherWeights):
                 " recomputed by running training_step without training, which is impossible where it steps by itself."
                 " Use automatic optimization, or layers without running statistics."
             )
+        if self.recomputes and batch_norms(session.module) and not is_plain(session.trainer.strategy):
+            settings = f"({self.bn_setting})" if self.bn_setting else ""
+            other = "batch_norm='average'" if self.bn_setting else "layers without running statistics"
+            raise ValueError(
+                f"{type(self).__name__}{settings}: {type(session.trainer.strategy).__name__} divides the module, and BatchNorm"
+                " statistics of averaged weights are recomputed by training_step on a whole one. Use strategy='ddp' or"
+                f" {other}."
+            )
         self._modes = modes(session.module)
         self._computed = _buffers.computed(session.module) if is_plain(session.trainer.strategy) else {}
         self.take_out(session)
@@ -283,7 +294,7 @@ class AveragedWeights(OtherWeights):
         session = self._session or self._past
         if session is None or not _divided(session):
             return state
-        return {"ranks": session.gather(apply_to_collection(state, Tensor, lambda t: t.detach().cpu()))}
+        return {"ranks": session.replicas.everyone(apply_to_collection(state, Tensor, lambda t: t.detach().cpu()))}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -303,4 +314,4 @@ def _divided(session: Session) -> bool:
 
 def _own(session: Session, state: dict[str, Any]) -> dict[str, Any]:
     """This rank's part of what :meth:`AveragedWeights.state_dict` gave."""
-    return state["ranks"][session.rank] if "ranks" in state else state
+    return state["ranks"][session.replicas.process] if "ranks" in state else state

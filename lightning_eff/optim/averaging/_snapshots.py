@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_eff._core._run.late import ActsLate, Length
 from lightning_eff._core.session import Session
-from lightning_eff.optim.averaging._engine import AveragedWeights, check_bn_batches, is_count
+from lightning_eff.optim.averaging._engine import AveragedWeights, check_bn_batches, is_count, pieces
 
 
 class SnapshotWindow(ActsLate, AveragedWeights):
@@ -82,12 +82,12 @@ class SnapshotWindow(ActsLate, AveragedWeights):
 
     @torch.no_grad()
     def _take(self, session: Session) -> None:
-        held = self._snapshots[-1] if self._snapshots else {}
+        held, now = self._snapshots[-1] if self._snapshots else {}, pieces(session)
         while len(self._snapshots) >= self.window:
             self._snapshots.popleft()
         self._snapshots.append(
             {
-                name: p.detach().to("cpu" if self.offload else p.device, copy=True)
+                name: now[name].to("cpu" if self.offload else now[name].device, copy=True)
                 for name, p in session.module.named_parameters()
                 if p.requires_grad or name in held
             }

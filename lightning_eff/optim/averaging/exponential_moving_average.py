@@ -7,17 +7,13 @@ from fnmatch import fnmatchcase
 from typing import ClassVar, Literal
 
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from typing_extensions import override
 
-from lightning_eff._core._lightning.names import is_a
-from lightning_eff._core._run.checks import is_plain
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
-from lightning_eff.optim.averaging._batch_norm import batch_norms
 from lightning_eff.optim.averaging._buffers import is_statistic
 from lightning_eff.optim.averaging._engine import AveragedWeights, check_bn_batches, pieces, rivals
 
@@ -121,8 +117,7 @@ class ExponentialMovingAverage(AveragedWeights):
     saves: ClassVar[str] = "epochs while the learning rate is high; little once it is fully decayed"
     paper: ClassVar[str] = "Polyak & Juditsky 1992, doi:10.1137/0330046"
     constraints: ClassVar[str] = (
-        "a single device, DDP or FSDP2; one more copy of the weights; batch_norm='recompute' needs automatic optimization and"
-        " whole weights"
+        "one more copy of the weights; batch_norm='recompute' needs automatic optimization and whole weights"
     )
     survey: ClassVar[Survey | None] = Survey("exponential moving average", zhuang="2.1", shen="5.4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
@@ -135,7 +130,7 @@ class ExponentialMovingAverage(AveragedWeights):
         "the baseline for as many seconds with its learning rate decayed to zero, where the gain shrinks"
     )
     conflicts: ClassVar = rivals("LatestWeightAveraging")
-    any_strategy: ClassVar[bool] = True
+    bn_setting: ClassVar[str] = "batch_norm='recompute'"
 
     def __init__(
         self,
@@ -189,13 +184,6 @@ class ExponentialMovingAverage(AveragedWeights):
     @override
     def check(self, session: Session) -> None:
         super().check(session)
-        strategy = session.trainer.strategy
-        if not is_plain(strategy) and not is_a(strategy, ModelParallelStrategy):
-            raise ValueError(
-                f"ExponentialMovingAverage: got strategy {type(strategy).__name__}; expected a single device, DDP, or one that"
-                " shards by FSDP2, where a process's piece of a parameter is a tensor of its own: ModelParallelStrategy or"
-                " HybridParallelStrategy. Use one of these."
-            )
         if self.tail is not None and self.tail < 1.0:
             self.check_budget(session, f"tail={self.tail}", "tail=None")
 
@@ -203,13 +191,6 @@ class ExponentialMovingAverage(AveragedWeights):
     def on_model(self, session: Session) -> None:
         super().on_model(session)
         if session.fitting:
-            if self.recomputes and batch_norms(session.module) and not is_plain(session.trainer.strategy):
-                raise ValueError(
-                    "ExponentialMovingAverage(batch_norm='recompute'): got strategy"
-                    f" {type(session.trainer.strategy).__name__} and BatchNorm layers; expected a single device or DDP, because"
-                    " their statistics are recomputed by training_step alone, without what the strategy does around it. Use"
-                    " batch_norm='average'."
-                )
             self._left_out = excluded(session.module, self.exclude)
             self._kept = set(session.module.state_dict())
 

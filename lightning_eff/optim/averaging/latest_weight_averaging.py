@@ -10,7 +10,7 @@ from typing_extensions import override
 from lightning_eff._core.search_space import Choice, Integer, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
-from lightning_eff.optim.averaging._engine import is_count, wide
+from lightning_eff.optim.averaging._engine import is_count, pieces, wide
 from lightning_eff.optim.averaging._snapshots import SnapshotWindow
 
 
@@ -69,7 +69,7 @@ class LatestWeightAveraging(SnapshotWindow):
 
     saves = "epochs while the learning rate is high; nothing once it is fully decayed"
     paper = "Kaddour 2022, arXiv:2209.14981"
-    constraints = "single device or DDP; window + 1 copies of the weights; BatchNorm needs automatic optimization"
+    constraints = "window + 1 copies of the weights; BatchNorm needs automatic optimization"
     survey: ClassVar[Survey | None] = Survey("latest weight averaging (LAWA)", zhuang="2.1", shen="5.4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {
@@ -103,9 +103,9 @@ class LatestWeightAveraging(SnapshotWindow):
 
     @override
     def average(self, session: Session) -> Iterator[tuple[str, Tensor]]:
-        parameters = dict(session.module.named_parameters())
+        held = pieces(session)
         for name in self.names:
-            yield name, latest_mean((s[name] for s in self._snapshots if name in s), device=parameters[name].device)
+            yield name, latest_mean((s[name] for s in self._snapshots if name in s), device=held[name].device)
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:

@@ -11,7 +11,7 @@ from lightning_eff._core._run.late import ActsLate, Length
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
-from lightning_eff.optim.averaging._engine import AveragedWeights, is_count, rivals
+from lightning_eff.optim.averaging._engine import AveragedWeights, is_count, pieces, rivals
 
 
 @torch.no_grad()
@@ -51,7 +51,7 @@ class Lookahead(ActsLate, AveragedWeights):
 
     saves: ClassVar[str] = "steps, by the paper's claim: less noise in the weights at hardly any cost"
     paper: ClassVar[str] = "Zhang et al. 2019, arXiv:1907.08610"
-    constraints: ClassVar[str] = "single device or DDP; one more copy of the weights"
+    constraints: ClassVar[str] = "one more copy of the weights"
     survey: ClassVar[Survey | None] = Survey("Lookahead", shen="5.4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"interval": Choice((5, 10, 20)), "alpha": Uniform(0.3, 0.8)}
@@ -98,9 +98,10 @@ class Lookahead(ActsLate, AveragedWeights):
     @torch.no_grad()
     def _begin(self, session: Session) -> None:
         """Let parameters that have no slow weights get some where they are."""
-        for name, p in session.module.named_parameters():
-            if p.requires_grad and name not in self._held:
-                self._held[name] = p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
+        fresh = [n for n, p in session.module.named_parameters() if p.requires_grad and n not in self._held]
+        now = pieces(session) if fresh else {}
+        for name in fresh:
+            self._held[name] = now[name].to(torch.promote_types(now[name].dtype, torch.float32), copy=True)
 
     @override
     @torch.no_grad()
@@ -111,15 +112,17 @@ class Lookahead(ActsLate, AveragedWeights):
         if self._ahead < self.interval:
             return
         self._ahead = 0
+        now = pieces(session)
         for name, slow in self.average(session):
             self._held[name] = slow
-            session.module.get_parameter(name).copy_(slow)
+            now[name].copy_(slow)
         self.outdate(session)
 
     @override
     def average(self, session: Session) -> Iterator[tuple[str, Tensor]]:
+        now = pieces(session)
         for name, slow in self._held.items():
-            yield name, slow_step(slow, session.module.get_parameter(name).detach(), alpha=self.alpha)
+            yield name, slow_step(slow, now[name], alpha=self.alpha)
 
     @override
     def saved(self) -> dict[str, Any]:

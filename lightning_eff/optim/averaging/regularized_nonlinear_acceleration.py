@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core.search_space import Choice, Integer, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
@@ -92,9 +93,8 @@ class RegularizedNonlinearAcceleration(SnapshotWindow):
 
     saves: ClassVar[str] = "steps of smooth problems without noise; fragile under noise"
     paper: ClassVar[str] = "Scieur et al. 2016, arXiv:1606.04133"
-    constraints: ClassVar[str] = (
-        "single device or DDP; window + 1 copies of the weights; BatchNorm needs automatic optimization"
-    )
+    constraints: ClassVar[str] = "window + 1 copies of the weights; BatchNorm needs automatic optimization"
+    needs: ClassVar[Need] = Need.WHOLE
     fewest: ClassVar[int] = 3
     survey: ClassVar[Survey | None] = Survey("regularized nonlinear acceleration", zhuang="2.1", shen="5.4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(

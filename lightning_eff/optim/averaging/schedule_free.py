@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._optim.combined import set_rate
 from lightning_eff._core._optim.held import HeldRates
 from lightning_eff._core._optim.multiples import Multiples
@@ -146,9 +147,8 @@ class ScheduleFree(AveragedWeights):
         "the schedule: no end needs to be known; by the paper's claim, weights as good as a decayed rate's"
     )
     paper: ClassVar[str] = "Defazio et al. 2024, arXiv:2405.15682"
-    constraints: ClassVar[str] = (
-        "pip install 'lightning-eff[schedulefree]'; one optimizer, which needs gradients alone; a single device or DDP"
-    )
+    constraints: ClassVar[str] = "pip install 'lightning-eff[schedulefree]'; one optimizer, which needs gradients alone"
+    needs: ClassVar[Need] = Need.WHOLE
     survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {

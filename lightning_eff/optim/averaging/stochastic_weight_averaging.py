@@ -15,7 +15,7 @@ from lightning_eff._core._run.late import ActsLate, Length
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
-from lightning_eff.optim.averaging._engine import AveragedWeights, check_bn_batches, is_count, rivals, wide
+from lightning_eff.optim.averaging._engine import AveragedWeights, check_bn_batches, is_count, pieces, rivals, wide
 
 
 def cycle_rate(i: int, length: int, *, high: float, low: float) -> float:
@@ -67,7 +67,7 @@ class StochasticWeightAveraging(ActsLate, AveragedWeights):
 
     saves: ClassVar[str] = "nothing in time: flatter minima; good weights while the rate is still high"
     paper: ClassVar[str] = "Izmailov et al. 2018, arXiv:1803.05407"
-    constraints: ClassVar[str] = "automatic optimization; single device or DDP; one more copy of the weights in float64"
+    constraints: ClassVar[str] = "automatic optimization; one more copy of the weights in float64"
     survey: ClassVar[Survey | None] = Survey("stochastic weight averaging (SWA)", zhuang="2.1", shen="5.4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"start": Choice((0.5, 0.75, 0.9)), "rate": Uniform(0.05, 1.0, log=True)}
@@ -181,12 +181,13 @@ class StochasticWeightAveraging(ActsLate, AveragedWeights):
 
     @torch.no_grad()
     def _take(self, session: Session) -> None:
+        now = pieces(session)
         for name, p in session.module.named_parameters():
             if name in self._held:
-                self._held[name] += p.detach()
+                self._held[name] += now[name]
                 self._counts[name] += 1
             elif p.requires_grad:
-                self._held[name] = p.detach().to(wide(p), copy=True)
+                self._held[name] = now[name].to(wide(p), copy=True)
                 self._counts[name] = 1
         self.outdate(session)
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core.search_space import Choice, Integer, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
@@ -122,9 +123,8 @@ class TrainableWeightAveraging(SnapshotWindow):
 
     saves: ClassVar[str] = "epochs at the end of a run: an average's coefficients are trained in few steps"
     paper: ClassVar[str] = "Li et al. 2022, arXiv:2205.13104"
-    constraints: ClassVar[str] = (
-        "automatic optimization; a run with an end; single device or DDP; window + 1 copies of the weights"
-    )
+    constraints: ClassVar[str] = "automatic optimization; a run with an end; window + 1 copies of the weights"
+    needs: ClassVar[Need] = Need.WHOLE
     survey: ClassVar[Survey | None] = Survey("trainable weight averaging (TWA)", zhuang="2.1", shen="5.4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {

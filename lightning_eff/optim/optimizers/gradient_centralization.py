@@ -97,7 +97,6 @@ class GradientCentralization(Technique):
 
     saves: ClassVar[str] = "steps, by the paper's claim: better conditioned gradients at hardly any cost"
     paper: ClassVar[str] = "Yong et al. 2020, arXiv:2004.01461"
-    constraints: ClassVar[str] = "a single device or DDP"
     survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"strength": Uniform(0.25, 1.0)})
     control: ClassVar[Control] = Control(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._optim.combined import CombinedOptimizer, Following, Origins, set_rate, take_groups
 from lightning_eff._core._optim.scheduled import optimizers_of, put_around, reference_rates, schedulers_of
 from lightning_eff._core.optimizers import evaluates_anew, rewrite_configured
@@ -159,9 +160,8 @@ class ReplaceOptimizer(Technique):
 
     saves: ClassVar[str] = "steps: another update rule for the parameters it suits, a rate for each kind of parameter"
     paper: ClassVar[str] = "Jordan et al. 2024, Muon; Wen et al. 2025, arXiv:2509.02046"
-    constraints: ClassVar[str] = (
-        "one optimizer, which needs gradients alone; automatic optimization; a single device or DDP"
-    )
+    constraints: ClassVar[str] = "one optimizer, which needs gradients alone; automatic optimization"
+    needs: ClassVar[Need] = Need.BATCH
     survey: ClassVar[Survey | None] = Survey("optimizers", zhuang="2.1", shen="5.2")
     # SOAP's best rate was 0.3 to 0.8 of Muon's on the four reference tasks where both were searched: it is given half of "lr"
     search_space: ClassVar[SearchSpace | None] = SearchSpace(

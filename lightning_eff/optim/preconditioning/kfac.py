@@ -88,9 +88,7 @@ class KFAC(Preconditioner):
     paper: ClassVar[str] = (
         "Martens & Grosse 2015, arXiv:1503.05671; convolutions: Grosse & Martens 2016, arXiv:1602.01407"
     )
-    constraints: ClassVar[str] = (
-        "automatic optimization; a single device or DDP; memory for two factors and their inverses"
-    )
+    constraints: ClassVar[str] = "automatic optimization; memory for two factors and their inverses"
     survey: ClassVar[Survey | None] = Survey("second-order optimizers (K-FAC)", shen="5.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {

@@ -95,9 +95,7 @@ class MFAC(Preconditioner):
 
     saves: ClassVar[str] = "steps, by the paper's claim: better conditioned ones, for two readings of m gradients each"
     paper: ClassVar[str] = "Frantar et al. 2021 (M-FAC), arXiv:2107.03356"
-    constraints: ClassVar[str] = (
-        "a single device or DDP; automatic optimization; memory and checkpoints of m gradients in float32"
-    )
+    constraints: ClassVar[str] = "automatic optimization; memory and checkpoints of m gradients in float32"
     survey: ClassVar[Survey | None] = Survey("second-order optimizers", zhuang="2.1", shen="5.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"num_gradients": Choice((32, 128, 512)), "damping": Uniform(1e-6, 1e-1, log=True)}

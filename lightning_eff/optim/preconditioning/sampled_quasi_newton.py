@@ -77,7 +77,7 @@ class SampledQuasiNewton(Preconditioner):
 
     saves: ClassVar[str] = "steps, by the paper's claim; each drawing one costs num_directions + 1 passes more"
     paper: ClassVar[str] = "Berahas et al. 2022 (S-LBFGS, S-LSR1), arXiv:1901.09997"
-    constraints: ClassVar[str] = "a single device or DDP; automatic optimization; memory for 2 m gradients in float32"
+    constraints: ClassVar[str] = "automatic optimization; memory for 2 m gradients in float32"
     survey: ClassVar[Survey | None] = Survey("second-order optimizers", zhuang="2.1", shen="5.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {
@@ -327,7 +327,7 @@ class SampledQuasiNewton(Preconditioner):
         session, ranks = self._session, state_dict["y"]
         self._passes, self._pairs = state_dict["passes"], state_dict["pairs"]
         rank = 0 if session is None or not state_dict["begun"] else session.rank
-        fits = not state_dict["begun"] or session is None or len(ranks) == session.trainer.world_size
+        fits = not state_dict["begun"] or session is None or len(ranks) == session.replicas.count
         if fits and all(len(y) == self.num_directions for y in ranks[rank].values()):  # else they are drawn anew
             self._drawn_at, self._begun = state_dict["drawn_at"], state_dict["begun"]
             self._y, self._drawn = dict(ranks[rank]), list(state_dict["names"])
@@ -340,7 +340,7 @@ def _reals(of: Tensor) -> Tensor:
 
 def _mean_over_ranks(session: Session, rows: dict[str, Tensor]) -> dict[str, Tensor]:
     """The mean over the ranks of each tensor, in place of it; all ranks have the same names."""
-    if session.trainer.world_size == 1:
+    if session.replicas.count == 1:
         return rows
     found: dict[str, Tensor] = {}
     for name in sorted(rows):

@@ -222,7 +222,7 @@ class LookSAM(Uphill):
         super().load_state_dict(state_dict)
         session, ranks = self._session, state_dict["plain"]
         self._direction = dict(state_dict["direction"])
-        fits = session is not None and len(ranks) == session.trainer.world_size
+        fits = session is not None and len(ranks) == session.replicas.count
         if fits and session is not None:
             self._direction = dict(state_dict["directions"][session.rank])
         self._plain = dict(ranks[session.rank]) if fits and session is not None else {}
@@ -232,7 +232,7 @@ class LookSAM(Uphill):
 
 def _mean_over_ranks(session: Session, tensors: list[Tensor]) -> list[Tensor]:
     """The mean of ``tensors`` over the ranks, in one exchange for each dtype."""
-    if session.trainer.world_size == 1:
+    if session.replicas.count == 1:
         return tensors
     found: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(t.dtype for t in tensors):  # in the same order on all ranks

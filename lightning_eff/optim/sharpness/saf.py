@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core._targets.calls import TargetCall
 from lightning_eff._core.batches import num_samples
@@ -76,6 +77,7 @@ class SAF(Trajectory):
         "automatic optimization; a loss on classes by torch.nn.functional; a DataLoader over a map-style data set;"
         " several epochs; memory for (lag + 1) times the scores of all samples"
     )
+    needs: ClassVar[Need] = Need.CALLS | Need.STEP
     survey: ClassVar[Survey | None] = Survey("sharpness-aware training for free (SAF)", zhuang="2.1", shen="5.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"weight": Uniform(0.05, 1.0, log=True), "temperature": Choice((1.0, 5.0)), "lag": Choice((1, 2, 3))},
@@ -324,7 +326,7 @@ class SAF(Trajectory):
         if session is None or not session.fitting:
             return
         self._stores = {
-            name: ScoreStore.load(store, rank=session.rank, world_size=session.trainer.world_size)
+            name: ScoreStore.load(store, rank=session.rank, world_size=session.replicas.count)
             for name, store in state_dict["stores"].items()
         }
         self._epoch = state_dict["epoch"]

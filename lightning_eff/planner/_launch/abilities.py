@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging,
 from torch import nn
 
 from lightning_eff._core._lightning.names import is_overridden, is_subclass
+from lightning_eff._core._needs.needs import Part, refused
 from lightning_eff._core.optimizers import is_per_parameter
 from lightning_eff._core.technique import Technique
 from lightning_eff.precision.fp8 import too_small
@@ -16,6 +17,8 @@ from lightning_eff.strategies._tensor.given import carried_plan
 from lightning_eff.strategies._tensor.styles import PACKED, features, is_linear
 
 _HEADS = ("num_heads", "num_attention_heads", "n_head", "n_heads", "num_key_value_heads", "num_kv_heads", "nhead")
+#: What a layout is divided by, as :class:`Abilities` names it.
+_AXES = {Part.SHARD: "shard", Part.TENSOR: "tensor", Part.PIPELINE: "pipeline"}
 #: Techniques that a plan chooses by itself: those of the recipe make way for them.
 PLANNED = ("ActivationCompression", "OptimizerOffload", "Rematerialization")
 
@@ -25,8 +28,8 @@ class Abilities:
     """What may be proposed; a reason (a string) stands for what may not. Everything may by default.
 
     Attributes:
-        refused: reasons by what they rule out: "hybrid" (any strategy but DDP or a single device), "divided" (parameters
-            in pieces), "tensor", "pipeline", "fp8", and the names of techniques.
+        refused: reasons by what they rule out: "divided" (parameters in pieces), "shard", "tensor", "pipeline", "fp8", and
+            the names of techniques.
         must_fp8: the recipe multiplies in FP8 already.
         batch: samples of a loader's batch, where the plan cannot set them; None where it can.
     """
@@ -71,10 +74,9 @@ def abilities(
     for cls in callbacks:
         if is_subclass(cls, StochasticWeightAveraging, WeightAveraging, ModelPruning):
             found.setdefault("divided", f"{cls.__name__} needs the parameters whole")
-        if issubclass(cls, Technique) and not cls.any_strategy:
-            found.setdefault("hybrid", f"{cls.__name__} needs a single device or DDP")
-        for axis in getattr(cls, "undivided", ()):
-            found.setdefault(axis, f"{cls.__name__} needs the module whole")
+        if issubclass(cls, Technique):
+            for part, why in refused(cls.needs, cls.refuses, _AXES).items():
+                found.setdefault(_AXES[part], f"{cls.__name__} cannot train there, since {why}")
         for name in PLANNED:
             if issubclass(cls, Technique) and name in cls.conflicts:
                 found.setdefault(name, f"{cls.__name__} refuses it")

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_eff._core._lightning.names import is_a, like
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import OtherWeights
 from lightning_eff.strategies._communication.gathering import gather_on_first
@@ -50,6 +51,7 @@ class Apart(OtherWeights):
         warmup_steps: steps of plain DDP at the start of the run.
     """
 
+    needs: ClassVar[Need] = Need.DDP
     interval: int
     warmup_steps: int | float
     sparse_gradients: ClassVar[bool] = True

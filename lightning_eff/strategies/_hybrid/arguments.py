@@ -30,7 +30,6 @@ class Settings:
     pipeline_split: Literal["balanced"] | Sequence[int]
     sequence_parallel: bool
     microbatch_weight: Callable[[Any], float] | None = None
-    find_unused_parameters: bool = False
 
 
 def imported(given: Any, *, who: str) -> Callable[[Any], float] | None:

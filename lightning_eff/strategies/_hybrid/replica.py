@@ -265,8 +265,8 @@ class Replica:
                 ids = None if self.device.type == "cpu" else [self.device.index]
                 stream = nullcontext() if ids is None else torch.cuda.stream(torch.cuda.Stream())
                 with stream:
-                    unused = self.settings.find_unused_parameters
-                    self._model = DistributedDataParallel(self.module, device_ids=ids, find_unused_parameters=unused)
+                    options = self.trainer.strategy.ddp_options  # pyright: ignore[reportAttributeAccessIssue]
+                    self._model = DistributedDataParallel(self.module, device_ids=ids, **options)
             return
         if not self.settings.shard:
             return
@@ -286,6 +286,12 @@ class Replica:
             # of two stages here, each would be a root: what both use stays whole, and is averaged after the pass
             sharding.shard(runner, runner.blocks, mesh, reshard_after_forward=False if keep else None, with_rest=alone)
             self._roots.append(runner)
+
+    def wrap(self) -> nn.Module:
+        """Put torch's DDP around whole copies anew; returns what runs the module's steps."""
+        if self.replicated:
+            self._wrap()
+        return self._model
 
     @contextmanager
     def whole(self) -> Iterator[None]:

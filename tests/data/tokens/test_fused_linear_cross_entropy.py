@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_eff import FusedLinearCrossEntropy
 from lightning_eff.data.tokens._head.stand_in import Logits
-from tests import families
+from tests import families, models
 from tests.cases import Case, own_loss
 from tests.data.tokens.heads import HEADS, LOGITS, LOSSES, B, D, Head, Largest, Loss, Net, T, V, data, flat, module
 from tests.models import trainer
@@ -462,3 +462,12 @@ def test_a_compiled_head_is_refused() -> None:
 def test_bad_arguments(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=rf"FusedLinearCrossEntropy\({next(iter(arguments))}=.*expected"):
         FusedLinearCrossEntropy(**arguments)
+
+
+def test_a_head_that_fsdp2_puts_together_for_its_calls_alone_is_refused() -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    net: Any = models.module("tiny_gpt")
+    net.head.__class__ = type("FSDPLinear", (FSDPModule, nn.Linear), {"_apply": nn.Module._apply})
+    with pytest.raises(ValueError, match=r"fully_shard was applied to head itself.*Leave it to the root's fully_shard"):
+        trainer(FusedLinearCrossEntropy(rows=7), max_steps=1).fit(net, models.loader("tiny_gpt"))

@@ -24,7 +24,6 @@ CASES = {
         active=lambda: BitFit(),
         neutral=lambda: BitFit(names=[]),
         architecture=True,
-        sharded=True,
         partial=True,
         refuses={"llama": NO_BIAS},
         lost=(no_map, "classifier", NO_BIAS),

@@ -23,7 +23,6 @@ CASES = {
         active=lambda: HoulsbyAdapters(4),
         neutral=lambda: HoulsbyAdapters(names=[]),
         architecture=True,
-        sharded=True,
         partial=True,
         stays=STAYS,
         lost=(classifier, "classifier", "found no residual branch"),

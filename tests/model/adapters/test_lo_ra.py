@@ -26,7 +26,6 @@ CASES = {
         active=lambda: LoRA(rank=4),
         neutral=lambda: LoRA(names=[]),
         architecture=True,
-        sharded=True,
         partial=True,
         lost=(no_map, "classifier", "has no linear map to act on"),
     )

@@ -28,7 +28,6 @@ CASES = {
         neutral=lambda: PromptTuning(0),
         model="short",
         architecture=True,
-        sharded=True,
         partial=True,
         stays="its prompts are no tokens, and stand before each text",
         refuses={

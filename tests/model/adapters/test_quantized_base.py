@@ -25,7 +25,6 @@ CASES = {
         on_classifier=lambda: QuantizedBase(4, names=["blocks.*"]),
         neutral=lambda: QuantizedBase(names=[]),
         architecture=True,
-        sharded=True,
         stays="is not merged into those; first let lightning_eff.dequantize",
         lost=(no_map, "classifier", "none of the 0 linear maps"),
     )

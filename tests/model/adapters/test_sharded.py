@@ -150,7 +150,12 @@ def test_a_checkpoint_of_two_processes_is_read_by_one_and_by_peft(
 FSDP2 = "ModelParallelStrategy"
 HYBRID = HybridParallelStrategy
 REFUSED: dict[str, tuple[Any, str, Any, str]] = {
-    "FSDP1": (LoRA, "tiny_gpt", FSDPStrategy, "got strategy FSDPStrategy.*expected a single device, DDP, ModelPar"),
+    "FSDP1": (
+        LoRA,
+        "tiny_gpt",
+        FSDPStrategy,
+        "LoRA: FSDPStrategy joins parameters into flat tensors.*Use HybridParallelStrategy or strategy='ddp'",
+    ),
     "folder": (
         LoRA,
         "tiny_gpt",
@@ -167,13 +172,13 @@ REFUSED: dict[str, tuple[Any, str, Any, str]] = {
         PromptTuning,
         "short",
         lambda: HYBRID(pipeline_parallel_size=2),
-        "no process has it whole. Expected pipeline_parallel_size=1",
+        r"cuts what it returns. Use HybridParallelStrategy\(pipeline_parallel_size=1\)",
     ),
     "shallow": (
         lambda: VisualPromptTuning(deep=False),
         "vit",
         lambda: HYBRID(pipeline_parallel_size=2),
-        "give deep=True. Expected pipeline_parallel_size=1",
+        r"give deep=True. Use HybridParallelStrategy\(pipeline_parallel_size=1\)",
     ),
     "codes": (
         lambda: QuantizedBase(names=["blocks.*"]),

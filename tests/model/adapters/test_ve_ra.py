@@ -22,7 +22,6 @@ CASES = {
         active=lambda: VeRA(rank=12),
         neutral=lambda: VeRA(names=[]),
         architecture=True,
-        sharded=True,
         partial=True,
         lost=(no_map, "classifier", "has no linear map to act on"),
     )

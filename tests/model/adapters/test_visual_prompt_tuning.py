@@ -24,7 +24,6 @@ CASES = {
         neutral=lambda: VisualPromptTuning(0),
         model="vit",
         architecture=True,
-        sharded=True,
         partial=True,
         stays="its prompts are tokens that no image has",
         refuses=dict.fromkeys(

@@ -23,7 +23,6 @@ CASES = {
     "DataDrivenInit": Case(
         active=lambda: DataDrivenInit(batches=3),
         neutral=lambda: DataDrivenInit(batches=0),
-        sharded=True,
         lost=(classifier, "classifier", "neither a language model .* nor does a convolution"),
         outside_surveys=True,
     )

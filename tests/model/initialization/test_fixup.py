@@ -28,7 +28,6 @@ CASES = {
         active=lambda: Fixup(),
         neutral=lambda: Fixup(branches=[]),
         architecture=True,
-        sharded=True,
         lost=(classifier, "classifier", "found no residual branch"),
     )
 }

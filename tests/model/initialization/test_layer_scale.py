@@ -22,7 +22,6 @@ CASES = {
         active=lambda: LayerScale(),
         neutral=lambda: LayerScale(branches=[]),
         architecture=True,
-        sharded=True,
         lost=(classifier, "classifier", "found no residual branch"),
     )
 }

@@ -20,7 +20,6 @@ CASES = {
     "LSUV": Case(
         active=lambda: LSUV(),
         neutral=lambda: LSUV(maps=[]),
-        sharded=True,
         lost=(no_map, "classifier", "calls no linear map or convolution"),
     )
 }

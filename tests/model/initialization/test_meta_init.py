@@ -42,7 +42,6 @@ CASES = {
     "MetaInit": Case(
         active=lambda: MetaInit(steps=3, lr=0.02),
         neutral=lambda: MetaInit(steps=0),
-        sharded=True,
         lost=(vectors, "classifier", "has no weight of two dimensions or more"),
     )
 }

@@ -18,7 +18,6 @@ CASES = {
     "OrthogonalInit": Case(
         active=lambda: OrthogonalInit(),
         neutral=lambda: OrthogonalInit(maps=[]),
-        sharded=True,
         lost=(no_map, "classifier", "calls no linear map or convolution"),
     )
 }

@@ -38,7 +38,6 @@ CASES = {
         active=lambda: ReZero(),
         neutral=lambda: ReZero(branches=[]),
         architecture=True,
-        sharded=True,
         lost=(classifier, "classifier", "found no residual branch"),
     )
 }

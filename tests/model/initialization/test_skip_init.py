@@ -18,7 +18,6 @@ CASES = {
         active=lambda: SkipInit(alpha="depth"),
         neutral=lambda: SkipInit(branches=[]),
         architecture=True,
-        sharded=True,
         lost=(classifier, "classifier", "found no residual branch"),
     )
 }

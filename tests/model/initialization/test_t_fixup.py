@@ -18,7 +18,6 @@ CASES = {
     "TFixup": Case(
         active=lambda: TFixup(),
         neutral=lambda: TFixup(maps=[]),
-        sharded=True,
         lost=(classifier, "classifier", "expected a transformer"),
     )
 }

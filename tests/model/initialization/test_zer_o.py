@@ -16,7 +16,6 @@ CASES = {
     "ZerO": Case(
         active=lambda: ZerO(),
         neutral=lambda: ZerO(maps=[]),
-        sharded=True,
         lost=(no_map, "classifier", "calls no linear map or convolution"),
     )
 }

@@ -24,7 +24,6 @@ CASES = {
     "ZeroProjections": Case(
         active=lambda: ZeroProjections(),
         neutral=lambda: ZeroProjections(scale=1.0),
-        sharded=True,
         lost=(classifier, "classifier", "adds nothing to what it is made of"),
     )
 }

@@ -26,7 +26,6 @@ CASES = {
         active=lambda: ButterflyLinear(blocks=4, rank=2, min_features=8),  # a map of each block stays, for plugins
         neutral=lambda: ButterflyLinear(names=[]),
         architecture=True,
-        sharded=True,
         on_classifier=lambda: ButterflyLinear(blocks=4, rank=1, names=["blocks.1.0"]),
         lost=(no_map, "classifier", "has no linear map to act on"),
     )

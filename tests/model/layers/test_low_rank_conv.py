@@ -23,7 +23,6 @@ CASES = {
         neutral=lambda: LowRankConv(names=[]),
         model="vit",
         architecture=True,
-        sharded=True,
         refuses=dict.fromkeys(("tiny_gpt", "gpt2", "llama", "bert", "classifier"), "has no convolution to factor"),
         lost=(classifier, "classifier", "TinyClassifier has no convolution to factor"),
     )

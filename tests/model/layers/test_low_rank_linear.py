@@ -25,7 +25,6 @@ CASES = {
         active=lambda: LowRankLinear(rank=0.4, min_features=8),
         neutral=lambda: LowRankLinear(names=[]),
         architecture=True,
-        sharded=True,
         on_classifier=lambda: LowRankLinear(rank=0.4, min_features=4),
         lost=(no_map, "classifier", "has no linear map to act on"),
     )

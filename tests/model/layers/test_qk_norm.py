@@ -27,7 +27,6 @@ CASES = {
         neutral=lambda: QKNorm(names=[]),
         architecture=True,
         stays="QKNorm exchanged Linear at .*: queries and keys are normed",
-        sharded=True,
         outside_surveys=True,
         refuses={"classifier": "the attention of TinyClassifier cannot be told"},
         lost=(classifier, "classifier", "the attention of TinyClassifier cannot be told"),

@@ -24,7 +24,6 @@ CASES = {
         active=lambda: RemoveQKVBias(),
         neutral=lambda: RemoveQKVBias([]),
         architecture=True,
-        sharded=True,
         refuses={"llama": NONE, "classifier": "the attention of TinyClassifier cannot be told"},
         lost=(classifier, "classifier", "the attention of TinyClassifier cannot be told"),
     )

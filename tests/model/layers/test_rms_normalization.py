@@ -23,7 +23,6 @@ CASES = {
         neutral=lambda: RMSNormalization(names=[]),
         architecture=True,
         stays="RMSNormalization exchanged LayerNorm at .*: a LayerNorm subtracts the mean",
-        sharded=True,
         refuses=dict.fromkeys(("llama", "classifier"), "has no LayerNorm to act on"),
         lost=(classifier, "classifier", r"TinyClassifier has no LayerNorm to act on; .*1 BatchNorm1d"),
     )

@@ -25,7 +25,6 @@ CASES = {
         model="normed",
         architecture=True,
         stays="SeqNorm exchanged BatchNorm1d at .*: samples are normed over groups of channels first",
-        sharded=True,
         refuses=_NONE,
         lost=(TinyGPT, "tiny_gpt", r"TinyGPT has no BatchNorm to act on; .*It has 9 LayerNorm"),
     )

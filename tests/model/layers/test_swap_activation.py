@@ -26,7 +26,6 @@ CASES = {
         neutral=lambda: SwapActivation("relu2", names=[]),
         architecture=True,
         stays="SwapActivation exchanged GELU at .*: it computes another function",
-        sharded=True,
         on_classifier=lambda: SwapActivation("relu2", names=["blocks.*.1"]),
         lost=(no_map, "classifier", "Scaled has no activation module to act on"),
     )

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Generator, Tensor
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._targets.calls import TargetCall
 from lightning_eff._core._targets.window import Targets
 from lightning_eff._core.batches import join, num_samples
@@ -179,6 +180,7 @@ class AugMix(Policy):
         "pip install 'lightning-eff[augmentation]'; automatic optimization; images (B, C, H, W) of a known range; labels of"
         " whole images; for its consistency, a loss of torch.nn.functional on classes"
     )
+    needs: ClassVar[Need] = Need.CALLS | Need.STEP
     survey: ClassVar[Survey | None] = Survey("data augmentation (AugMix)", shen="3.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"severity": Uniform(1.0, 6.0), "until": Choice((0.8, 1.0))}, no_images

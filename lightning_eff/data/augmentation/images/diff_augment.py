@@ -11,6 +11,7 @@ from torch import Generator, Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import DIFFERS, Need, Part, Reasons
 from lightning_eff._core._run.ranks import on_all_ranks
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
@@ -154,6 +155,8 @@ class DiffAugment(Technique):
     )
     paper: ClassVar[str] = "Zhao et al. 2020, arXiv:2006.10738"
     constraints: ClassVar[str] = "a discriminator that is a submodule, called on images (B, C, H, W) of a known range"
+    needs: ClassVar[Need] = Need.CALLS
+    refuses: ClassVar[Reasons] = {Part.TENSOR: DIFFERS}
     survey: ClassVar[Survey | None] = Survey("data augmentation (DiffAugment)", shen="3.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"policy": Choice((("color", "translation", "cutout"), ("translation", "cutout"), ("translation",)))},

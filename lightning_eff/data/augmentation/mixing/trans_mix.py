@@ -9,6 +9,7 @@ from lightning.pytorch import Callback
 from torch import Generator, Tensor
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import DIFFERS, Part, Reasons
 from lightning_eff._core._targets.calls import Change, TargetCall, mixed
 from lightning_eff._core.passes import loss_of, unseen
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
@@ -103,6 +104,7 @@ class TransMix(Mixing):
         "automatic optimization; vision transformers with a class token, not compiled; images (B, C, H, W) of floating point;"
         " one class label of each; a loss of torch.nn.functional"
     )
+    refuses: ClassVar[Reasons] = {Part.TENSOR: DIFFERS}
     survey: ClassVar[Survey | None] = Survey("data augmentation (TransMix)", shen="3.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"attention": Choice((0.5, 1.0)), "until": Choice((0.8, 1.0))}, _pointless

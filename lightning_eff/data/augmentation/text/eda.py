@@ -9,6 +9,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Generator, Tensor
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._run.ranks import on_all_ranks
 from lightning_eff._core._targets.window import Targets
 from lightning_eff._core.batches import lies_at, map_tensors, tensors
@@ -138,6 +139,7 @@ class EDA(Augmentation):
     saves: ClassVar[str] = "nothing of a step: it regularises, for a better end of training on few texts"
     paper: ClassVar[str] = "Wei & Zou 2019, arXiv:1901.11196"
     constraints: ClassVar[str] = "automatic optimization; tokens (B, T) of integers; a loss of torch.nn.functional"
+    needs: ClassVar[Need] = Need.CALLS | Need.STEP
     survey: ClassVar[Survey | None] = Survey("data augmentation (EDA)", shen="3.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"alpha": Uniform(0.02, 0.3, log=True), "prob": Choice((0.5, 0.8))}, _pointless

@@ -8,6 +8,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Generator, Tensor
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._run.ranks import on_all_ranks
 from lightning_eff._core._targets.window import Targets
 from lightning_eff._core.batches import map_tensors, tensors
@@ -87,6 +88,7 @@ class TokenNoise(Augmentation):
     constraints: ClassVar[str] = (
         "automatic optimization; tokens (B, T) of integers, and labels apart from them; a loss of torch.nn.functional"
     )
+    needs: ClassVar[Need] = Need.CALLS | Need.STEP
     survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"rate": Uniform(0.02, 0.3, log=True), "until": Choice((0.8, 1.0))}, _pointless

@@ -262,7 +262,7 @@ def look(session: Session, scorer: DataScorer, size: int) -> None:
     """
     loader = session.loaders.latest
     assert loader is not None and loader.chosen is not None
-    few = (loader.chosen.batch_size or 1) * session.trainer.world_size
+    few = (loader.chosen.batch_size or 1) * session.replicas.count
     losses_of_each_sample(session, scorer, among=range(min(few, size)))
     scorer.values, scorer.embeddings, scorer.labels = [], [], []
 
@@ -275,7 +275,7 @@ def score_all(
     Alike on all ranks. Labels are None where the loss is not given one class for each sample.
     """
     scores = losses_of_each_sample(session, scorer)
-    own = share(torch.arange(size), session.rank, session.trainer.world_size, drop_last=False)
+    own = share(torch.arange(size), session.rank, session.replicas.count, drop_last=False)
     embeddings = labels = None
     parts = session.gather((own, torch.tensor(scorer.labels, dtype=torch.long)))
     if all(len(indices) == len(some) for indices, some in parts):

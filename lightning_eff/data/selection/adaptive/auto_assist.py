@@ -9,6 +9,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scorer, Scores, agree
 from lightning_eff._core.batches import num_samples
@@ -106,6 +107,7 @@ class AutoAssist(Technique):
     saves: ClassVar[str] = "forward and backward passes of samples that a small model takes to be learnt"
     paper: ClassVar[str] = "Zhang et al. 2019, arXiv:1905.03381"
     constraints: ClassVar[str] = "a mean loss of torch.nn.functional, or sample_loss=; a batch of several samples"
+    needs: ClassVar[Need] = Need.STEP
     survey: ClassVar[Survey | None] = Survey("AutoAssist", shen="3.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"gamma": Choice((0.2, 0.3, 0.5)), "start": Choice((0.0, 0.1, 0.3))}, needs_samples
@@ -189,7 +191,7 @@ class AutoAssist(Technique):
             seed=session.seed,
             device=strategy.root_device,
         )
-        if self.assistant is not None and session.trainer.world_size > 1:  # each rank may have drawn its own
+        if self.assistant is not None and session.replicas.count > 1:  # each rank may have drawn its own
             self._own.load_state_dict(session.gather(self._own.state_dict())[0])
         session.chain.add(Stage.CHOOSE, self._link)
 
@@ -247,7 +249,7 @@ class AutoAssist(Technique):
             parts = own.gradients(batch, losses.to(device).float(), count, global_step, batch_idx, "learn")
         every = session.gather((*parts, own.buffers()))
         own.step([gradients for gradients, _, _ in every if gradients], sum(right for _, right, _ in every), count)
-        if session.trainer.world_size > 1:
+        if session.replicas.count > 1:
             own.set_buffers([buffers for _, _, buffers in every])
 
     # -- what it tells and keeps

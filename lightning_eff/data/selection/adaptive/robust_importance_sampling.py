@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._optim.scaled_steps import ScaledSteps
 from lightning_eff._core._samples.technique import Choice as Chosen
 from lightning_eff._core._samples.technique import Epoch, SampleChooser
@@ -84,6 +85,7 @@ class RobustImportanceSampling(SampleChooser):
     saves: ClassVar[str] = "steps: the gradient varies less, so that steps can be longer"
     paper: ClassVar[str] = "Johnson & Guestrin 2018, NeurIPS 31"
     constraints: ClassVar[str] = "one DataLoader over a map-style data set; a loss seen by sample; several epochs"
+    needs: ClassVar[Need] = Need.STEP
     survey: ClassVar[Survey | None] = Survey("robust approximate importance sampling (RAIS)", zhuang="2.2", shen="3.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"uniform": Choice((0.1, 0.3, 0.5)), "adapt": Choice((True, False))}, _pointless

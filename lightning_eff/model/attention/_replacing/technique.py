@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from lightning_eff._core._attention.calls import Call, CannotReplace
 from lightning_eff._core._attention.mode import Replacing
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.search_space import RunProfile
@@ -54,6 +55,7 @@ class ReplacedAttention(Technique):
         turn: who comes first has the largest.
     """
 
+    needs: ClassVar[Need] = Need.CALLS
     turn: ClassVar[int] = 1
 
     _calls = 0  # of the last training step

@@ -256,8 +256,7 @@ class Progressive(Growing):
         if self._base:
             self._unused = look_for_unused(session)
         elif self._unused:
-            strategy: Any = session.trainer.strategy
-            session.patches.set(strategy, "_ddp_kwargs", {**strategy._ddp_kwargs, "find_unused_parameters": False})
+            look_for_unused(session, look=False)
             self._unused = False
         session.rewrap()
         session.blocks_changed(self)

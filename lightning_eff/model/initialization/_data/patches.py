@@ -68,7 +68,7 @@ class FirstMap:
             seen.append(args[0].detach())
             raise _Stop
 
-        original = session.chain.original
+        original = session.own_step
         handle = self.owner.register_forward_pre_hook(note)
         try:
             with unseen(session):

@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_eff._core._lightning.names import is_a, like
-from lightning_eff._core._run.checks import is_plain
 from lightning_eff._core.passes import training_batches
 from lightning_eff._core.patches import Patches
 from lightning_eff._core.session import Session
@@ -19,20 +18,9 @@ from lightning_eff._core.session import Session
 _TRIED = 8  # batches, where the step passes over the first
 
 
-def check_strategy(session: Session, *, who: str) -> None:
-    """Raise ``ValueError`` under a strategy of which it is not known when it divides weights."""
-    strategy = session.trainer.strategy
-    if not is_plain(strategy) and not is_a(strategy, ModelParallelStrategy):
-        raise ValueError(
-            f"{who}: got strategy {type(strategy).__name__}, which divides weights in its own way; expected a single device,"
-            " DDP, ModelParallelStrategy or HybridParallelStrategy, which divides them by FSDP2. Use one of these; or fit for a"
-            f" step on a single device with {who}, save a checkpoint, and begin from that without {who}."
-        )
-
-
 def is_whole(session: Session) -> bool:
     """Whether every process holds the whole module, with numbers in it."""
-    return all(session.gather(_problem(session.module) is None))
+    return all(session.replicas.everyone(_problem(session.module) is None))
 
 
 def check_in_pieces(session: Session, *, who: str, can: bool) -> None:
@@ -53,7 +41,7 @@ def check_in_pieces(session: Session, *, who: str, can: bool) -> None:
         why = "it computes with all of them together"
     else:
         return
-    problem = next((p for p in session.gather(_problem(session.module)) if p), "")
+    problem = next((p for p in session.replicas.everyone(_problem(session.module)) if p), "")
     raise ValueError(
         f"{who}: {problem} before {type(strategy).__name__} sets up, and {why}; expected a module that is whole on every"
         " process until then. Build it with its weights (without init_module(empty_init=True), torch.device('meta') or"
@@ -112,15 +100,3 @@ def as_one_process(session: Session) -> Iterator[None]:
         scope.callback(patches.restore)
         patches.set(strategy, "batch_to_device", batch_to_device)
         yield
-
-
-def by_replica(session: Session, value: Any) -> list[Any]:
-    """``value`` of each replica's first process, which all of its processes have: of every rank, but under a hybrid."""
-    strategy = session.trainer.strategy
-    rank = session.rank
-    if is_a(strategy, ModelParallelStrategy):
-        rank = int(strategy.distributed_sampler_kwargs["rank"])
-    found: dict[int, Any] = {}
-    for replica, one in session.gather((rank, value)):
-        found.setdefault(replica, one)
-    return [*found.values()]

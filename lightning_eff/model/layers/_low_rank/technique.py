@@ -97,7 +97,7 @@ class LowRank(Architecture):
         parts = {p.path: None if p.module.weight.is_meta else decomposition(p.matrix()) for p in places}  # pyright: ignore[reportCallIssue, reportArgumentType]
         ranks = {p.path: self._rank_of(p, parts[p.path]) for p in places}
         if self._session is not None:  # ranks that go by random weights are those of the first process
-            ranks = self._session.gather(ranks)[0]
+            ranks = self._session.replicas.everyone(ranks)[0]
         chosen: dict[int, Place] = {}
         for p in places:
             r = ranks[p.path]

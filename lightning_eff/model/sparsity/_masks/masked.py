@@ -84,7 +84,7 @@ def check_sparsity(sparsity: float, *, who: str) -> None:
 
 def agreed(session: Session, values: Tensor) -> Tensor:
     """The mean of ``values`` over the ranks, the same number on each."""
-    if session.trainer.world_size == 1:
+    if session.replicas.count == 1:
         return values
     return session.trainer.strategy.reduce(values.detach().clone(), reduce_op="mean")  # pyright: ignore[reportReturnType]
 

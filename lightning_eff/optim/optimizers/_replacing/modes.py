@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_eff._core._run.checks import is_plain
+from lightning_eff._core._needs.offers import is_plain
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import OtherWeights
 

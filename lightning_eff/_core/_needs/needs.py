@@ -1,0 +1,91 @@
+"""What a technique may need, how a strategy may divide a run, and which needs each division leaves unmet."""
+
+from collections.abc import Iterable, Mapping
+from enum import Enum, Flag, auto
+
+
+class Part(Enum):
+    """One way in which a strategy divides a run over processes. DDP has none: each process trains a whole module."""
+
+    COPIES = "averages the gradients of whole modules by itself"
+    COMPRESSED = "averages compressed gradients of whole modules"
+    SHARD = "keeps each parameter in pieces on several processes"
+    TENSOR = "splits linear layers over several processes"
+    PIPELINE = "runs each block in one process only, and on parts of the batch"
+    FLAT = "joins parameters into flat tensors before it cuts them into pieces"
+    ENGINE = "leaves parameters, backward passes and optimizer steps to DeepSpeed's engine"
+    UNKNOWN = "may divide the module in a way that lightning_eff does not know"
+
+
+class Need(Flag):
+    """What a technique needs of each process; see :data:`WORDS`."""
+
+    BATCH = auto()
+    MODULE = auto()
+    SAVED = auto()
+    STEP = auto()
+    CALLS = auto()
+    BLOCKS = auto()
+    LAYERS = auto()
+    PIECES = auto()
+    WHOLE = auto()
+    DDP = auto()
+
+
+WORDS: Mapping[Need, str] = {
+    Need.BATCH: "changes batches, their order or the settings of optimizers only",
+    Need.MODULE: "changes the module before it is divided",
+    Need.SAVED: "decides what is kept between forward and backward passes",
+    Need.STEP: "runs training_step itself, or changes its loss",
+    Need.CALLS: "changes what training_step calls, or looks at it",
+    Need.BLOCKS: "decides which blocks run",
+    Need.LAYERS: "changes what single layers compute",
+    Need.PIECES: "computes with each number of the weights by itself",
+    Need.WHOLE: "computes with whole weights or gradients",
+    Need.DDP: "takes the place of DDP's exchange of gradients",
+}
+
+#: Those that leave each process a whole module, as plain tensors.
+PLAIN = frozenset({Part.COPIES, Part.COMPRESSED})
+_FOREIGN = frozenset({Part.FLAT, Part.ENGINE, Part.UNKNOWN})
+#: The divisions under which each need is not met.
+UNMET: Mapping[Need, frozenset[Part]] = {
+    Need.BATCH: _FOREIGN,
+    Need.MODULE: frozenset({Part.ENGINE, Part.UNKNOWN}),
+    Need.SAVED: frozenset({Part.UNKNOWN}),
+    Need.STEP: _FOREIGN | {Part.PIPELINE},
+    Need.CALLS: _FOREIGN | {Part.PIPELINE},
+    Need.BLOCKS: _FOREIGN | {Part.PIPELINE},
+    Need.LAYERS: _FOREIGN | {Part.PIPELINE, Part.TENSOR},
+    Need.PIECES: _FOREIGN,
+    Need.WHOLE: frozenset(Part) - PLAIN,
+    Need.DDP: frozenset(Part),
+}
+
+Reasons = Mapping[Part, str]
+UNTRIED = "the technique is not tested there"
+#: For a technique that runs the module in evaluation mode before or between steps, where FSDP2 has parameters in pieces.
+APART: Reasons = {Part.SHARD: "the technique runs the module apart from training steps"}
+DIFFERS = "the technique's steps there were found to differ from those of a whole module"
+#: Needs that a division of another kind might meet: nobody has tried.
+_UNKNOWN_OF = Need.BATCH | Need.STEP | Need.CALLS | Need.BLOCKS | Need.PIECES | Need.SAVED
+
+
+def refused(needs: Need, reasons: Reasons, parts: Iterable[Part]) -> dict[Part, str]:
+    """The parts of a layout that a technique cannot train under, each with the reason.
+
+    Args:
+        needs: of the technique.
+        reasons: its own, by the parts that it does not train under whatever it needs; "" lifts what would follow from needs.
+        parts: of the layout.
+    """
+    found: dict[Part, str] = {}
+    for part in parts:
+        unmet = next((need for need in needs if part in UNMET[need]), None)
+        why = ""
+        if unmet is not None:
+            why = UNTRIED if part in _FOREIGN and unmet in _UNKNOWN_OF else f"the technique {WORDS[unmet]}"
+        why = reasons.get(part, why)
+        if why:
+            found[part] = why
+    return found
