@@ -49,6 +49,7 @@ class ExactResume(Technique):
     search_space: ClassVar[SearchSpace | None] = SearchSpace(pointless=_gains_nothing)
     control = Control("the baseline: it trains as without it, and only what comes after a checkpoint differs")
     needs_automatic_optimization = False
+    any_strategy: ClassVar[bool] = True
     sparse_gradients = True
 
     def __init__(self) -> None:

@@ -312,6 +312,7 @@ class HybridParallelStrategy(SavingStrategy):
 
     def _evaluate(self, name: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._replica is not None
+        self._replica.begin_step()
         if self._replica.pipeline is None:
             with self._replica.evaluation():
                 return step(*args, **kwargs)
@@ -356,9 +357,8 @@ class HybridParallelStrategy(SavingStrategy):
         module = self.lightning_module
         trainer = module._trainer if module is not None else None
         failed = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
-        replica, self._replica = self._replica, None
-        if replica is not None:
-            replica.undo(gather=self.gather_after_fit and not failed)
+        replica = self._replica
+        self._end_run(gather=self.gather_after_fit, failed=failed)
         if not failed:
             self.barrier()  # nobody takes a rank that is done for one that is dead
         if self._watch is not None:

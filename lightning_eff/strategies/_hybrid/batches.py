@@ -67,12 +67,11 @@ def check_same_batch(batch: Any, group: dist.ProcessGroup, *, who: str) -> None:
         )
 
 
-@torch.no_grad()
-def same_randomness(group: dist.ProcessGroup, *, source: bool) -> None:
-    """Give every rank of ``group`` the random state of its first rank; collective."""
+def same_randomness(group: dist.ProcessGroup, device: torch.device, *, source: bool) -> None:
+    """Give every rank of ``group`` the random state of its first rank, that of its GPU too; collective."""
+    if device.type == "cuda":
+        torch.cuda.init()  # before it, the state of a GPU is not captured
     state: list[Any] = [rng.capture() if source else None]
     dist.broadcast_object_list(state, group=group, group_src=0)
     if not source:
-        rng.restore({k: v for k, v in state[0].items() if k != "cuda"})
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.manual_seed_all(int(state[0]["torch"].sum()))
+        rng.restore(state[0])

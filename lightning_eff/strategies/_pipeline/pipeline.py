@@ -135,7 +135,6 @@ class Pipeline:
         self._ground = Ground(module, self.stack, self.layout, group, self.device, who)
         self._schedules = Schedules(self._ground, self._course)
         self._weights = Weights(microbatch_weight, who=who)
-        self._most: int | None = None
 
     # -- setup
 
@@ -330,9 +329,9 @@ class Pipeline:
         size = num_samples(batch)
         check_same(batch, self.group, self.device, inside=self._course.passes < _CHECKED_PASSES, who=self.who)
         parts, schedule = layouts.num_microbatches(
-            size, self.num_microbatches, self.layout, most=self._most, who=self.who
+            size, self.num_microbatches, self.layout, most=self._course.most or None, who=self.who
         )
-        self._most = max(size, self._most or 0)
+        self._course.most = max(size, self._course.most)
         return split(batch, parts), schedule
 
     # -- evaluation
@@ -369,8 +368,8 @@ class Pipeline:
     # -- state
 
     def state_dict(self) -> dict[str, int]:
-        """The seed and the number of passes, from which every random number follows."""
-        return {name: getattr(self._course, name) for name in ("seed", "passes", "evaluations")}
+        """What every random number follows from, and the size by which a smaller batch is split."""
+        return {name: getattr(self._course, name) for name in ("seed", "passes", "evaluations", "most")}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on with the random numbers of the run that ``state`` comes from, on whatever layout."""
