@@ -79,7 +79,7 @@ class HybridParallelStrategy(SavingStrategy):
             alone, from which the others get their pieces, or nowhere ("meta"): then each module's ``reset_parameters``, or
             the model's ``_init_weights``, makes them a module at a time, so no process ever holds the whole.
         gather_after_fit: when a run ends, give every process the whole weights in its module. False leaves them on the meta
-            device, for models larger than a process's memory; checkpoints have them.
+            device, for models larger than a process's memory. Save a checkpoint within the run then; after it none can be.
         failure_timeout: seconds without a sign of life after which a process counts as dead, and all others stop with
             its rank in the message; processes of the same machine are seen at once. None keeps no watch.
         process_group_backend: as in DDPStrategy.
