@@ -32,16 +32,19 @@ def run(case: Settings, *callbacks: pl.Callback, resume: Path | None = None) -> 
 
     Args:
         case: "strategy" (of :func:`strategy_of`), "replicas" (1), "module" (arguments of the module), "name" (its name),
-            "seeds" (each replica draws from a seed of its own), "fit" (of the Trainer).
+            "seeds" (each replica draws from a seed of its own, as without seed_everything), "fit" (of the Trainer).
         callbacks: of the run.
         resume: a checkpoint.
     """
     world, replicas = int(os.environ.get("WORLD_SIZE", "1")), case.get("replicas", 1)
     pl.seed_everything(1, verbose=False)
     net, name = module(case.get("name", "tiny_gpt"), **case.get("module", {})), case.get("name", "tiny_gpt")
-    pl.seed_everything(99 if resume else 1, verbose=False)
-    if case.get("seeds") and not resume:
-        torch.manual_seed(int(os.environ["RANK"]) % replicas)
+    train = DataLoader(Samples(name, 18 * replicas), 4, shuffle=True)
+    validation = DataLoader(Samples(name, 8 * replicas, 5), 4)
+    pl.seed_everything(99 if resume else 1, verbose=False)  # last, as Lightning seeds anew where it starts processes
+    if case.get("seeds"):
+        os.environ.pop("PL_GLOBAL_SEED")  # from which Lightning seeds all ranks alike
+        torch.manual_seed(99 if resume else int(os.environ["RANK"]) % replicas)
     settings: dict[str, Any] = {
         "max_steps": 5,
         "accumulate_grad_batches": 3,
@@ -52,8 +55,7 @@ def run(case: Settings, *callbacks: pl.Callback, resume: Path | None = None) -> 
     }
     devices = world if case["strategy"] != "auto" else 1
     t = trainer(ExactResume(), *callbacks, strategy=strategy_of(case["strategy"]), devices=devices, **settings)
-    train = DataLoader(Samples(name, 18 * replicas), 4, shuffle=True)
-    t.fit(net, train, DataLoader(Samples(name, 8 * replicas, 5), 4), ckpt_path=resume)
+    t.fit(net, train, validation, ckpt_path=resume)
     return net, t
 
 

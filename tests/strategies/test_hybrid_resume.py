@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.runs import SaveBatches
 from tests.strategies.hybrid_jobs import Settings
 from tests.strategies.launch import launch
 from tests.strategies.resume_jobs import BATCHES, losses_of
@@ -53,6 +55,9 @@ OF_FOUR: dict[str, Settings] = {
 def test_a_run_resumes_from_every_batch(layout: str, tmp_path: Path) -> None:
     found = launch(JOBS, "resume_from_every_batch", str(tmp_path), LAYOUTS[layout], world_size=2)
     assert found == {name: [{}, {}] for name in LAYOUTS[layout]}
+    if layout == "pp2":
+        draws = torch.load(tmp_path / "file" / "batch=5.ckpt", weights_only=True)["lightning_eff_hybrid"]
+        assert draws["passes"] == 5 and draws["most"] == 4 and draws["seeds"] == [draws["seed"]]
 
 
 @pytest.mark.timeout(900)
@@ -73,8 +78,6 @@ def test_a_run_goes_on_in_another_layout(tmp_path: Path) -> None:
     }
     pairs = [("alone", "tp2"), ("alone", "pp2"), ("tp2", "pp2"), ("pp2", "tp2"), ("ddp", "shard"), ("shard", "ddp")]
     batches = [4, 8]
-    from tests.runs import SaveBatches
-
     whole = losses_of(layouts["alone"], SaveBatches(tmp_path / "alone", batches))
     assert len(whole) == BATCHES
     found = launch(JOBS, "in_another_layout", str(tmp_path), layouts, pairs, batches, world_size=2)

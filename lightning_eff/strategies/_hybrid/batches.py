@@ -27,12 +27,14 @@ def stage(trainer: Trainer, name: Any) -> Iterator[None]:
 def first_training_batch(trainer: Trainer, module: LightningModule) -> Any:
     """The first batch of the training data on the strategy's device, or None if this fit trains on none.
 
-    The random state and the loaders' own order are left as they are.
+    Of the random state, what Lightning draws as it makes the loaders' iterators is drawn now and not later, so that they
+    shuffle as in one process; and the loaders' own order stays.
     """
     from lightning.pytorch.trainer.states import RunningStage
 
-    with rng.fork(), stage(trainer, RunningStage.TRAINING):
+    with stage(trainer, RunningStage.TRAINING):
         trainer.fit_loop.setup_data()
+    with rng.fork(), stage(trainer, RunningStage.TRAINING):
         combined = trainer.fit_loop._combined_loader
         if combined is None or trainer.num_training_batches == 0:
             return None
