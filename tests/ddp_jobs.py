@@ -58,22 +58,28 @@ def _agreed(own: Any) -> list[Any]:
 
 
 def contract(what: str, root: Path) -> Any:
-    """What is said of one technique (``alone:A``), or of several at once (``together:A+B``)."""
+    """What is said of one technique (``alone:A``), or of several at once (``together:A+B``).
+
+    Of one technique also under a hybrid strategy, of its name in Lightning's registry (``hybrid_tp2:A``).
+    """
     job, _, names = what.partition(":")
+    if job.startswith("hybrid"):
+        return alone(names, root, strategy=job, samples=40 if job == "hybrid" else 20)
     return alone(names, root) if job == "alone" else together(names.split("+"), root)
 
 
-def alone(name: str, root: Path) -> dict[str, Any]:
+def alone(name: str, root: Path, **settings: Any) -> dict[str, Any]:
     """Train and resume within the second epoch; what differs, and whether the ranks end alike."""
-    case = case_of(name)
+    case, settings = case_of(name), {**DDP, **settings}
+    folder = root / f"alone_{name}_{settings['strategy']}"
 
     def build() -> list[Any]:
         return [case.active()]
 
-    net, t = fit(case.model, build, callbacks=[SaveBatches(root / f"alone_{name}", [7])], **DDP)
+    net, t = fit(case.model, build, callbacks=[SaveBatches(folder, [7])], **settings)
     whole = final_state(net, t)
     found = {"alike": _same_on_all_ranks(flat(net)), "finite": bool(flat(net).isfinite().all()), "steps": t.global_step}
-    again = final_state(*fit(case.model, build, resume=root / f"alone_{name}" / "batch=7.ckpt", **DDP))
+    again = final_state(*fit(case.model, build, resume=folder / "batch=7.ckpt", **settings))
     return {**found, "differences": _agreed(differences(whole, again))}
 
 

@@ -136,6 +136,14 @@ def fsdp_state() -> Any:
     return module._get_fsdp_state()
 
 
+def gathered() -> Any:
+    """What FSDP2 knows of a parameter that was whole once."""
+    module = fsdp()
+    assert isinstance(module, FSDPModule)
+    module.unshard()
+    return module._get_fsdp_state()._fsdp_param_groups[0].fsdp_params[0]
+
+
 def transposed() -> Any:
     """The node that a transposition puts into autograd's graph."""
     return torch.zeros(2, 3, requires_grad=True).transpose(0, 1).grad_fn
@@ -225,6 +233,7 @@ ON_OBJECTS: dict[str, Callable[[], Any]] = {
     "_saved_dim1": transposed,
     "_save_distributed_checkpoint": lambda: pl.strategies.ModelParallelStrategy(),
     "_tensor_parallel_size": lambda: pl.strategies.ModelParallelStrategy(),
+    "_unsharded_param": gathered,
     "_update_count": SumMetric,
 }
 
@@ -236,6 +245,8 @@ INTERNALS: dict[str, Callable[[], Any]] = {
     "reset_sharded_param": lambda: fsdp_state()._fsdp_param_groups[0].fsdp_params[0],
     "sharded_param": lambda: fsdp_state()._fsdp_param_groups[0].fsdp_params[0],
     "set_requires_gradient_sync": fsdp,
+    "unsharded_accumulated_grad": gathered,
+    "unsharded_param": gathered,
 }
 
 #: Of Python itself, of Hugging Face's conventions, and names of our own that the code sets by other ways.

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_eff import cli
 from lightning_eff._core.technique import Technique
+from lightning_eff.strategies._hybrid.shards import local
 from tests.models import loader, module, trainer
 
 Build = Callable[[], Sequence[Technique]]
@@ -171,13 +172,13 @@ def checkpoints(directory: Path) -> list[Path]:
 
 
 def final_state(net: pl.LightningModule, t: pl.Trainer) -> dict[str, torch.Tensor]:
-    """All that a run leaves behind, by name, on the host: weights, buffers, optimizer state, and the global random state."""
+    """All that a run leaves on this process, by name, on the host: weights, buffers, optimizer state, global random state."""
     found = {f"weights/{name}": value.detach().cpu().clone() for name, value in net.state_dict().items()}
     for i, optimizer in enumerate(t.optimizers):
         for index, state in optimizer.state_dict()["state"].items():
             for name, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    found[f"optimizer{i}/{index}/{name}"] = value.detach().cpu().clone()
+                    found[f"optimizer{i}/{index}/{name}"] = local(value).detach().cpu().clone()
     found["rng"] = torch.get_rng_state()
     found["steps"] = torch.tensor([t.global_step, t.current_epoch])
     return found

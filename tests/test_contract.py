@@ -335,6 +335,7 @@ def under_ddp(once: Once, request: pytest.FixtureRequest) -> dict[str, Any]:
     name = chosen(request.config)
     what = [f"alone:{name}" for name in (sorted(EXAMPLES) if name is None else [name])]
     what += [f"together:{'+'.join(group)}" for group in ddp_groups(request.config)]
+    what += [f"{strategy}:ExactResume" for strategy in HYBRID if name in (None, "ExactResume")]
     return once("ddp", lambda: launch("contract", *what, timeout=TIMEOUT))
 
 
@@ -345,6 +346,7 @@ def each_under_ddp(once: Once, under_ddp: dict[str, Any]) -> dict[str, Any]:
     return once("ddp_alone", lambda: {**under_ddp, **launch("contract", *left, timeout=TIMEOUT)})
 
 
+HYBRID = ("hybrid", "hybrid_tp2", "hybrid_pp2")
 TIMEOUT = 1200  # seconds for all that shares the two processes; who is first waits for all of it
 WELL_UNDER_DDP = {"alike": True, "finite": True, "steps": NUM_STEPS, "differences": [[], []]}
 
@@ -358,6 +360,16 @@ def test_alone_under_ddp(request: pytest.FixtureRequest, under_ddp: dict[str, An
     name = chosen(request.config)
     found = {name: under_ddp[f"alone:{name}"] for name in (sorted(EXAMPLES) if name is None else [name])}
     assert found == dict.fromkeys(found, WELL_UNDER_DDP)
+
+
+@pytest.mark.timeout(TIMEOUT)
+@pytest.mark.parametrize("strategy", HYBRID)
+def test_resume_under_hybrid_strategies(
+    strategy: str, request: pytest.FixtureRequest, under_ddp: dict[str, Any]
+) -> None:
+    """One technique for all, whose work it is; ``tests/strategies/test_hybrid_resume.py`` resumes from every batch."""
+    if chosen(request.config) in (None, "ExactResume"):
+        assert under_ddp[f"{strategy}:ExactResume"] == WELL_UNDER_DDP
 
 
 @pytest.mark.slow

@@ -5,7 +5,8 @@ that has begun and not ended has summed: a checkpoint saved there must hold it.
 """
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from lightning_eff._core._lightning.names import is_a, of_both
 from lightning_eff._core._needs.offers import is_plain
+from lightning_eff._core._run.processes import replica
 
 
 @of_both
@@ -163,10 +165,32 @@ def in_window(trainer: Trainer, module: LightningModule, *, stepped: bool) -> bo
     return done % trainer.accumulate_grad_batches != 0 and not over
 
 
+@runtime_checkable
+class HoldsGradients(Protocol):
+    """A strategy that knows where the gradients of an open accumulation window are."""
+
+    def open_gradients(self) -> tuple[list[dict[str, Tensor]], list[str]] | None:
+        """On rank 0, the whole gradients of each replica by the plain module's names; collective.
+
+        Returns:
+            Those of each replica, and the names of those that are means over all replicas already; None if they are gone.
+        """
+        ...
+
+    def take_up_gradients(self, replicas: list[dict[str, Tensor]], averaged: list[str]) -> None:
+        """Take up what :meth:`open_gradients` returned, in this layout or another; collective."""
+        ...
+
+
 def open_gradients(
-    trainer: Trainer, module: LightningModule, *, stepped: bool, backward_done: bool
-) -> dict[str, Tensor] | None:
-    """This process's gradients within an accumulation window, on the CPU, by the name of their parameter; None elsewhere.
+    trainer: Trainer,
+    module: LightningModule,
+    *,
+    stepped: bool,
+    backward_done: bool,
+    gather: Callable[[Any], list[Any]],
+) -> dict[str, Any]:
+    """The gradients within an accumulation window, on the CPU, by the name of their parameter; none elsewhere.
 
     They are saved rather than made again, by a rewind to the window's first batch: what those batches did to BatchNorm
     statistics, metrics and techniques has happened, and would happen twice.
@@ -176,31 +200,48 @@ def open_gradients(
         module: likewise.
         stepped: likewise.
         backward_done: the backward pass of the batch that was begun last is over.
+        gather: ``value`` of every rank, in rank order, on every rank.
+
+    Returns:
+        "gradients": those of each replica. "averaged": the names of those that are means over all replicas already.
     """
+    nothing: dict[str, Any] = {"gradients": [], "averaged": []}
     if not in_window(trainer, module, stepped=stepped):
-        return None
-    if not is_plain(trainer.strategy):
-        rank_zero_warn(
-            f"This checkpoint is saved within an accumulation window. Under {type(trainer.strategy).__name__} the gradients"
-            " summed so far are not in it, so a resumed run will not repeat the undisturbed one. Save after optimizer"
-            " steps, such as by every_n_train_steps."
-        )
-        return None
+        return nothing
     if in_flight(trainer) and backward_done:
-        return None  # they hold the gradients of the batch that a resumed run trains on again
-    return {name: p.grad.detach().to("cpu", copy=True) for name, p in module.named_parameters() if p.grad is not None}
+        return nothing  # they hold the gradients of the batch that a resumed run trains on again
+    strategy = trainer.strategy
+    if is_plain(strategy):
+        own = {n: p.grad.detach().to("cpu", copy=True) for n, p in module.named_parameters() if p.grad is not None}
+        return {**nothing, "gradients": gather(own)}
+    found = strategy.open_gradients() if isinstance(strategy, HoldsGradients) else None
+    if found is None:
+        rank_zero_warn(
+            f"{type(strategy).__name__}: this checkpoint is saved within an accumulation window and has no gradients of it,"
+            " so a resumed run will not repeat the undisturbed one. Save after optimizer steps and within the fit, such as by"
+            " ModelCheckpoint(every_n_train_steps=1)."
+        )
+        return nothing
+    return {"gradients": found[0], "averaged": found[1]}
 
 
 @torch.no_grad()
-def take_up(trainer: Trainer, module: LightningModule, saved: dict[str, Any], *, count: bool) -> None:
-    """On resume, as training starts: the gradients that :func:`open_gradients` returned, and with ``count`` the next epoch.
+def take_up(
+    trainer: Trainer, module: LightningModule, replicas: list[dict[str, Tensor]], averaged: list[str], *, count: bool
+) -> None:
+    """On resume, as training starts: the gradients that :func:`open_gradients` gave, and with ``count`` the next epoch.
 
     Lightning 2.6 begins an epoch of a run that resumes from the end of one without counting that it is ready and started. A
     run that is interrupted again at the end of that epoch then resumes with one epoch fewer than it had.
     """
-    for name, p in module.named_parameters():
-        if name in saved and p.requires_grad:
-            p.grad = saved[name].to(p.device, copy=True)
+    strategy = trainer.strategy
+    if replicas and isinstance(strategy, HoldsGradients):
+        strategy.take_up_gradients(replicas, averaged)
+    elif replicas:
+        saved = replicas[replica(trainer)[0]]
+        for name, p in module.named_parameters():
+            if name in saved and p.requires_grad:
+                p.grad = saved[name].to(p.device, copy=True)
     loop = trainer.fit_loop
     counts = loop.epoch_progress.total.state_dict()
     if count and loop.restarted_mid_epoch and counts["processed"] == counts["started"]:

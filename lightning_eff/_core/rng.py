@@ -31,11 +31,12 @@ def _captured() -> dict[str, Any]:
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
+        state["cuda_device"] = torch.cuda.current_device()
     return state
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Set the global generators to a state that :func:`capture` returned."""
+    """Set the global generators to a state that :func:`capture` returned, here or in a process with another current GPU."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal.tolist() if isinstance(internal, torch.Tensor) else internal), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
@@ -44,6 +45,8 @@ def restore(state: dict[str, Any]) -> None:
     if "cuda" in state and torch.cuda.is_available():
         for device, cuda in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
             torch.cuda.set_rng_state(cuda, device)
+        if "cuda_device" in state:
+            torch.cuda.set_rng_state(state["cuda"][state["cuda_device"]])
 
 
 @contextmanager

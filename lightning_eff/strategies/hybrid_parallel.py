@@ -83,7 +83,7 @@ class HybridParallelStrategy(ReachedStrategy):
         gather_after_fit: which processes get the whole weights in their module when a run ends: all (True), or none (False,
             for models larger than a process's memory); where they are not, the module is on the meta device. "auto" gives
             them to all, but those of a model of more than 4 GiB to rank 0 alone, since each process of a machine would
-            hold a copy. Checkpoints have them in any case.
+            hold a copy. Save a checkpoint within the run where no process has them; after it none can be.
         find_unused_parameters: as in DDPStrategy, with shard=False: some steps leave parameters without a gradient.
         failure_timeout: seconds without a sign of life from a whole machine (or container) after which its processes count
             as dead. All other processes then stop with its ranks in the message. A process that dies beside others of its
@@ -325,6 +325,7 @@ class HybridParallelStrategy(ReachedStrategy):
 
     def _evaluate(self, name: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._replica is not None
+        self._replica.begin_step()
         if self._replica.pipeline is None:
             with self._replica.evaluation():
                 return step(*args, **kwargs)
@@ -361,9 +362,8 @@ class HybridParallelStrategy(ReachedStrategy):
         module = self.lightning_module
         trainer = module._trainer if module is not None else None
         failed = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
-        replica, self._replica = self._replica, None
-        if replica is not None:
-            replica.undo(gather=False if failed else self.gather_after_fit)
+        replica = self._replica
+        self._end_run(gather=self.gather_after_fit, failed=failed)
         if not failed:
             self.barrier()  # nobody takes a rank that is done for one that is dead
         if self._watch is not None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_eff._core import rng
+from lightning_eff.strategies._hybrid.batches import same_randomness
 
 
 def draw() -> tuple[Any, ...]:
@@ -164,3 +165,54 @@ def test_states_of_more_devices_than_there_are(monkeypatch: pytest.MonkeyPatch) 
     state = rng.capture() if not torch.cuda.is_initialized() else {}
     rng.restore({**state, "cuda": [torch.tensor([i], dtype=torch.uint8) for i in range(4)]})
     assert seen == [(0, 0), (1, 1)]
+
+
+class Gpus:
+    """Stands in for ``torch.cuda`` in a process of one of two GPUs, each with a state of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, current: int, first: int) -> None:
+        self.states = [torch.tensor([first, i], dtype=torch.uint8) for i in range(2)]
+        self.current = current
+        for name, fn in {
+            "is_available": lambda: True,
+            "is_initialized": lambda: True,
+            "init": lambda: None,
+            "device_count": lambda: 2,
+            "current_device": lambda: current,
+            "get_rng_state_all": lambda: [state.clone() for state in self.states],
+            "set_rng_state": self.put,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, fn)
+
+    def put(self, state: torch.Tensor, device: int | None = None) -> None:
+        self.states[self.current if device is None else device] = state.clone()
+
+
+def test_the_state_of_a_gpu_moves_to_a_process_of_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on resume in another layout, and among the ranks of one tensor-parallel group."""
+    source = Gpus(monkeypatch, current=0, first=7)
+    saved = rng.capture()
+    other = Gpus(monkeypatch, current=1, first=9)
+    with rng.fork(saved):
+        assert torch.equal(other.states[1], source.states[0])
+    assert torch.equal(other.states[1], torch.tensor([9, 1], dtype=torch.uint8))
+
+
+def test_ranks_of_one_replica_draw_the_same_on_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+
+    def broadcast(state: list[Any], **kwargs: Any) -> None:
+        if state[0] is None:
+            state[0] = told[0]
+        else:
+            told[:] = state
+
+    monkeypatch.setattr("torch.distributed.broadcast_object_list", broadcast)
+    group: Any = None
+    drawn = []
+    with rng.fork():
+        for rank in range(2):
+            gpus = Gpus(monkeypatch, current=rank, first=rank)
+            same_randomness(group, torch.device("cuda", rank), source=rank == 0)
+            drawn.append(gpus.states[rank])
+    assert torch.equal(drawn[0], drawn[1])

@@ -185,15 +185,16 @@ def test_a_run_that_is_interrupted_at_the_end_of_two_epochs_counts_all(tmp_path:
     assert last.current_epoch == whole.current_epoch
 
 
-def test_another_world_size_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_number_of_replicas_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fit("tiny_gpt", lambda: [Nop()], directory=tmp_path)
     path = checkpoints(tmp_path)[3]
     checkpoint = torch.load(path, weights_only=True)
     checkpoint["lightning_eff"]["rng"] *= 2
+    checkpoint["lightning_eff"]["layout"]["replicas"] = [0, 1]
     torch.save(checkpoint, path)
     with caplog.at_level("INFO"):
         fit("tiny_gpt", lambda: [Nop()], resume=path)
-    assert "The checkpoint is of 2 processes and this run has 1" in caplog.text
+    assert "of a run that divides its samples over 2 processes, and this run over 1" in caplog.text
 
 
 def test_blocks_built_late_are_found() -> None:

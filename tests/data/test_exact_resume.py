@@ -26,6 +26,7 @@ CASES = {
         active=lambda: ExactResume(),
         neutral=lambda: ExactResume(),
         exact=True,
+        sharded=True,
         figure="batches",
         outside_surveys=True,
         anywhere=True,

@@ -23,7 +23,7 @@ from lightning_eff._core._resume.position import (
     reads,
 )
 from lightning_eff._core._run.loading import TrainLoaders
-from lightning_eff._core._run.processes import tell_other_processes, wrap_again
+from lightning_eff._core._run.processes import Saved, layout, replica, tell_other_replicas, wrap_again
 from lightning_eff._core.patches import Patches
 from lightning_eff._core.progress import ends_batch, mend_loops, open_gradients, take_up
 
@@ -68,7 +68,9 @@ class Resume:
         """
         trainer, loop = self._trainer, self._trainer.fit_loop
         assert self.loaders is not None
-        summed = open_gradients(trainer, self._module, stepped=stepped, backward_done=backward_done)
+        gradients = open_gradients(
+            trainer, self._module, stepped=stepped, backward_done=backward_done, gather=self._gather
+        )
         fetcher = loop._data_fetcher if ends_batch(trainer) else None
         position = current_position(trainer)
         self._warn(position)
@@ -77,7 +79,8 @@ class Resume:
         return {
             "session": session,
             "rng": self._gather(rng.capture()),
-            "gradients": [] if summed is None else self._gather(summed),
+            "layout": layout(trainer, self._gather),
+            **gradients,
             "window": trainer.accumulate_grad_batches,
             "loaders": self.loaders.states_in(checkpoint["loops"]["fit_loop"]["state_dict"]),
             "validate_first": fetcher is not None and bool(loop.epoch_loop._should_check_val_fx(fetcher)),
@@ -183,20 +186,25 @@ class Resume:
             mend_loops(checkpoint, by_steps=self._trainer.max_steps != -1, accumulate=window)
 
     def _exact(self, state: dict[str, Any]) -> bool:
-        return len(state["rng"]) == self._trainer.world_size and restarts_exactly(state.get("position"))
+        return self._predecessor(state).rank is not None and restarts_exactly(state.get("position"))
+
+    def _predecessor(self, state: dict[str, Any]) -> Saved:
+        return Saved(state.get("layout", {}), self._trainer, len(state["rng"]))
 
     def load(self, checkpoint: dict[str, Any], state: dict[str, Any]) -> None:
         """Take over what :meth:`save` returned."""
         assert self.loaders is not None
         checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # theirs stand among ours
-        if len(state["rng"]) != self._trainer.world_size:
-            tell_other_processes(len(state["rng"]), self._trainer.world_size)
+        predecessor = self._predecessor(state)
+        rank = predecessor.rank
+        if rank is None:
+            tell_other_replicas(predecessor.replicas, replica(self._trainer)[1])
             return
-        self.state, rank = state, self._trainer.global_rank
+        self.state = state
         self._rng = state["rng"][rank]
         self._own = state["own"][rank] if "own" in state else {}  # checkpoints of earlier versions have none
         self._exactly = self._exact(state)
-        self.loaders.take_up(state["loaders"])
+        self.loaders.take_up(state["loaders"], rank)
 
     def attach(
         self,
@@ -258,8 +266,7 @@ class Resume:
             return
         trainer = self._trainer
         self._take_up_own(state)
-        gradients = state.get("gradients")
-        take_up(trainer, self._module, gradients[trainer.global_rank] if gradients else {}, count=not self._exactly)
+        take_up(trainer, self._module, state.get("gradients", []), state.get("averaged", []), count=not self._exactly)
         if "session" in state:
             self._taken_up(state["session"], self._exactly)
         if self._rng is not None:

@@ -26,7 +26,7 @@ class LoaderHost(Protocol):
 
     @property
     def rank(self) -> int:
-        """This process's global rank."""
+        """The rank whose state in a checkpoint this process takes up."""
         ...
 
     def gather(self, value: Any) -> list[Any]:

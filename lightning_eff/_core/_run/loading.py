@@ -15,7 +15,7 @@ class TrainLoaders:
     """The host of the run's :class:`ResumableLoader` objects.
 
     Attributes:
-        rank: this process's global rank.
+        rank: whose state of a checkpoint's ranks this process takes up: its own, unless the layout changed.
         states: what a checkpoint says of the loaders, in their order, which take it up as they are wrapped.
         taken_by: the technique that says which samples an epoch has, if one does.
         told_to: a technique that must know which samples each step has, if one does.
@@ -133,9 +133,9 @@ class TrainLoaders:
         self.states = []
         return True
 
-    def take_up(self, states: list[dict[str, Any]]) -> None:
-        """Go on from what a checkpoint says: loaders to come, and those that a strategy has asked for before it is restored."""
-        self.states = states
+    def take_up(self, states: list[dict[str, Any]], rank: int) -> None:
+        """Go on from what a checkpoint says of ``rank``: loaders to come, and those that a strategy has asked for already."""
+        self.states, self.rank = states, rank
         self.waits = not states  # saved before there were loaders, as Lightning's tuners do
         for loader, state in zip(self._loaders, states, strict=False):
             loader.load_state_dict(state)

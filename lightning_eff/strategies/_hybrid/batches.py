@@ -27,12 +27,14 @@ def stage(trainer: Trainer, name: Any) -> Iterator[None]:
 def first_training_batch(trainer: Trainer, module: LightningModule) -> Any:
     """The first batch of the training data on the strategy's device, or None if this fit trains on none.
 
-    The random state and the loaders' own order are left as they are.
+    Of the random state, what Lightning draws as it makes the loaders' iterators is drawn now and not later, so that they
+    shuffle as in one process; and the loaders' own order stays.
     """
     from lightning.pytorch.trainer.states import RunningStage
 
-    with rng.fork(), stage(trainer, RunningStage.TRAINING):
+    with stage(trainer, RunningStage.TRAINING):
         trainer.fit_loop.setup_data()
+    with rng.fork(), stage(trainer, RunningStage.TRAINING):
         combined = trainer.fit_loop._combined_loader
         if combined is None or trainer.num_training_batches == 0:
             return None
@@ -67,12 +69,11 @@ def check_same_batch(batch: Any, group: dist.ProcessGroup, *, who: str) -> None:
         )
 
 
-@torch.no_grad()
-def same_randomness(group: dist.ProcessGroup, *, source: bool) -> None:
-    """Give every rank of ``group`` the random state of its first rank; collective."""
+def same_randomness(group: dist.ProcessGroup, device: torch.device, *, source: bool) -> None:
+    """Give every rank of ``group`` the random state of its first rank, that of its GPU too; collective."""
+    if device.type == "cuda":
+        torch.cuda.init()  # before it, the state of a GPU is not captured
     state: list[Any] = [rng.capture() if source else None]
     dist.broadcast_object_list(state, group=group, group_src=0)
     if not source:
-        rng.restore({k: v for k, v in state[0].items() if k != "cuda"})
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.manual_seed_all(int(state[0]["torch"].sum()))
+        rng.restore(state[0])

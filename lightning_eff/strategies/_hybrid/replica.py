@@ -37,6 +37,7 @@ from lightning_eff.strategies._hybrid.saving.files import Files
 from lightning_eff.strategies._hybrid.saving.gathering import Described, Gathering
 from lightning_eff.strategies._hybrid.saving.optimizer_state import NamedOptimizer, named, steps_apart
 from lightning_eff.strategies._hybrid.saving.plain import Plain
+from lightning_eff.strategies._hybrid.saving.window import Window
 from lightning_eff.strategies._hybrid.shards import all_reduce_gradients, broadcast
 from lightning_eff.strategies._hybrid.structure import Structure
 
@@ -53,6 +54,7 @@ class Replica:
         tensor: the plan of split maps, with more than one tensor-parallel rank.
         optimizers: the run's, with names.
         files: its checkpoints; from :meth:`divide` on.
+        window: the gradients of an open accumulation window, for checkpoints; from :meth:`divide` on.
         replicated: every process holds the whole model.
         in_training_step: a pipeline's rank runs the module's own training step.
     """
@@ -75,6 +77,7 @@ class Replica:
         self.plain: Plain
         self.gathering: Gathering
         self.files: Files
+        self.window: Window
         self.pipeline: Any = None
         self.tensor: Any = None
         self.optimizers: list[NamedOptimizer] = []
@@ -153,6 +156,8 @@ class Replica:
             self._patches.set(metric, "gather_all_tensors", over_replicas(data_group(self.mesh)))
         self.plain.release()
         self.files = Files(self.module, self.plain, self.gathering, self.device, whole=self.replicated, who=self.who)
+        reduces = self.pipeline is not None
+        self.window = Window(self.plain, self.gathering, self.held, self._roots, reduces_each_pass=reduces)
         if self.layout.data > 1 and not self.replicated:
             current = self.plain.current()
             self._buffers = [
@@ -177,7 +182,7 @@ class Replica:
     def _check_batch(self) -> Any:
         """A training batch, the same on all ranks of this replica, which draw the same numbers from now on; or None."""
         group = self._group_over(PIPELINE, TENSOR)
-        batches.same_randomness(group, source=dist.get_rank(group) == 0)
+        batches.same_randomness(group, self.device, source=dist.get_rank(group) == 0)
         if not self.fitting:
             return None
         batch = batches.first_training_batch(self.trainer, self.module)
@@ -253,7 +258,7 @@ class Replica:
             self.owner = {name: stage for stage in reversed(range(len(told))) for name in told[stage][0]}
             for stage, (held, saves) in enumerate(told):  # buffers outside the blocks are the last stage's to save
                 self.owner.update({name: stage for key in saves if (name := self.plain.keys[key]) in held})
-        self.gathering = Gathering(self.mesh, lambda name: self.owner[name], self.device)
+        self.gathering = Gathering(self.mesh, self.owner.__getitem__, self.device)  # it outlives this object
 
     def _wrap(self) -> None:
         """Data parallelism around what is here: torch's DDP, FSDP2, or this strategy's own averaging of gradients."""
@@ -390,6 +395,8 @@ class Replica:
             return
         if self.tensor is not None and self.pipeline is None:
             self.tensor.normalize_gradients()
+            for root in self._roots if self._accumulating else ():
+                sharding.lay_unreduced(root)
         if not self._accumulating and self.layout.data > 1:
             params = [p for p in self.module.parameters() if id(p) not in self._reduced]
             all_reduce_gradients(params, data_group(self.mesh), mean=True)

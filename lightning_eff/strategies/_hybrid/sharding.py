@@ -1,14 +1,15 @@
 """FSDP2 around a module that knows nothing of it: one group for each block, the rest with the root, and the way back."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from lightning_eff._core.blocks import candidates, find_stack
 
@@ -76,17 +77,52 @@ def shard(
 
 def sharded_parameters(root: nn.Module) -> list[nn.Parameter]:
     """The pieces, which FSDP2 steps with averaged gradients."""
-    return [
-        p.sharded_param for m in groups(root) for g in m._get_fsdp_state()._fsdp_param_groups for p in g.fsdp_params
-    ]
+    return [p.sharded_param for p in _managed(root)]
+
+
+def _managed(root: nn.Module) -> list[Any]:
+    """What FSDP2 knows of each parameter."""
+    return [p for m in groups(root) for g in m._get_fsdp_state()._fsdp_param_groups for p in g.fsdp_params]
+
+
+def unreduced_gradients(root: nn.Module) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Each piece with the whole gradient of this rank that backward passes within :func:`no_sync` have summed."""
+    for p in _managed(root):
+        grad = p.unsharded_accumulated_grad
+        if grad is None and hasattr(p, "_unsharded_param"):  # it has none before the first forward pass
+            grad = p._unsharded_param.grad
+        if grad is not None:
+            yield p.sharded_param, grad
+
+
+def put_unreduced(root: nn.Module, grads: Mapping[int, Callable[[nn.Parameter], Tensor]]) -> None:
+    """Let the next backward pass add to these gradients; collective.
+
+    Args:
+        grads: id of a piece -> what makes the whole gradient, given the whole parameter whose placements it must have.
+    """
+    for m in groups(root):
+        m.unshard()
+        for group in m._get_fsdp_state()._fsdp_param_groups:
+            for p in group.fsdp_params:
+                if (grad := grads.get(id(p.sharded_param))) is not None:
+                    p.unsharded_accumulated_grad = grad(p.unsharded_param)
+        m.reshard()
+
+
+def lay_unreduced(root: nn.Module) -> None:
+    """Give unreduced gradients the placements of their parameters, whose pieces of tensor parallelism may be sums to come."""
+    for p in _managed(root):
+        whole = getattr(p, "_unsharded_param", None)
+        grad = None if whole is None else whole.grad
+        if isinstance(whole, DTensor) and isinstance(grad, DTensor) and grad.placements != whole.placements:
+            whole.grad = grad.redistribute(placements=whole.placements)
 
 
 def take_up(root: nn.Module) -> None:
     """Let FSDP2 know of pieces that were registered in the place of others."""
-    for m in groups(root):
-        for group in m._get_fsdp_state()._fsdp_param_groups:
-            for p in group.fsdp_params:
-                p.reset_sharded_param()
+    for p in _managed(root):
+        p.reset_sharded_param()
 
 
 def settle(root: nn.Module) -> None:

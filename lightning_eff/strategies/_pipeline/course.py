@@ -72,12 +72,14 @@ class Course:
         seed: from which all random numbers of the steps follow.
         passes: training passes so far.
         evaluations: passes of evaluation so far.
+        most: samples in the largest training batch so far; 0 before the first.
         running: the training pass under way.
     """
 
     seed: int
     passes: int = 0
     evaluations: int = 0
+    most: int = 0
     running: Running | None = None
 
 

@@ -140,7 +140,6 @@ class Pipeline:
         self._ground = Ground(module, self.stack, self.layout, group, self.device, who)
         self._schedules = Schedules(self._ground, self._course)
         self._weights = Weights(microbatch_weight, who=who)
-        self._most: int | None = None
 
     # -- setup
 
@@ -155,11 +154,8 @@ class Pipeline:
         Raises:
             ValueError: with what the cut would compute wrongly, and what to do.
         """
-        size = num_samples(batch)
-        number, _ = layouts.num_microbatches(size, self.num_microbatches, self.layout, most=None, who=self.who)
-        parts = split(batch, number)
+        parts = self._parts(batch)
         part = parts[0]
-        self._ask(parts)
         checks = Verification(self.module, self.stack, self.layout, step, part, device=self.device, who=self.who)
         holdings_here, found = checks.run()
         told: list[Any] = [(holdings_here, checks.unsplit)]
@@ -173,24 +169,25 @@ class Pipeline:
                 " right; the schedule's gaps are filled less well."
             )
         self._schedules.verified(found, step, part)
-        self._weigh(UncutLosses(self.module, self.stack, step, who=self.who), batch, number)
+        self._weigh(UncutLosses(self.module, self.stack, step, who=self.who), batch, len(parts))
 
     def learn(self, step: Step, batch: Any) -> None:
         """Find what micro-batches weigh after :meth:`cut`, where :meth:`verify` was not to be had; on all processes."""
-        number, _ = layouts.num_microbatches(
-            num_samples(batch), self.num_microbatches, self.layout, most=None, who=self.who
-        )
-        parts = split(batch, number)
-        self._ask(parts)
+        parts = self._parts(batch)
         with silent(cast("Any", self.module)), torch.enable_grad():
             learn_origins(self.stack, step, parts[0], Stream(self._course.seed, "train", 0, 0))
         kind = {"group": self.group, "device": self.device, "who": self.who}
         losses = CutLosses(self.module, self.stack, step, self.layout, **kind)
-        self._weigh(losses, batch, number)
+        self._weigh(losses, batch, len(parts))
 
-    def _ask(self, microbatches: list[Any]) -> None:
-        """Let a function that says what micro-batches weigh fail at setup, if it does."""
-        self._weights.of(microbatches)
+    def _parts(self, batch: Any) -> list[Any]:
+        """The micro-batches of a batch of the usual size, by which an epoch's last may be the first one of a resumed run."""
+        size = num_samples(batch)
+        number, _ = layouts.num_microbatches(size, self.num_microbatches, self.layout, most=None, who=self.who)
+        self._course.most = size
+        parts = split(batch, number)
+        self._weights.of(parts)  # a function that says what micro-batches weigh fails here, if it does
+        return parts
 
     def _weigh(self, losses: UncutLosses, batch: Any, number: int) -> None:
         if self.num_microbatches != 1:
@@ -344,9 +341,9 @@ class Pipeline:
         size = num_samples(batch)
         check_same(batch, self.group, self.device, inside=self._course.passes < _CHECKED_PASSES, who=self.who)
         parts, schedule = layouts.num_microbatches(
-            size, self.num_microbatches, self.layout, most=self._most, who=self.who
+            size, self.num_microbatches, self.layout, most=self._course.most or None, who=self.who
         )
-        self._most = max(size, self._most or 0)
+        self._course.most = max(size, self._course.most)
         return split(batch, parts), schedule
 
     # -- evaluation
@@ -373,12 +370,12 @@ class Pipeline:
     # -- state
 
     def state_dict(self) -> dict[str, int]:
-        """The seed and the number of passes, from which every random number follows."""
-        return {name: getattr(self._course, name) for name in ("seed", "passes", "evaluations")}
+        """What every random number follows from, and the size by which a smaller batch is split."""
+        return {name: getattr(self._course, name) for name in ("seed", "passes", "evaluations", "most")}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on with the random numbers of the run that ``state`` comes from, on whatever layout."""
-        vars(self._course).update(state)
+        vars(self._course).update({**state, "most": max(state.get("most", 0), self._course.most)})
         self.outer_buffers.forget()
 
 

@@ -121,7 +121,9 @@ def save_sharded(
         rest[GROUPS] = [optimizer.options() for optimizer in optimizers]
     save(pieces, checkpoint_id=path)
     if dist.get_rank() == 0:
-        torch.save(rest, path / META)
+        part = path / f"{META}.part"
+        torch.save(rest, part)
+        part.replace(path / META)  # a run that resumed from here may still have the old file in memory
     dist.barrier()  # nobody goes on to load what is not there yet
 
 
@@ -149,7 +151,7 @@ def load_sharded(
     paths: dict[str, tuple[Any, ...]] = saved.planner_data or {}
     keys = {where[1] for where in paths.values() if where[0] == "state_dict"}
     check_keys(plain, keys, type(module).__name__, strict=strict)
-    rest: dict[str, Any] = torch.load(path / META, map_location="cpu", weights_only=weights_only)
+    rest: dict[str, Any] = torch.load(path / META, mmap=True, map_location="cpu", weights_only=weights_only)
     own = module.state_dict()
     pieces: dict[str, Any] = {"state_dict": {key: value for key, value in own.items() if key in keys}}
     groups: list[Any] = rest.pop(GROUPS, [])

@@ -42,11 +42,22 @@ class Files:
         self._module, self._plain, self._gathering = module, plain, gathering
         self._device, self._whole, self._who = device, whole, who
         self._in_place = False
+        self._ended: str | None = None
         self.optimizers: list[NamedOptimizer] = []
+
+    def end(self, *, why_gone: str | None) -> None:
+        """The run is over and the module is put together on every rank; optimizer state stays where it is.
+
+        Args:
+            why_gone: what to say where weights are asked for and the module has none now; None if it has them.
+        """
+        self._ended = why_gone or ""
 
     def state_dict(self, without: frozenset[str] = frozenset()) -> dict[str, Any]:
         """The plain module's, but for some keys; on rank 0 only where the module is divided, and then collective."""
-        if self._whole:
+        if self._ended:
+            raise RuntimeError(self._ended)
+        if self._whole or self._ended is not None:
             return {key: value for key, value in self._module.state_dict().items() if key not in without}
         return formats.consolidate(self._module, self._plain, self._gathering, without=without)
 
@@ -72,6 +83,8 @@ class Files:
 
     def save(self, checkpoint: dict[str, Any], path: Path) -> None:
         """Write a folder of every rank's pieces; collective."""
+        if self._ended:
+            raise RuntimeError(self._ended)
         formats.save_sharded(checkpoint, path, self._module, self._plain, self._gathering, self.optimizers)
 
     def load(self, path: Path, weights_only: bool | None, io: CheckpointIO) -> dict[str, Any]:

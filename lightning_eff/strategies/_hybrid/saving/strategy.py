@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch.distributed as dist
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
@@ -11,18 +12,21 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff._core._lightning.names import Connected, is_a, like, of_both
+from lightning_eff.strategies._hybrid.layout import data_group
 
 if TYPE_CHECKING:
     from lightning_eff.strategies._hybrid.replica import Replica
+    from lightning_eff.strategies._hybrid.saving.files import Files
 
 _KEY = "lightning_eff_hybrid"  # in checkpoints: what random numbers of a pipeline's steps follow from
 
 
 @of_both
 class SavingStrategy(Connected, ModelParallelStrategy):
-    """Saves and loads what the processes of a run hold together, through its :class:`Replica`."""
+    """Saves and loads what the processes of a run hold together, through its :class:`Replica`, and after it."""
 
     _replica: "Replica | None"
+    _past: "tuple[Files, dict[str, Any]] | None" = None  # of the run that ended last, and its state of random numbers
     #: keys of the plain module's ``state_dict`` that one file does without, and for which nothing is put together
     leaves_out: frozenset[str] = frozenset()
 
@@ -31,26 +35,81 @@ class SavingStrategy(Connected, ModelParallelStrategy):
     def lightning_restore_optimizer(self) -> bool:
         return True
 
+    @property
+    def _files(self) -> "Files":
+        if self._replica is not None:
+            return self._replica.files
+        if self._past is None:
+            raise RuntimeError(
+                f"{type(self).__name__}: there is nothing to save yet, because no run has set up the module. Call"
+                " trainer.save_checkpoint within a run or after it."
+            )
+        return self._past[0]
+
+    def _draws(self) -> dict[str, Any]:
+        """What a pipeline's random numbers follow from, of every replica; {} without a pipeline; collective in a run."""
+        if self._replica is None:
+            return {} if self._past is None else self._past[1]
+        pipeline = self._replica.pipeline
+        if pipeline is None:
+            return {}
+        state, group = pipeline.state_dict(), data_group(self.device_mesh)
+        seeds: list[Any] = [None] * group.size()
+        dist.all_gather_object(seeds, state["seed"], group=group)
+        return {**state, "seeds": seeds}
+
+    def _end_run(self, *, gather: bool | Literal["auto"], failed: bool) -> None:
+        """Put the module together again, and keep what a checkpoint needs that is saved after the run."""
+        replica, draws = self._replica, {} if failed else self._draws()
+        if replica is None:
+            return
+        self._replica, self._past = None, None
+        replica.undo(gather=False if failed else gather)
+        if "files" in replica.__dict__:  # it was divided
+            replica.files.end(why_gone=self._why_gone(gather, failed=failed))
+            self._past = replica.files, draws
+
+    def _why_gone(self, gather: bool | Literal["auto"], *, failed: bool) -> str | None:
+        module, name = self.lightning_module, type(self).__name__
+        gone = module is not None and any(p.is_meta for p in module.parameters())
+        if failed and gone:
+            return (
+                f"{name}: no process has the whole weights after a run that failed. Save within the run, such as by"
+                " ModelCheckpoint(every_n_train_steps=100)."
+            )
+        if failed or self.reduce_boolean_decision(not gone):
+            return None
+        return (
+            f"{name}(gather_after_fit={gather!r}): not every process has the whole weights after the run. Save within the run,"
+            " such as by ModelCheckpoint(save_last=True), or set gather_after_fit=True."
+        )
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self._replica is not None
-        return {} if self._save_distributed_checkpoint else self._replica.files.state_dict(self.leaves_out)
+        return {} if self._save_distributed_checkpoint else self._files.state_dict(self.leaves_out)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        assert self._replica is not None
         if self._save_distributed_checkpoint:
             return {}
         inner = optimizer._optimizer if is_a(optimizer, LightningOptimizer) else optimizer
-        return self._replica.files.optimizer_state(inner)
+        return self._files.optimizer_state(inner)
+
+    def open_gradients(self) -> tuple[list[dict[str, Any]], list[str]] | None:
+        """The gradients of an open accumulation window, of each replica; None after the run; collective."""
+        return None if self._replica is None else self._replica.window.collect()
+
+    def take_up_gradients(self, replicas: list[dict[str, Any]], averaged: list[str]) -> None:
+        """Go on from what :meth:`open_gradients` gave; collective."""
+        assert self._replica is not None
+        self._replica.window.take_up(replicas, averaged)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        assert self._replica is not None
-        if self._replica.pipeline is not None:
-            checkpoint[_KEY] = self._replica.pipeline.state_dict()
+        if draws := self._draws():
+            checkpoint[_KEY] = draws
         if not self._save_distributed_checkpoint:
-            self._replica.files.clear_way(Path(self.broadcast(filepath)))
+            self._files.clear_way(Path(self.broadcast(filepath)))
             like(self, Strategy).save_checkpoint(self, checkpoint, filepath, storage_options)
             return
         if storage_options is not None:
@@ -58,14 +117,18 @@ class SavingStrategy(Connected, ModelParallelStrategy):
                 f"{type(self).__name__}.save_checkpoint(storage_options={storage_options!r}): expected None, since folders"
                 " of pieces are written by torch.distributed.checkpoint. Take save_distributed_checkpoint=False."
             )
-        self._replica.files.save(checkpoint, Path(self.broadcast(filepath)))
+        self._files.save(checkpoint, Path(self.broadcast(filepath)))
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         assert self._replica is not None
         checkpoint = self._replica.files.load(Path(self.broadcast(checkpoint_path)), weights_only, self.checkpoint_io)
         if self._replica.pipeline is not None and _KEY in checkpoint:
-            self._replica.pipeline.load_state_dict(checkpoint[_KEY])
+            state = dict(checkpoint[_KEY])
+            seeds, group = state.pop("seeds", []), data_group(self.device_mesh)
+            if len(seeds) == group.size():
+                state["seed"] = seeds[group.rank()]
+            self._replica.pipeline.load_state_dict(state)
         return checkpoint
 
     @override
