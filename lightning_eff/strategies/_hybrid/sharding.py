@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
@@ -44,7 +45,8 @@ def shard(
 ) -> None:
     """Divide the parameters of ``root`` over ``mesh``, a block at a time; what is in no block goes with the root.
 
-    A block that shares a parameter with what is outside of it goes with the root too, and so does a small one.
+    A block that shares a parameter with what is outside of it goes with the root too, and so does a small one. Parameters
+    that FSDP2 cannot divide (:func:`whole_in`) stay whole on every rank.
 
     Args:
         root: the module whose ``forward`` runs a step.
@@ -55,6 +57,7 @@ def shard(
         with_rest: divide what is in no block too; else it stays whole on every rank.
     """
     users: dict[int, int] = {}
+    ignored: set[nn.Parameter] = set()
     blocks = list(blocks)
     inside = [{id(p) for p in block.parameters()} for block in blocks]
     for ids in inside:
@@ -66,12 +69,29 @@ def shard(
             for p in m._parameters.values():
                 users[id(p)] = users.get(id(p), 0) + 1
     for block, ids in zip(blocks, inside, strict=True):
-        size = sum(p.numel() for p in block.parameters())
-        if ids and size >= min_num_params and all(users[key] == 1 for key in ids):
-            fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
+        own = list(block.parameters())
+        whole = whole_in(own)
+        size = sum(p.numel() for p in own)
+        if len(whole) < len(own) and size >= min_num_params and all(users[key] == 1 for key in ids):
+            fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=whole)
+            ignored |= whole
     sharded = set(sharded_parameters(root))
-    ignored = None if with_rest else {p for p in root.parameters() if p not in sharded}
+    rest = [p for p in root.parameters() if p not in sharded and p not in ignored]
+    ignored |= whole_in(rest) if with_rest else set(rest)
     fully_shard(root, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=ignored)
+
+
+def whole_in(params: Iterable[nn.Parameter]) -> set[nn.Parameter]:
+    """Those of one FSDP2 group that FSDP2 cannot divide: scalars, empty and complex ones, and, since it reduces gradients of
+    one dtype alone, those that train in another dtype than most elements of the group."""
+    params = list(params)
+    whole = {p for p in params if p.ndim == 0 or p.numel() == 0 or p.is_complex()}
+    sizes: dict[torch.dtype, int] = {}
+    for p in params:
+        if p.requires_grad and p not in whole:
+            sizes[p.dtype] = sizes.get(p.dtype, 0) + p.numel()
+    main = max(sizes, key=lambda dtype: sizes[dtype], default=None)
+    return whole | {p for p in params if p.requires_grad and p.dtype != main}
 
 
 def sharded_parameters(root: nn.Module) -> list[nn.Parameter]:
