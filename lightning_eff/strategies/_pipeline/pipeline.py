@@ -155,7 +155,10 @@ class Pipeline:
         parts = split(batch, number)
         part = parts[0]
         self._ask(parts)
-        checks = Verification(self.module, self.stack, self.layout, step, part, device=self.device, who=self.who)
+        several = self.num_microbatches != 1
+        checks = Verification(
+            self.module, self.stack, self.layout, step, part, divided=several, device=self.device, who=self.who
+        )
         holdings_here, found = checks.run()
         told: list[Any] = [(holdings_here, checks.unsplit)]
         dist.broadcast_object_list(told, group_src=0, group=self.group)
