@@ -87,6 +87,7 @@ class Replica:
         self._stash = gradients.Stash(module)
         self._buffers: list[Tensor] = []
         self._groups: list[dist.ProcessGroup] = []
+        self._in_place: sharding.InPlace
 
     # -- at setup
 
@@ -137,6 +138,7 @@ class Replica:
         for root in self._roots:
             sharding.settle(root)
         self._reduced = {id(p) for root in self._roots for p in sharding.sharded_parameters(root)}
+        self._in_place = sharding.InPlace(module, self._roots, self._reduced, data_group(self.mesh), who=self.who)
         if deferred and self.pipeline is not None and batch is not None:
             with self.evaluation():
                 self.pipeline.learn(self._step, batch)
@@ -312,6 +314,10 @@ class Replica:
                 yield
         finally:
             self._accumulating = False
+
+    def looking(self) -> AbstractContextManager[None]:
+        """Around a training step: whether its forward passes change parameters in place, which would go wrong."""
+        return nullcontext() if self.layout.data == 1 else self._in_place.looking()
 
     def begin_step(self) -> None:
         """Give all replicas the buffers of the first, as DDP does."""

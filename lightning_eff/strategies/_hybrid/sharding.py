@@ -1,10 +1,11 @@
 """FSDP2 around a module that knows nothing of it: one group for each block, the rest with the root, and the way back."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_eff._core.blocks import candidates, find_stack
+from lightning_eff.strategies._inplace import Copies, differ, lost, mark
 
 
 class Root(nn.Module):
@@ -101,6 +103,82 @@ def sharded_parameters(root: nn.Module) -> list[nn.Parameter]:
     ]
 
 
+class InPlace:
+    """Refuses parameters that forward passes change in place, where the change would be lost or not the same on all ranks.
+
+    Args:
+        module: the LightningModule.
+        roots: what FSDP2 has divided.
+        divided: ids of the pieces.
+        group: the data-parallel ranks.
+        who: for messages.
+    """
+
+    def __init__(
+        self, module: nn.Module, roots: list[nn.Module], divided: set[int], group: dist.ProcessGroup, *, who: str
+    ) -> None:
+        self.module, self.roots, self.divided, self.group, self.who = module, roots, divided, group, who
+        self.copies = Copies(group, who=who)
+        self._looks = bool(roots)
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Look at a training step, the first or one after it that is still to be looked at; collective over the group.
+
+        Raises:
+            ValueError: on all ranks, before any weight has moved.
+        """
+        if self.copies.done and not self._looks:
+            yield
+            return
+        named = dict(self.module.named_parameters())
+        found: set[nn.Parameter] = set()
+        with ExitStack() as entered:
+            entered.enter_context(
+                self.copies.looking({name: p for name, p in named.items() if id(p) not in self.divided})
+            )
+            for root in self.roots if self._looks else ():
+                entered.enter_context(marked(root, found))
+            yield
+        if self._looks:
+            ids = {id(p) for p in found}
+            ranks: list[Any] = [None] * self.group.size()
+            dist.all_gather_object(ranks, [name for name, p in named.items() if id(p) in ids], group=self.group)
+            if names := {name for rank in ranks for name in rank}:
+                raise lost(names, "shard=True puts whole parameters together for the pass alone", who=self.who)
+        self._looks = False
+
+
+@contextmanager
+def marked(root: nn.Module, found: set[nn.Parameter]) -> Iterator[None]:
+    """Note the pieces of parameters that forward passes in here change in place while they are whole."""
+    taken: list[tuple[nn.Parameter, Any, Any]] = []
+    handles: list[Any] = []
+    for m in groups(root):
+        params = [p for g in m._get_fsdp_state()._fsdp_param_groups for p in g.fsdp_params]
+        before: list[Any] = []
+
+        @torch.compiler.disable
+        def enter(*_: Any, params: list[Any] = params, before: list[Any] = before) -> None:
+            before[:] = [mark(p.unsharded_param) for p in params]
+
+        @torch.compiler.disable
+        def leave(*_: Any, params: list[Any] = params, before: list[Any] = before) -> None:
+            taken.extend(
+                (p.sharded_param, then, mark(p.unsharded_param)) for p, then in zip(params, before, strict=True)
+            )
+            before.clear()
+
+        assert isinstance(m, nn.Module)
+        handles += [m.register_forward_pre_hook(enter), m.register_forward_hook(leave, prepend=True)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    found |= {p for p, then, now in taken if differ(then, now)}
+
+
 def take_up(root: nn.Module) -> None:
     """Let FSDP2 know of pieces that were registered in the place of others."""
     for m in groups(root):
@@ -159,8 +237,8 @@ def unshard(root: nn.Module) -> None:
                 p._post_load_hook_handle.remove()
         _forget(module)  # pyright: ignore[reportArgumentType]
     for module in root.modules():
-        for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params", STATE_KEY, REGISTRY_KEY):
-            module.__dict__.pop(mark, None)
+        for key in ("_is_fsdp_managed_module", "_fsdp_use_orig_params", STATE_KEY, REGISTRY_KEY):
+            module.__dict__.pop(key, None)
 
 
 def _forget(module: nn.Module) -> None:
