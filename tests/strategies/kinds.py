@@ -232,7 +232,8 @@ class Mixed(Mlp):
         self.frozen_head = nn.Linear(DIM, CLASSES, dtype=torch.bfloat16).requires_grad_(False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens) + self.shift.float() + self.frozen_head(self.embedded(tokens).bfloat16()).float()
+        half = F.linear(self.embedded(tokens), self.frozen_head.weight.float())
+        return super().forward(tokens) + self.shift.float() + half
 
 
 class Double(nn.Linear):
@@ -508,8 +509,8 @@ class Teacher(Mlp):
         self.register_buffer("average", torch.zeros(CLASSES, DIM))
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        weight: Any = self.head.weight
-        self.average.lerp_(weight.full_tensor() if hasattr(weight, "full_tensor") else weight.detach(), 0.1)
+        weight: Any = self.head.weight.detach()
+        self.average.lerp_(weight.full_tensor() if hasattr(weight, "full_tensor") else weight, 0.1)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return super().forward(tokens) + 0.1 * F.linear(self.embedded(tokens), self.average)
@@ -623,7 +624,7 @@ KINDS: dict[str, Kind] = {
     "MaxNorm": Kind(MaxNorm, dict.fromkeys(("replicas", "shards", "tp2"), "'embed.weight' in place")),
     "Clamped": Kind(Clamped, dict.fromkeys(("shards", "tp2"), "in place")),
     "Skips": Kind(Skips, {"pp2": "beside the hidden state"}),
-    "Penalty": Kind(Penalty, {"pp2": "self.parameters()"}),
+    "Penalty": Kind(Penalty, {"pp2": "self.parameters()", "tp2": "mixed torch.Tensor and DTensor"}),
     "Hand": Kind(Hand),
     "LayerScale": Kind(Hand, callbacks={"LayerScale": {"init": 0.1}}),
     "ReZero": Kind(Hand, callbacks={"ReZero": {}}),

@@ -62,7 +62,7 @@ def _run(name: str, layout: str | None, file: str) -> dict[str, Any]:
     techniques = [getattr(lightning_eff, technique)(**given) for technique, given in kind.callbacks.items()]
     strategy: Any = "auto"
     if layout is not None:
-        strategy = HybridParallelStrategy(failure_timeout=None, **LAYOUTS[layout])
+        strategy = HybridParallelStrategy(failure_timeout=60.0, **LAYOUTS[layout])
     run = trainer(
         *techniques,
         outputs,

@@ -239,8 +239,10 @@ class Replica:
             told: list[Any] = [None] * group.size()
             dist.all_gather_object(told, (sorted(self.held), self.pipeline.owned_names), group=group)
             self.owner = {name: stage for stage in reversed(range(len(told))) for name in told[stage][0]}
+            buffers = {name for name, slot in self.plain.slots.items() if not slot.is_parameter}
             for stage, (held, saves) in enumerate(told):  # buffers outside the blocks are the last stage's to save
-                self.owner.update({name: stage for key in saves if (name := self.plain.keys[key]) in held})
+                mine = buffers.intersection(held)
+                self.owner.update({name: stage for key in saves if (name := self.plain.keys[key]) in mine})
         self.gathering = Gathering(self.mesh, lambda name: self.owner[name], self.device)
 
     def _wrap(self) -> None:

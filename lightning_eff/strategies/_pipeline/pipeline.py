@@ -221,7 +221,9 @@ class Pipeline:
             for stage, own in zip(self.local_stages, blocks, strict=True)
         ]
         holders = {
-            n: ranks for n in whole.stages if len(ranks := whole.ranks(n, self.layout)) > 1 and self.rank in ranks
+            whole.names[n]: ranks
+            for n in whole.stages
+            if len(ranks := whole.ranks(n, self.layout)) > 1 and self.rank in ranks
         }
         self._shared = SharedGradients(self.module, holders, self.group, self.device)
 
