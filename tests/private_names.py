@@ -231,6 +231,7 @@ INTERNALS: dict[str, Callable[[], Any]] = {
     "fsdp_params": lambda: fsdp_state()._fsdp_param_groups[0],
     "reset_sharded_param": lambda: fsdp_state()._fsdp_param_groups[0].fsdp_params[0],
     "sharded_param": lambda: fsdp_state()._fsdp_param_groups[0].fsdp_params[0],
+    "unsharded_param": lambda: type(fsdp_state()._fsdp_param_groups[0].fsdp_params[0]),
     "set_requires_gradient_sync": fsdp,
 }
 

@@ -622,7 +622,7 @@ KINDS: dict[str, Kind] = {
     "BatchNorm": Kind(BatchNorm, apart=("replicas", "shards", "pp2")),
     "Counter": Kind(Counter, {"pp2": "'seen'"}),
     "MaxNorm": Kind(MaxNorm, dict.fromkeys(("replicas", "shards", "tp2"), "'embed.weight' in place")),
-    "Clamped": Kind(Clamped, dict.fromkeys(("shards", "tp2"), "in place")),
+    "Clamped": Kind(Clamped, dict.fromkeys(("shards", "tp2", "pp2"), "in place")),
     "Skips": Kind(Skips, {"pp2": "beside the hidden state"}),
     "Penalty": Kind(Penalty, {"pp2": "self.parameters()", "tp2": "mixed torch.Tensor and DTensor"}),
     "Hand": Kind(Hand),

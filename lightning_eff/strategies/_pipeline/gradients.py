@@ -40,7 +40,11 @@ class SharedGradients:
     """
 
     def __init__(
-        self, module: nn.Module, holders: Mapping[tuple[str, ...], tuple[int, ...]], group: ProcessGroup, device: torch.device
+        self,
+        module: nn.Module,
+        holders: Mapping[tuple[str, ...], tuple[int, ...]],
+        group: ProcessGroup,
+        device: torch.device,
     ) -> None:
         self.module, self.group, self.device = module, group, device
         self._names: dict[tuple[int, ...], list[tuple[str, ...]]] = {}

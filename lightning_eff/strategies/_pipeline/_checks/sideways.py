@@ -223,15 +223,26 @@ def check_sideways(
         inside = {id(p) for block in stack.blocks for p in block.parameters()}
         # other weights: a teacher that begins as its student's copy does not move at first
         with silent(cast("Any", module)), perturbed(module, inside, 1.0):
+            versions = {name: p._version for name, p in module.named_parameters()}
             with uncut(stack, stream):
                 step(batch)  # which may fill caches
+            changed = [name for name, p in module.named_parameters() if p._version != versions[name]]
             before = state_of(module)
             with uncut(stack, stream):
-                losses = [float(loss_of(step(batch), who=who).detach())]
+                first = loss_of(step(batch), who=who)
+                first = first if changed and divided else first.detach()
             after = state_of(module)
             with uncut(stack, stream, marks=graph):
-                losses.append(float(loss_of(step(batch), who=who).detach()))
+                losses = [float(first.detach()), float(loss_of(step(batch), who=who).detach())]
+            spoilt = first.requires_grad and not _has_backward(first)
+            del first
         kept = graph.found is None and graph.kept()
+    if spoilt:
+        raise ValueError(
+            f"{who}: the forward pass changes {', '.join(map(repr, sorted(changed)[:5]))} in place (a clamp of weights), which"
+            " the backward passes of earlier micro-batches need as they were. Change the weights in on_train_batch_end, or use"
+            " num_microbatches=1 or pipeline_parallel_size=1."
+        )
     if graph.found is not None or kept:
         where = f"in {graph.found}" if graph.found else "in a list, a dict or a closure outside the module"
         raise ValueError(
@@ -242,6 +253,30 @@ def check_sideways(
             " (.detach()) if they are to be looked at alone, or use pipeline_parallel_size=1."
         )
     _check_state(module, before, after, losses if divided else [], who=who)
+
+
+def _has_backward(loss: Tensor) -> bool:
+    """Whether the graph of a loss can still be gone through; its parameters' gradients stay as they are."""
+    leaves = [leaf for leaf in _leaves(loss) if leaf.requires_grad]
+    try:
+        torch.autograd.grad(loss, leaves, allow_unused=True)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _leaves(loss: Tensor) -> list[Tensor]:
+    seen: set[Any] = set()
+    found: list[Tensor] = []
+    todo: list[Any] = [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo.extend(following for following, _ in node.next_functions)
+            if hasattr(node, "variable"):
+                found.append(node.variable)
+    return found
 
 
 def _check_state(
