@@ -25,6 +25,10 @@ class Mlp(pl.LightningModule):
     """
 
     synced = True
+    embed: Any
+    blocks: Any
+    head: Any
+    average: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,8 +244,8 @@ class Double(nn.Linear):
     def __init__(self, width: int) -> None:
         super().__init__(width, width, dtype=torch.float64)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.double()).float()
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.double()).float()
 
 
 class Scalars(Mlp):
@@ -406,8 +410,8 @@ class Product(torch.autograd.Function):
 
 
 class OwnLinear(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return Product.apply(x, self.weight) + self.bias  # type: ignore[operator]
+    def forward(self, input: Tensor) -> Tensor:
+        return Product.apply(input, self.weight) + self.bias  # type: ignore[operator]
 
 
 class OwnFunction(Mlp):
@@ -464,7 +468,8 @@ class Mixture(Mlp):
 
 class Recomputed(Mlp):
     def run(self, block: nn.Module, x: Tensor, index: int) -> Tensor:
-        return x + checkpoint(block, x, use_reentrant=False) if self.training else x + block(x)  # type: ignore[operator]
+        out: Any = checkpoint(block, x, use_reentrant=False) if self.training else block(x)
+        return x + out
 
 
 class Conditioned(Mlp):
@@ -599,8 +604,6 @@ _PLAIN = (
     *(
         Mlp,
         Transformer,
-        Gru,
-        Convolutions,
         QKNorm,
         WeightNorm,
         OldWeightNorm,
@@ -611,10 +614,11 @@ _PLAIN = (
         Scalars,
     ),
     *(BranchScales, Gates, Raw, Tied, TiedBlocks, Frozen, Thawed, Prelu, InPlace, OwnFunction, Bilinear, Padding, Bag),
-    *(Mixture, Recomputed, Conditioned, Hooked, Teacher, Scheduled),
+    *(Mixture, Recomputed, Hooked, Teacher, Scheduled),
 )
 KINDS: dict[str, Kind] = {
     **{cls.__name__: Kind(cls) for cls in _PLAIN},
+    **{cls.__name__: Kind(cls, {"pp2": "beside the hidden state"}) for cls in (Gru, Convolutions, Conditioned)},
     "Everything": Kind(Everything),
     "Lstm": Kind(Lstm, {"pp2": "stack"}),
     "NeverUsed": Kind(NeverUsed),

@@ -170,7 +170,8 @@ def marked(root: nn.Module, found: set[nn.Parameter]) -> Iterator[None]:
             before.clear()
 
         assert isinstance(m, nn.Module)
-        handles += [m.register_forward_pre_hook(enter), m.register_forward_hook(leave, prepend=True)]
+        hooks: tuple[Any, Any] = enter, leave
+        handles += [m.register_forward_pre_hook(hooks[0]), m.register_forward_hook(hooks[1], prepend=True)]
     try:
         yield
     finally:

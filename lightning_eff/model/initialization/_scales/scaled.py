@@ -90,7 +90,7 @@ class Scaled(nn.Module):
 def stored_in(module: nn.Module, name: str) -> Tensor | None:
     """A parameter as code of its module reads it: under tensor parallelism a whole one, or the part to compute with."""
     stored = module._parameters[name]
-    return module.__getattr__(name) if isinstance(stored, DTensor) else stored
+    return cast(Tensor, module.__getattr__(name)) if isinstance(stored, DTensor) else stored
 
 
 def reader(name: str) -> property:
