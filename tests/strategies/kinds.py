@@ -411,7 +411,7 @@ class Product(torch.autograd.Function):
 
 class OwnLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
-        return Product.apply(input, self.weight) + self.bias  # type: ignore[operator]
+        return Product.apply(input, self.weight) + self.bias
 
 
 class OwnFunction(Mlp):
@@ -589,7 +589,7 @@ class Kind:
 
     Attributes:
         make: builds it.
-        refused: for a layout that refuses it, words of the reason.
+        refused: for a layout that refuses it, words of the reason; of torch's DDP in the second step, if that does.
         apart: of a layout in which it trains otherwise by design, which the user is told.
         callbacks: techniques by name, with their arguments.
     """
@@ -621,7 +621,7 @@ KINDS: dict[str, Kind] = {
     **{cls.__name__: Kind(cls, {"pp2": "beside the hidden state"}) for cls in (Gru, Convolutions, Conditioned)},
     "Everything": Kind(Everything),
     "Lstm": Kind(Lstm, {"pp2": "stack"}),
-    "NeverUsed": Kind(NeverUsed),
+    "NeverUsed": Kind(NeverUsed, {"replicas": "find_unused_parameters"}),
     "SpectralNorm": Kind(SpectralNorm, {"pp2": "loss depends on them"}),
     "BatchNorm": Kind(BatchNorm, apart=("replicas", "shards", "pp2")),
     "Counter": Kind(Counter, {"pp2": "'seen'"}),
@@ -634,5 +634,5 @@ KINDS: dict[str, Kind] = {
     "ReZero": Kind(Hand, callbacks={"ReZero": {}}),
     "SkipInit": Kind(Hand, callbacks={"SkipInit": {}}),
     "QKNormTechnique": Kind(Hand, callbacks={"QKNorm": {}}),
-    "Alternating": Kind(Alternating, {"pp2": "block"}),
+    "Alternating": Kind(Alternating, {"replicas": "find_unused_parameters", "pp2": "block"}),
 }

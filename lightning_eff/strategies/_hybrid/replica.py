@@ -88,6 +88,7 @@ class Replica:
         self._buffers: list[Tensor] = []
         self._groups: list[dist.ProcessGroup] = []
         self._in_place: sharding.InPlace
+        self._late: list[nn.Parameter] = []  # frozen when DDP is built, which would not average them once they train
 
     # -- at setup
 
@@ -254,6 +255,7 @@ class Replica:
             if self.fitting:
                 ids = None if self.device.type == "cpu" else [self.device.index]
                 stream = nullcontext() if ids is None else torch.cuda.stream(torch.cuda.Stream())
+                self._late = [p for p in self.module.parameters() if not p.requires_grad]
                 with stream:
                     self._model = DistributedDataParallel(self.module, device_ids=ids)
             return
@@ -371,6 +373,8 @@ class Replica:
     def finish_gradients(self) -> None:
         """After a backward pass: gradients lie as their parameters do and, unless they pile up, are averaged."""
         if self.replicated:
+            if self._late and not self._accumulating:
+                all_reduce_mean(self._late, data_group(self.mesh))
             return
         if self.tensor is not None and self.pipeline is None:
             self.tensor.normalize_gradients()
