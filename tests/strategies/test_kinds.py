@@ -10,7 +10,9 @@ from tests.strategies.kinds_jobs import LAYOUTS, TECHNIQUES
 from tests.strategies.launch import launch
 
 JOBS = "tests.strategies.kinds_jobs"
-TOLERANCE = 2e-6  # of numbers of about 1, after three steps; what a layout leaves out or counts twice is 1e-3 and more
+TOLERANCE = (
+    5e-6  # of numbers of up to about 10, after three steps; what a layout leaves out or counts twice is 1e-3 and more
+)
 
 pytestmark = pytest.mark.timeout(1800)  # the first test of a layout trains all modules in it
 
