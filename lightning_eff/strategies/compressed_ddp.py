@@ -23,6 +23,7 @@ from lightning_eff.strategies import _names
 from lightning_eff.strategies._communication.codecs import QuantizedCodec, SignCodec
 from lightning_eff.strategies._communication.exchange import log_traffic
 from lightning_eff.strategies._communication.gathering import gather_on_first
+from lightning_eff.strategies._inplace import Copies
 
 if TYPE_CHECKING:
     from lightning_eff.strategies._communication.hooks import GradientHook
@@ -142,6 +143,7 @@ class CompressedDDPStrategy(Connected, DDPStrategy):
         self.options: dict[str, Any] = {**_OPTIONS[hook], **given}
         self._state: GradientHook | None = None
         self._loaded: list[dict[str, Any]] | None = None
+        self._copies: Copies | None = None
 
     # -- the run
 
@@ -154,6 +156,7 @@ class CompressedDDPStrategy(Connected, DDPStrategy):
                 " a precision without one. Use precision='bf16-mixed', or strategy='ddp'."
             )
         self._state = None
+        self._copies = Copies(None, who=_KEY) if self.world_size > 1 else None
         super().setup(trainer)
 
     @override
@@ -188,6 +191,14 @@ class CompressedDDPStrategy(Connected, DDPStrategy):
             return PowerSGDHook(names, rank=o["rank"], min_compression_rate=o["min_compression_rate"], **common)
         codec = SignCodec() if self.hook == "onebit" else QuantizedCodec(o["bits"], o["bucket_size"])
         return CodecHook(names, codec=codec, **common)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        if self._copies is None or self._copies.done:
+            return super().training_step(*args, **kwargs)
+        with self._copies.looking(dict(self.lightning_module.named_parameters())):
+            return super().training_step(*args, **kwargs)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:

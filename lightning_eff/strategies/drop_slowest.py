@@ -19,6 +19,7 @@ from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
+from lightning_eff.strategies._communication.exchange import as_real
 
 _FAR = 1_000_000
 
@@ -49,7 +50,7 @@ def scale(done: int, *, window: int, ranks: int) -> float:
 
 def nothing(parameters: list[nn.Parameter]) -> Tensor:
     """A loss of 0 whose gradient in each of ``parameters`` is 0: DDP's exchange takes part in its backward pass."""
-    return torch.stack([p.flatten()[:1].sum().float() * 0 for p in parameters]).sum()
+    return torch.stack([as_real(p).flatten()[:1].sum().float() * 0 for p in parameters]).sum()
 
 
 class DropSlowest(Technique):

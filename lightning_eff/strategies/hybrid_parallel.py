@@ -319,9 +319,9 @@ class HybridParallelStrategy(ReachedStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._replica is not None
         self._replica.begin_step()
-        if self._replica.pipeline is None:
-            return super().training_step(*args, **kwargs)
-        return self._replica.run_pipeline(*args, **kwargs)
+        step = super().training_step if self._replica.pipeline is None else self._replica.run_pipeline
+        with self._replica.looking():
+            return step(*args, **kwargs)
 
     def _evaluate(self, name: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._replica is not None

@@ -26,6 +26,7 @@ from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
+from lightning_eff.strategies._communication.exchange import as_real, views_of
 
 WHO = "JointSpar"
 _CURVATURE = ("KFAC", "MFAC", "SampledQuasiNewton")
@@ -84,7 +85,7 @@ def next_probabilities(p: Tensor, estimated: Tensor, *, rate: float, total: floa
 def at_least_zero(loss: Tensor, w: Parameter) -> Tensor:
     """``loss``, in which none of the layers that were drawn had a part, with a gradient of zero for ``w``."""
     w.requires_grad_(True)
-    return loss + 0.0 * w.flatten()[:1].sum()
+    return loss + 0.0 * as_real(w).flatten()[:1].sum().to(loss.dtype)
 
 
 class _Sent:
@@ -104,7 +105,7 @@ class _Sent:
 def _reduce(sent: _Sent, bucket: GradBucket) -> Future[Tensor]:
     """Average the gradients that were drawn; the others are zeros on all ranks."""
     buffer = bucket.buffer()
-    some = [g for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True) if id(p) not in sent.left]
+    some = [g for p, g in views_of(bucket) if id(p) not in sent.left]
     if bucket.index() == 0:
         sent.numbers = sent.whole = 0
     sent.whole += buffer.numel()
@@ -306,7 +307,8 @@ class JointSpar(Technique):
                 if not self._z[d]:
                     w.grad = torch.zeros_like(w)
                 elif w.grad is not None:
-                    square = w.grad.detach().float().square().sum()
+                    size = w.grad.detach().abs() if w.is_complex() else w.grad.detach()
+                    square = size.float().square().sum()
                     squares[d] = squares[d] + square if d in squares else square
                     w.grad.div_(p_d)
         self._learn(squares)

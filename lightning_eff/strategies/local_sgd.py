@@ -17,8 +17,8 @@ class LocalSGD(Apart):
 
     The first ``warmup_steps`` steps are plain DDP. After them gradients stay on their rank (torch's ``post_localSGD_hook``),
     each rank steps with its own optimizer, whose state stays its own, and after every ``interval`` local steps the
-    weights are averaged (torch's ``average_parameters``). An average sends as many bytes as the gradients of a step, so
-    ``1 / interval`` of DDP's remain. With ``interval=1`` and SGD this is DDP, up to rounding.
+    weights are averaged. An average sends as many bytes as the gradients of a step, so ``1 / interval`` of DDP's remain.
+    With ``interval=1`` and SGD this is DDP, up to rounding.
 
     While the trainer validates, and after the fit, the module holds the mean over ranks; every checkpoint's ``state_dict``
     is that mean, so it loads into the plain module and resumes in plain DDP. Between averagings each rank's own weights,

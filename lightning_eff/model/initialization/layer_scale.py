@@ -49,7 +49,7 @@ class LayerScale(BranchScale):
 
     saves: ClassVar[str] = "steps: deep vision transformers train at all, and to a better end"
     paper: ClassVar[str] = "Touvron et al. 2021, arXiv:2103.17239"
-    constraints: ClassVar[str] = "modules with residual branches; no tensor parallelism"
+    constraints: ClassVar[str] = "modules with residual branches"
     survey: ClassVar[Survey | None] = Survey(
         "initialisation: residual branches scaled by channel (LayerScale)", shen="4.3"
     )

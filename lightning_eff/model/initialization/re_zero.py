@@ -40,7 +40,7 @@ class ReZero(BranchScale):
 
     saves: ClassVar[str] = "steps: deep networks begin as shallow ones, with their gradients whole"
     paper: ClassVar[str] = "Bachlechner et al. 2020, arXiv:2003.04887"
-    constraints: ClassVar[str] = "modules with residual branches; no tensor parallelism"
+    constraints: ClassVar[str] = "modules with residual branches"
     survey: ClassVar[Survey | None] = Survey(
         "initialisation: residual branches with a learnt scale (ReZero)", shen="4.3"
     )

@@ -50,7 +50,7 @@ class SkipInit(BranchScale):
 
     saves: ClassVar[str] = "steps: deep networks begin as shallow ones, with their gradients whole"
     paper: ClassVar[str] = "De & Smith 2020, arXiv:2002.10444"
-    constraints: ClassVar[str] = "modules with residual branches; no tensor parallelism"
+    constraints: ClassVar[str] = "modules with residual branches"
     survey: ClassVar[Survey | None] = Survey(
         "initialisation: residual branches with a learnt scale (SkipInit)", shen="4.3"
     )

@@ -62,7 +62,7 @@ class QKNorm(Architecture):
 
     saves: ClassVar[str] = "steps, where attention's logits would grow at large rates; costs two norms an attention"
     paper: ClassVar[str] = "Henry et al. 2020, arXiv:2010.04245; Dehghani et al. 2023, arXiv:2302.05442"
-    constraints: ClassVar[str] = "attention by scaled_dot_product_attention; no tensor parallelism"
+    constraints: ClassVar[str] = "attention by scaled_dot_product_attention"
     survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace({}, _pointless)
     control: ClassVar[Control] = Control(

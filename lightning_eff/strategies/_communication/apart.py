@@ -16,27 +16,19 @@ from lightning_eff._core._lightning.names import is_a, like
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import OtherWeights
+from lightning_eff.strategies._communication.exchange import Traffic, plain_mean
 from lightning_eff.strategies._communication.gathering import gather_on_first
 
 
 def average_in_place(parameters: list[Parameter]) -> None:
-    """``w <- (1/N) sum_i w_i`` over all ranks, by torch's averaging; the parameters keep their storage.
+    """``w <- (1/N) sum_i w_i`` over all ranks, in place.
 
     Args:
         parameters: the same, in shape and order, on all ranks; those without a gradient too, because a rank that did
             not use one would otherwise send less than the others, which then wait for ever.
     """
-    from torch.distributed.algorithms.model_averaging.utils import average_parameters  # not with `import lightning_eff`
-
-    if not parameters or dist.get_world_size() == 1:
-        return
-    held = [p.data for p in parameters]
-    group = dist.group.WORLD
-    assert group is not None
-    average_parameters(iter(parameters), group)
-    for p, storage in zip(parameters, held, strict=True):
-        storage.copy_(p.data)
-        p.data = storage
+    if dist.get_world_size() > 1:
+        plain_mean([p.detach() for p in parameters], group=None, traffic=Traffic())
 
 
 class Apart(OtherWeights):

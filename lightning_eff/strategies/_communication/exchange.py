@@ -8,8 +8,33 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
 
 from lightning_eff.strategies._communication.codecs import Codec
+
+
+def as_real(x: Tensor) -> Tensor:
+    """``x``, or a view of a complex ``x`` as real numbers: of its shape, with real and imaginary parts along a last axis."""
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
+def views_of(bucket: GradBucket) -> list[tuple[Tensor, Tensor]]:
+    """Each parameter of a DDP bucket with its gradient, as real numbers; a view of the bucket's buffer.
+
+    DDP keeps complex gradients as real numbers, but ``bucket.gradients()`` counts complex ones, so that its views lie at the
+    wrong places. A complex matrix has a last axis of 2 here, a complex vector is one of twice the length, and empty parameters
+    are left out.
+    """
+    found: list[tuple[Tensor, Tensor]] = []
+    flat, start = as_real(bucket.buffer()).view(-1), 0
+    for p in bucket.parameters():
+        size = p.numel() * (2 if p.is_complex() else 1)
+        shape = (*p.shape, 2) if p.is_complex() and p.ndim > 1 else p.shape if not p.is_complex() else (size,)
+        if size:
+            found.append((p, flat[start : start + size].view(shape)))
+        start += size
+    assert start == flat.numel(), "a bucket holds its parameters' gradients and nothing else"
+    return found
 
 
 def as_matrix(x: Tensor) -> Tensor:
@@ -156,12 +181,14 @@ def compressed_mean(
 
 @torch.no_grad()
 def plain_mean(tensors: list[Tensor], *, group: dist.ProcessGroup | None, traffic: Traffic) -> None:
-    """Replace each tensor by its mean over ranks, all in one all-reduce; they must be of one dtype."""
-    if not tensors:
-        return
+    """Replace each tensor by its mean over ranks, in one all-reduce for each dtype; complex ones as real numbers."""
     world_size = dist.get_world_size(group)
-    flat = torch.cat([x.reshape(-1) for x in tensors]).div_(world_size)
-    dist.all_reduce(flat, group=group)
-    traffic.all_reduce(flat.numel() * flat.element_size(), world_size)
-    for x, mean in zip(tensors, flat.split([x.numel() for x in tensors]), strict=True):
-        x.copy_(mean.view_as(x))
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for x in map(as_real, tensors):
+        kinds.setdefault((x.dtype, x.device), []).append(x)
+    for alike in kinds.values():
+        flat = torch.cat([x.reshape(-1) for x in alike]).div_(world_size)
+        dist.all_reduce(flat, group=group)
+        traffic.all_reduce(flat.numel() * flat.element_size(), world_size)
+        for x, mean in zip(alike, flat.split([x.numel() for x in alike]), strict=True):
+            x.copy_(mean.view_as(x))

@@ -18,9 +18,11 @@ from lightning_eff.strategies._communication.exchange import (
     Residuals,
     Traffic,
     as_matrix,
+    as_real,
     compressed_mean,
     plain_mean,
     redistribute,
+    views_of,
 )
 
 
@@ -93,7 +95,7 @@ class GradientHook(ABC):
         self.step, self.seed = ranks[0]["step"], ranks[0]["seed"]
 
     def _named(self, bucket: GradBucket) -> list[tuple[str, Tensor]]:
-        return [(self.names[p], g) for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)]
+        return [(self.names[p], g) for p, g in views_of(bucket)]
 
 
 class CodecHook(GradientHook):
@@ -151,6 +153,20 @@ class BF16Hook(GradientHook):
         group = dist.group.WORLD
         assert group is not None
         return _in_order(bf16_compress_hook(group, bucket), bucket)
+
+
+class _Views:
+    """A bucket, as torch's hooks take one, with other views of its buffer as gradients."""
+
+    def __init__(self, bucket: GradBucket, gradients: list[Tensor]) -> None:
+        self._bucket, self._gradients = bucket, gradients
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bucket, name)
+
+    def gradients(self) -> list[Tensor]:
+        """Views that cover the buffer."""
+        return self._gradients
 
 
 class PowerSGDHook(GradientHook):
@@ -211,7 +227,8 @@ class PowerSGDHook(GradientHook):
             n, m, r = self._sizes(g.shape)
             count = (n + m) * r if r else g.numel()
             self.traffic.all_reduce(count * g.element_size(), self.world_size)
-        return _in_order(powerSGD_hook(self.inner, bucket), bucket)
+        views: Any = _Views(bucket, [g if g.ndim else g.view(1) for _, g in gradients])
+        return _in_order(powerSGD_hook(self.inner, views), bucket)
 
     def _sizes(self, shape: torch.Size) -> tuple[int, int, int]:
         """Rows, columns and rank of the approximation of a gradient; rank 0 where torch sends it as it is."""
@@ -270,7 +287,7 @@ class PowerSGDHook(GradientHook):
     @override
     def state_dict(self) -> dict[str, Any]:
         errors, qs = self._by_name()
-        shapes = {name: p.shape for p, name in self.names.items()}
+        shapes = {name: as_real(p.detach()).shape for p, name in self.names.items()}
         return {
             **super().state_dict(),
             "errors": {name: e.view(shapes[name]).to("cpu", copy=True) for name, e in errors.items()},

@@ -28,6 +28,11 @@ def check_source(optimizer: Optimizer, *, who: str) -> None:
             f"{who}: configure_optimizers returned {type(optimizer).__name__}; expected torch.optim.Adam or AdamW, whose"
             " lr, betas, eps and weight_decay are taken over. Return one of them."
         )
+    if any(p.is_complex() for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            f"{who}: {type(optimizer).__name__} has complex parameters, and momenta that travel as signs are of real ones."
+            " Keep real parameters, as torch.view_as_real gives them, or take strategy='ddp'."
+        )
     for group in optimizer.param_groups:
         for name in ("amsgrad", "maximize", "differentiable"):
             if group.get(name):

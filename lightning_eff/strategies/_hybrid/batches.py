@@ -53,6 +53,23 @@ def on_device(trainer: Trainer, module: LightningModule, batch: Any) -> Any:
     return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
 
+def agreed_batch(
+    trainer: Trainer,
+    module: LightningModule,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    fitting: bool,
+    who: str,
+) -> Any:
+    """A training batch, the same on all ranks of ``group``, which draw the same numbers from now on; None outside of a fit."""
+    same_randomness(group, device, source=dist.get_rank(group) == 0)
+    batch = first_training_batch(trainer, module) if fitting else None
+    if batch is not None:
+        check_same_batch(batch, group, who=who)
+    return batch
+
+
 def check_same_batch(batch: Any, group: dist.ProcessGroup, *, who: str) -> None:
     """Raise ``ValueError`` on all ranks of ``group`` unless they got the same batch; collective."""
     digest = [(path, tuple(t.shape), float(t.double().sum()) if t.numel() else 0.0) for path, t in tensors(batch)]

@@ -87,17 +87,24 @@ def _lists(grads: Iterable[Tensor | None]) -> Iterable[list[Tensor]]:
 def by_lists(optimizer: Optimizer) -> Iterator[None]:
     """Let SGD, Adam and AdamW, where they are free to, step all DTensors on a CPU in one call, as they do on a GPU.
 
-    A call for each takes four times as long for small ones.
+    A call for each takes four times as long for small ones. No optimizer steps tensors of several kinds in one call, which
+    torch cannot do: DTensors of several meshes, or DTensors beside plain tensors.
     """
-    groups = optimizer.param_groups if type(optimizer) in (SGD, Adam, AdamW) else []
-    groups = [group for group in groups if group["foreach"] is None and _may_list(group)]
-    for group in groups:
-        group["foreach"] = True
+    listed = type(optimizer) in (SGD, Adam, AdamW)
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for group in optimizer.param_groups:
+        chosen = {}
+        if len({p.device_mesh if isinstance(p, DTensor) else None for p in group["params"]}) > 1:
+            chosen = {name: False for name in ("foreach", "fused") if name in group}
+        elif listed and group["foreach"] is None and _may_list(group):
+            chosen = {"foreach": True}
+        before.append((group, {name: group[name] for name in chosen}))
+        group.update(chosen)
     try:
         yield
     finally:
-        for group in groups:
-            group["foreach"] = None
+        for group, kept in before:
+            group.update(kept)
 
 
 @contextmanager
@@ -127,9 +134,7 @@ def _may_list(group: dict[str, Any]) -> bool:
     params = group["params"]
     if group["fused"] or group["differentiable"]:
         return False
-    return all(isinstance(p, DTensor) and p.device.type == "cpu" for p in params) and (
-        len({p.device_mesh for p in params}) == 1
-    )
+    return all(isinstance(p, DTensor) and p.device.type == "cpu" for p in params)
 
 
 class Stash:

@@ -34,7 +34,7 @@ from lightning_eff.strategies._hybrid.layout import (
 )
 from lightning_eff.strategies._hybrid.reach import over_replicas
 from lightning_eff.strategies._hybrid.saving.files import Files
-from lightning_eff.strategies._hybrid.saving.gathering import Described, Gathering
+from lightning_eff.strategies._hybrid.saving.gathering import Gathering, owners, wanted_of
 from lightning_eff.strategies._hybrid.saving.optimizer_state import NamedOptimizer, named, steps_apart
 from lightning_eff.strategies._hybrid.saving.plain import Plain
 from lightning_eff.strategies._hybrid.saving.window import Window
@@ -93,6 +93,8 @@ class Replica:
         self._stash = gradients.Stash(module)
         self._buffers: list[Tensor] = []
         self._groups: list[dist.ProcessGroup] = []
+        self._in_place: sharding.InPlace
+        self._late: list[nn.Parameter] = []  # frozen when DDP is built, which would not average them once they train
 
     # -- at setup
 
@@ -134,7 +136,10 @@ class Replica:
             broadcast(tensors.values(), world, most_bytes=_BUCKET_BYTES)
         if layout.data == 1:  # the loader as it is: a sampler of Lightning's would shuffle it in another order
             self._patches.set(self.trainer._accelerator_connector, "use_distributed_sampler", False)
-        batch = self._check_batch() if layout.model_parallel else None
+        batch = None
+        if layout.model_parallel:
+            group = self._group_over(PIPELINE, TENSOR)
+            batch = batches.agreed_batch(self.trainer, module, group, self.device, fitting=self.fitting, who=self.who)
         if layout.model_parallel:
             with self._structure.noting():
                 self._divide_model(None if deferred else batch)
@@ -149,6 +154,7 @@ class Replica:
         for root in self._roots:
             sharding.settle(root)
         self._reduced = {id(p) for root in self._roots for p in sharding.sharded_parameters(root)}
+        self._in_place = sharding.InPlace(module, self._roots, self._reduced, data_group(self.mesh), who=self.who)
         if deferred and self.pipeline is not None and batch is not None:
             with self.evaluation():
                 self.pipeline.learn(self._step, batch)
@@ -178,17 +184,6 @@ class Replica:
         told = torch.tensor(int(here), device=self.device)
         dist.all_reduce(told, dist.ReduceOp.MAX)
         return bool(told)
-
-    def _check_batch(self) -> Any:
-        """A training batch, the same on all ranks of this replica, which draw the same numbers from now on; or None."""
-        group = self._group_over(PIPELINE, TENSOR)
-        batches.same_randomness(group, self.device, source=dist.get_rank(group) == 0)
-        if not self.fitting:
-            return None
-        batch = batches.first_training_batch(self.trainer, self.module)
-        if batch is not None:
-            batches.check_same_batch(batch, group, who=self.who)
-        return batch
 
     def _step(self, batch: Any) -> Any:
         """The module's own training step in its precision."""
@@ -248,16 +243,8 @@ class Replica:
             self.pipeline.cut()
 
     def _find_owners(self) -> None:
-        """Which tensors are here, and which stage is the first that holds each."""
-        self.held = self.plain.held()
-        self.owner = dict.fromkeys(self.held, 0)
-        if self.pipeline is not None:
-            group = self.mesh[PIPELINE].get_group()
-            told: list[Any] = [None] * group.size()
-            dist.all_gather_object(told, (sorted(self.held), self.pipeline.owned_names), group=group)
-            self.owner = {name: stage for stage in reversed(range(len(told))) for name in told[stage][0]}
-            for stage, (held, saves) in enumerate(told):  # buffers outside the blocks are the last stage's to save
-                self.owner.update({name: stage for key in saves if (name := self.plain.keys[key]) in held})
+        group = None if self.pipeline is None else self.mesh[PIPELINE].get_group()
+        self.held, self.owner = owners(self.plain, None if self.pipeline is None else self.pipeline.owned_names, group)
         self.gathering = Gathering(self.mesh, self.owner.__getitem__, self.device)  # it outlives this object
 
     def _wrap(self) -> None:
@@ -267,11 +254,9 @@ class Replica:
             return
         if self.replicated:
             if self.fitting:
-                ids = None if self.device.type == "cpu" else [self.device.index]
-                stream = nullcontext() if ids is None else torch.cuda.stream(torch.cuda.Stream())
-                with stream:
-                    options = self.trainer.strategy.ddp_options  # pyright: ignore[reportAttributeAccessIssue]
-                    self._model = DistributedDataParallel(self.module, device_ids=ids, **options)
+                self._late = [p for p in self.module.parameters() if not p.requires_grad]
+                options = self.trainer.strategy.ddp_options  # pyright: ignore[reportAttributeAccessIssue]
+                self._model = sharding.replicated(self.module, self.device, options)
             return
         if not self.settings.shard:
             return
@@ -281,16 +266,7 @@ class Replica:
             sharding.shard(root, blocks, mesh, min_num_params=self.settings.min_num_params)
             self._roots, self._model = [root], root
         else:
-            self._shard_stages(mesh)
-
-    def _shard_stages(self, mesh: DeviceMesh) -> None:
-        # torch's split backward passes look up weights after a reshard would have freed them, and train wrongly in silence
-        keep = self.pipeline.splits_backward
-        alone = len(self.pipeline.stages) == 1
-        for runner in self.pipeline.stages:
-            # of two stages here, each would be a root: what both use stays whole, and is averaged after the pass
-            sharding.shard(runner, runner.blocks, mesh, reshard_after_forward=False if keep else None, with_rest=alone)
-            self._roots.append(runner)
+            self._roots += sharding.shard_stages(self.pipeline.stages, mesh, keep=self.pipeline.splits_backward)
 
     def wrap(self) -> nn.Module:
         """Put torch's DDP around whole copies anew; returns what runs the module's steps."""
@@ -338,6 +314,10 @@ class Replica:
                 yield
         finally:
             self._accumulating = False
+
+    def looking(self) -> AbstractContextManager[None]:
+        """Around a training step: whether its forward passes change parameters in place, which would go wrong."""
+        return nullcontext() if self.layout.data == 1 else self._in_place.looking()
 
     def begin_step(self) -> None:
         """Give all replicas the buffers of the first, as DDP does."""
@@ -392,6 +372,8 @@ class Replica:
     def finish_gradients(self) -> None:
         """After a backward pass: gradients lie as their parameters do and, unless they pile up, are averaged."""
         if self.replicated:
+            if self._late and not self._accumulating:
+                all_reduce_gradients(self._late, data_group(self.mesh), mean=True)
             return
         if self.tensor is not None and self.pipeline is None:
             self.tensor.normalize_gradients()
@@ -421,7 +403,10 @@ class Replica:
     def _undo_division(self, *, gather: bool | Literal["auto"]) -> None:
         for root in self._roots:
             sharding.reshard(root)
-        whole = self._gather(gather) if gather and self._divided else None
+        whole = None
+        if gather and self._divided:
+            wanted = wanted_of(self.plain, self.held, self.owner, buffers=self.pipeline is not None)
+            whole = self.gathering.weights(wanted, everywhere=gather is True, who=self.who)
         for root in self._roots:
             sharding.unshard(root)
         self._structure.restore()
@@ -430,12 +415,3 @@ class Replica:
         _EMPTY.discard(self.module)
         if whole is None and self._divided and any(p.is_meta for p in self.module.parameters()):
             _EMPTY.add(self.module)
-
-    def _gather(self, gather: bool | Literal["auto"]) -> dict[str, Tensor]:
-        current = self.plain.current()
-        wanted = {
-            name: (current[name] if name in self.held else None, Described(tuple(slot.shape), slot.dtype))
-            for name, slot in self.plain.slots.items()
-            if name in self.owner and (slot.is_parameter or self.pipeline is not None)
-        }
-        return self.gathering.weights(wanted, everywhere=gather is True, who=self.who)

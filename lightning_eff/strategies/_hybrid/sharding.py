@@ -1,17 +1,21 @@
 """FSDP2 around a module that knows nothing of it: one group for each block, the rest with the root, and the way back."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_eff._core.blocks import candidates, find_stack
+from lightning_eff.strategies._inplace import Copies, differ, lost, mark
 
 
 class Root(nn.Module):
@@ -45,7 +49,8 @@ def shard(
 ) -> None:
     """Divide the parameters of ``root`` over ``mesh``, a block at a time; what is in no block goes with the root.
 
-    A block that shares a parameter with what is outside of it goes with the root too, and so does a small one.
+    A block that shares a parameter with what is outside of it goes with the root too, and so does a small one. Parameters
+    that FSDP2 cannot divide (:func:`whole_in`) stay whole on every rank.
 
     Args:
         root: the module whose ``forward`` runs a step.
@@ -56,6 +61,7 @@ def shard(
         with_rest: divide what is in no block too; else it stays whole on every rank.
     """
     users: dict[int, int] = {}
+    ignored: set[nn.Parameter] = set()
     blocks = list(blocks)
     inside = [{id(p) for p in block.parameters()} for block in blocks]
     for ids in inside:
@@ -67,12 +73,53 @@ def shard(
             for p in m._parameters.values():
                 users[id(p)] = users.get(id(p), 0) + 1
     for block, ids in zip(blocks, inside, strict=True):
-        size = sum(p.numel() for p in block.parameters())
-        if ids and size >= min_num_params and all(users[key] == 1 for key in ids):
-            fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
+        own = list(block.parameters())
+        whole = whole_in(own)
+        size = sum(p.numel() for p in own)
+        if len(whole) < len(own) and size >= min_num_params and all(users[key] == 1 for key in ids):
+            fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=whole)
+            ignored |= whole
     sharded = set(sharded_parameters(root))
-    ignored = None if with_rest else {p for p in root.parameters() if p not in sharded}
+    rest = [p for p in root.parameters() if p not in sharded and p not in ignored]
+    ignored |= whole_in(rest) if with_rest else set(rest)
     fully_shard(root, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=ignored)
+
+
+def shard_stages(stages: Iterable[Any], mesh: DeviceMesh, *, keep: bool) -> list[nn.Module]:
+    """Shard each stage of a pipeline that is here; returns their roots.
+
+    Args:
+        stages: the runners.
+        mesh: of the data-parallel ranks.
+        keep: weights stay whole between forward and backward passes. torch's split backward passes look weights up after a
+            reshard would have freed them, and train wrongly in silence.
+    """
+    roots = [*stages]
+    for runner in roots:
+        # of two stages here, each would be a root: what both use stays whole, and is averaged after the pass
+        shard(runner, runner.blocks, mesh, reshard_after_forward=False if keep else None, with_rest=len(roots) == 1)
+    return roots
+
+
+def replicated(module: nn.Module, device: torch.device, options: Mapping[str, Any]) -> DistributedDataParallel:
+    """torch's DDP around the module, made beside what the device computes."""
+    ids = None if device.type == "cpu" else [device.index]
+    stream = nullcontext() if ids is None else torch.cuda.stream(torch.cuda.Stream())
+    with stream:
+        return DistributedDataParallel(module, device_ids=ids, **options)
+
+
+def whole_in(params: Iterable[nn.Parameter]) -> set[nn.Parameter]:
+    """Those of one FSDP2 group that FSDP2 cannot divide: scalars, empty and complex ones, and, since it reduces gradients of
+    one dtype alone, those that train in another dtype than most elements of the group."""
+    params = list(params)
+    whole = {p for p in params if p.ndim == 0 or p.numel() == 0 or p.is_complex()}
+    sizes: dict[torch.dtype, int] = {}
+    for p in params:
+        if p.requires_grad and p not in whole:
+            sizes[p.dtype] = sizes.get(p.dtype, 0) + p.numel()
+    main = max(sizes, key=lambda dtype: sizes[dtype], default=None)
+    return whole | {p for p in params if p.requires_grad and p.dtype != main}
 
 
 def sharded_parameters(root: nn.Module) -> list[nn.Parameter]:
@@ -117,6 +164,83 @@ def lay_unreduced(root: nn.Module) -> None:
         grad = None if whole is None else whole.grad
         if isinstance(whole, DTensor) and isinstance(grad, DTensor) and grad.placements != whole.placements:
             whole.grad = grad.redistribute(placements=whole.placements)
+
+
+class InPlace:
+    """Refuses parameters that forward passes change in place, where the change would be lost or not the same on all ranks.
+
+    Args:
+        module: the LightningModule.
+        roots: what FSDP2 has divided.
+        divided: ids of the pieces.
+        group: the data-parallel ranks.
+        who: for messages.
+    """
+
+    def __init__(
+        self, module: nn.Module, roots: list[nn.Module], divided: set[int], group: dist.ProcessGroup, *, who: str
+    ) -> None:
+        self.module, self.roots, self.divided, self.group, self.who = module, roots, divided, group, who
+        self.copies = Copies(group, who=who)
+        self._looks = bool(roots)
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Look at a training step, the first or one after it that is still to be looked at; collective over the group.
+
+        Raises:
+            ValueError: on all ranks, before any weight has moved.
+        """
+        if self.copies.done and not self._looks:
+            yield
+            return
+        named = dict(self.module.named_parameters())
+        found: set[nn.Parameter] = set()
+        with ExitStack() as entered:
+            entered.enter_context(
+                self.copies.looking({name: p for name, p in named.items() if id(p) not in self.divided})
+            )
+            for root in self.roots if self._looks else ():
+                entered.enter_context(marked(root, found))
+            yield
+        if self._looks:
+            ids = {id(p) for p in found}
+            ranks: list[Any] = [None] * self.group.size()
+            dist.all_gather_object(ranks, [name for name, p in named.items() if id(p) in ids], group=self.group)
+            if names := {name for rank in ranks for name in rank}:
+                raise lost(names, "shard=True puts whole parameters together for the pass alone", who=self.who)
+        self._looks = False
+
+
+@contextmanager
+def marked(root: nn.Module, found: set[nn.Parameter]) -> Iterator[None]:
+    """Note the pieces of parameters that forward passes in here change in place while they are whole."""
+    taken: list[tuple[nn.Parameter, Any, Any]] = []
+    handles: list[Any] = []
+    for m in groups(root):
+        params = [p for g in m._get_fsdp_state()._fsdp_param_groups for p in g.fsdp_params]
+        before: list[Any] = []
+
+        @torch.compiler.disable
+        def enter(*_: Any, params: list[Any] = params, before: list[Any] = before) -> None:
+            before[:] = [mark(p.unsharded_param) for p in params]
+
+        @torch.compiler.disable
+        def leave(*_: Any, params: list[Any] = params, before: list[Any] = before) -> None:
+            taken.extend(
+                (p.sharded_param, then, mark(p.unsharded_param)) for p, then in zip(params, before, strict=True)
+            )
+            before.clear()
+
+        assert isinstance(m, nn.Module)
+        hooks: tuple[Any, Any] = enter, leave
+        handles += [m.register_forward_pre_hook(hooks[0]), m.register_forward_hook(hooks[1], prepend=True)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    found |= {p for p, then, now in taken if differ(then, now)}
 
 
 def take_up(root: nn.Module) -> None:
@@ -175,8 +299,8 @@ def unshard(root: nn.Module) -> None:
                 p._post_load_hook_handle.remove()
         _forget(module)  # pyright: ignore[reportArgumentType]
     for module in root.modules():
-        for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params", STATE_KEY, REGISTRY_KEY):
-            module.__dict__.pop(mark, None)
+        for key in ("_is_fsdp_managed_module", "_fsdp_use_orig_params", STATE_KEY, REGISTRY_KEY):
+            module.__dict__.pop(key, None)
 
 
 def _forget(module: nn.Module) -> None:

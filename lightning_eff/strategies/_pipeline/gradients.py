@@ -32,15 +32,18 @@ class SharedGradients:
 
     Args:
         module: the module; parameters are looked up by name, because sharding puts others in their place.
-        holders: of each parameter that this rank shares, its first name and the group ranks that hold it.
+        holders: of each parameter that this rank shares, its names and the group ranks that hold it; in the same order on
+            all ranks.
         group: the pipeline ranks.
     """
 
-    def __init__(self, module: nn.Module, holders: Mapping[str, tuple[int, ...]], group: ProcessGroup) -> None:
+    def __init__(
+        self, module: nn.Module, holders: Mapping[tuple[str, ...], tuple[int, ...]], group: ProcessGroup
+    ) -> None:
         self.module, self.group = module, group
-        self._names: dict[tuple[int, ...], list[str]] = {}
-        for name, ranks in holders.items():
-            self._names.setdefault(ranks, []).append(name)
+        self._names: dict[tuple[int, ...], list[tuple[str, ...]]] = {}
+        for names, ranks in holders.items():
+            self._names.setdefault(ranks, []).append(names)
         everyone = tuple(range(dist.get_world_size(group)))
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
         for ranks in sorted(self._names):
@@ -53,8 +56,8 @@ class SharedGradients:
         """The shared parameters of this rank."""
         return [p for names in self._names.values() for p in self._of(names)]
 
-    def _of(self, names: list[str]) -> list[nn.Parameter]:
-        return [p for name in names if (p := registered(self.module, name)).requires_grad]
+    def _of(self, names: list[tuple[str, ...]]) -> list[nn.Parameter]:
+        return [p for each in names if (p := registered(self.module, *each)).requires_grad]
 
     def set_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Take away gradients that were summed before (those of earlier batches that are accumulated)."""

@@ -60,12 +60,19 @@ class Holdings:
         return tuple(sorted({where.ranks[stage] for stage in self.stages[name]}))
 
 
-def registered(module: nn.Module, name: str) -> nn.Parameter:
-    """The parameter of that name as it is registered, which reading the attribute may not give (tensor parallelism)."""
-    path, _, key = name.rpartition(".")
-    p = module.get_submodule(path)._parameters[key]
-    assert p is not None, f"{name} is registered as None"
-    return p
+def registered(module: nn.Module, *names: str) -> nn.Parameter:
+    """The parameter as it is registered, which reading the attribute may not give (tensor parallelism).
+
+    Args:
+        module: the module, whole or cut.
+        names: of the parameter; the first that is still there counts, since blocks that share it may be gone.
+    """
+    for name in names:
+        path, _, key = name.rpartition(".")
+        p = module.get_submodule(path)._parameters.get(key)
+        if p is not None:
+            return p
+    raise LookupError(f"no parameter is registered as {' or '.join(names)}")
 
 
 def names_of(module: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -156,7 +156,10 @@ class Pipeline:
         """
         parts = self._parts(batch)
         part = parts[0]
-        checks = Verification(self.module, self.stack, self.layout, step, part, device=self.device, who=self.who)
+        several = self.num_microbatches != 1
+        checks = Verification(
+            self.module, self.stack, self.layout, step, part, divided=several, device=self.device, who=self.who
+        )
         holdings_here, found = checks.run()
         told: list[Any] = [(holdings_here, checks.unsplit)]
         dist.broadcast_object_list(told, group_src=0, group=self.group)
@@ -220,7 +223,9 @@ class Pipeline:
             for stage, own in zip(self.local_stages, blocks, strict=True)
         ]
         holders = {
-            n: ranks for n in whole.stages if len(ranks := whole.ranks(n, self.layout)) > 1 and self.rank in ranks
+            whole.names[n]: ranks
+            for n in whole.stages
+            if len(ranks := whole.ranks(n, self.layout)) > 1 and self.rank in ranks
         }
         self._shared = SharedGradients(self.module, holders, self.group)
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_eff.strategies._inplace import changed, lost, marks
 from lightning_eff.strategies._tensor.exercise import exercised
 from lightning_eff.strategies._tensor.fallback import alone, norms, storage
 from lightning_eff.strategies._tensor.given import Entry, carried_plan, given_plan, refuse_heads, wildcard
@@ -127,7 +128,12 @@ def tensor_parallel(
         if sequence_parallel:
             found.notes.append("no norm computes parts of the sequence: there is no batch to find norms on")
         return found
+    before = marks(module)
     first = execute(module, run, keep_calls=True)
+    if touched := changed(before, marks(module)):
+        raise lost(
+            touched, f"with tensor parallelism ({mesh.size()} ranks) each rank computes with a piece or a copy", who=who
+        )
     _refuse_other_ranks(module, first, mesh, who=who)
     with exercised(module, first):
         del first

@@ -48,8 +48,9 @@ def parse_style(text: str, *, where: str) -> Style:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether ``module`` is a linear layer that can be split: ``nn.Linear``, a subclass of it, or ``Conv1D``."""
-    return (isinstance(module, nn.Linear) and not stands_in(module)) or is_conv1d(module)
+    """Whether ``module`` is a linear layer that can be split: ``nn.Linear``, a subclass, or ``Conv1D``; with a weight."""
+    own = module._parameters.get("weight") is not None  # not made of others, as weight_norm's is
+    return own and ((isinstance(module, nn.Linear) and not stands_in(module)) or is_conv1d(module))
 
 
 def features(module: nn.Module) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_eff._core._architecture.folding import CannotFold
 from lightning_eff._core._architecture.linear_maps import is_conv1d
-from lightning_eff.model.initialization._scales.scaled import Scaled, reader, scaled
+from lightning_eff.model.initialization._scales.scaled import Scaled, reader, scaled, stored_in
 
 BEFORE, BEHIND = "bias_before", "bias_behind"
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -44,22 +44,22 @@ class Fixed(Scaled):
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        before = self._parameters.get(BEFORE)
+        before = stored_in(self, BEFORE) if BEFORE in self._parameters else None
         if self.pads and before is not None:
             return super().forward(args[0] + before, *args[1:], **kwargs)
         return super().forward(*args, **kwargs)
 
     def whole_bias(self, stored: Tensor | None, *, padded: bool) -> Tensor | None:
         """The bias that has all scalars in it; without ``padded`` those before a padding with zeros are left out."""
-        before, behind = self._parameters.get(BEFORE), self._parameters.get(BEHIND)
-        bias = stored
+        before, behind = (stored_in(self, name) if name in self._parameters else None for name in (BEFORE, BEHIND))
+        weight, bias = cast(Tensor, stored_in(self, "weight")), stored
         if before is not None and (padded or not self.pads):
-            added = before * response(cast(Tensor, self._parameters["weight"]), self)
+            added = before * response(weight, self)
             bias = added if bias is None else bias + added
         if bias is not None and "weight" in self.scaled:
-            bias = bias * self.scale_for("weight", cast(Tensor, self._parameters["weight"])).view(-1)
+            bias = bias * self.scale_for("weight", weight).view(-1)
         if behind is not None:
-            out = response(cast(Tensor, self._parameters["weight"]), self).shape
+            out = response(weight, self).shape
             bias = behind.expand(out) if bias is None else bias + behind
         return bias
 
@@ -116,8 +116,8 @@ def begin(tensor: Tensor, factor: float) -> None:
 
 
 def _bias(self: Fixed) -> Tensor | None:
-    stored = self._parameters["bias"]
-    if not self._reading or (self.read_by_others and isinstance(self._parameters["weight"], DTensor)):
+    stored = stored_in(self, "bias")
+    if not self._reading or (self.read_by_others and isinstance(stored_in(self, "weight"), DTensor)):
         return stored
     return self.whole_bias(stored, padded=False)
 

@@ -46,7 +46,7 @@ class Scaled(nn.Module):
         """s, in a shape that multiplies ``tensor``."""
         key, dim = self.scaled[name]
         home, key = self._homes.get(key, (self, key))
-        scale = cast(Tensor, home._parameters[key])
+        scale = cast(Tensor, stored_in(home, key))
         shape = [1] * tensor.ndim
         shape[dim] = -1
         return scale.view(shape)
@@ -87,11 +87,17 @@ class Scaled(nn.Module):
         return blank, (type(self).__bases__[1], tuple(self.scaled)), self.__dict__
 
 
+def stored_in(module: nn.Module, name: str) -> Tensor | None:
+    """A parameter as code of its module reads it: under tensor parallelism a whole one, or the part to compute with."""
+    stored = module._parameters[name]
+    return cast(Tensor, module.__getattr__(name)) if isinstance(stored, DTensor) else stored
+
+
 def reader(name: str) -> property:
     """The stored tensor of that name, times s where it is read to be computed with."""
 
     def get(self: Scaled) -> Tensor | None:
-        stored = self._parameters[name]
+        stored = stored_in(self, name)
         if stored is None or not self._reading or (self.read_by_others and isinstance(stored, DTensor)):
             return stored  # divided tensors are whole when they are computed with, and a strategy looks for its own
         return stored * self.scale_for(name, stored)

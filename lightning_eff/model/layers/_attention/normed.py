@@ -62,7 +62,7 @@ class NormedHeads(nn.Module):
         pieces: list[tuple[int, Tensor]] = []
         covered: list[tuple[int, int]] = []
         for role in self.roles:
-            gain = cast(Tensor, self._parameters[f"{role}_gain"])
+            gain = cast(Tensor, getattr(self, f"{role}_gain"))
             for start, stop in self.runs[role]:
                 pieces.append((start, normed_heads(y[..., start:stop], gain, self.eps)))
                 covered.append((start, stop))

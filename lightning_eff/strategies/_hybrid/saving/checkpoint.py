@@ -43,6 +43,7 @@ def consolidate(
     held = module.state_dict()
     first = dist.get_rank() == 0
     whole: dict[str, Any] = {}
+    keys = _keys_of(plain)
     of_slot: dict[str, Tensor] = {}
     for key, name in plain.keys.items():
         if key in without:
@@ -55,11 +56,21 @@ def consolidate(
             slot = plain.slots[name]
             if name in of_slot:
                 continue
-            tensor = gathering.on_first(name, held.get(key), Described(tuple(slot.shape), slot.dtype))
+            here = next((held[k] for k in keys[name] if k in held), None)
+            tensor = gathering.on_first(name, here, Described(tuple(slot.shape), slot.dtype))
             of_slot[name] = tensor if tensor is not None else torch.empty(0)
         if first:
             whole[key] = of_slot[name]
     return whole
+
+
+def _keys_of(plain: Plain) -> dict[str, list[str]]:
+    """The keys under which ``state_dict`` has each tensor, by the tensor's name."""
+    found: dict[str, list[str]] = {}
+    for key, name in plain.keys.items():
+        if name is not None:
+            found.setdefault(name, []).append(key)
+    return found
 
 
 def load_whole(module: nn.Module, plain: Plain, state: Mapping[str, Any], *, strict: bool) -> None:
@@ -106,11 +117,13 @@ def save_sharded(
     if path.is_file():
         path.unlink()
     path.mkdir(parents=True, exist_ok=True)
+    keys = _keys_of(plain)
     pieces: dict[str, Any] = {
         "state_dict": {
             key: value
             for key, value in module.state_dict().items()
-            if (name := plain.keys.get(key)) is None or gathering.owned(name)
+            # of a tensor with several names, the rank that owns it may have others; what several ranks have is written once
+            if (name := plain.keys.get(key)) is None or gathering.owned(name) or len(keys[name]) > 1
         }
     }
     rest = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_eff.strategies._hybrid.layout import PIPELINE
 from lightning_eff.strategies._hybrid.shards import whole_of
+
+if TYPE_CHECKING:
+    from lightning_eff.strategies._hybrid.saving.plain import Plain
 
 _COPIED_BYTES = 4 * 2**30  # of weights that every process may hold a copy of
 
@@ -27,6 +30,41 @@ class Described:
     @classmethod
     def of(cls, tensor: Tensor) -> "Described":
         return cls(tuple(tensor.shape), tensor.dtype)
+
+
+def owners(
+    plain: "Plain", saved: list[str] | None, stages: dist.ProcessGroup | None
+) -> tuple[set[str], dict[str, int]]:
+    """Which tensors are here, and which stage is the first that holds each; collective over ``stages``.
+
+    Args:
+        plain: the module as it was.
+        saved: in a pipeline, the keys of ``state_dict`` that this rank saves.
+        stages: the ranks of a pipeline; None without one.
+    """
+    held = plain.held()
+    if stages is None:
+        return held, dict.fromkeys(held, 0)
+    told: list[Any] = [None] * stages.size()
+    dist.all_gather_object(told, (sorted(held), saved), group=stages)
+    owner = {name: stage for stage in reversed(range(len(told))) for name in told[stage][0]}
+    buffers = {name for name, slot in plain.slots.items() if not slot.is_parameter}
+    for stage, (theirs, saves) in enumerate(told):  # buffers outside the blocks are the last stage's to save
+        mine = buffers.intersection(theirs)
+        owner.update({name: stage for key in saves if (name := plain.keys[key]) in mine})
+    return held, owner
+
+
+def wanted_of(
+    plain: "Plain", held: set[str], owner: Mapping[str, int], *, buffers: bool
+) -> dict[str, tuple[Tensor | None, Described]]:
+    """What :meth:`Gathering.weights` puts together at the end of a run: all parameters, and ``buffers`` if asked for."""
+    current = plain.current()
+    return {
+        name: (current[name] if name in held else None, Described(tuple(slot.shape), slot.dtype))
+        for name, slot in plain.slots.items()
+        if name in owner and (slot.is_parameter or buffers)
+    }
 
 
 class Gathering:

@@ -177,6 +177,8 @@ class Plain:
             value = None if whole is None else whole.get(name)
             now = current.get(name)
             if now is slot.tensor and slot.tensor.shape == slot.shape:
+                if not slot.is_parameter and value is not None:  # as the stage has it that saves it
+                    slot.tensor.copy_(value)
                 slot.put(slot.tensor)
                 continue
             if not slot.is_parameter:

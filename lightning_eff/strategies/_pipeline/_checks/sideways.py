@@ -26,11 +26,13 @@ from lightning_eff._core._lightning.names import ROOTS
 from lightning_eff._core.steps import silent
 from lightning_eff.strategies._pipeline._losses.probing import perturbed
 from lightning_eff.strategies._pipeline.course import Step
+from lightning_eff.strategies._pipeline.runner import loss_of
 from lightning_eff.strategies._pipeline.stack import Stack
 from lightning_eff.strategies._pipeline.streams import Stream
 from lightning_eff.strategies._pipeline.view import Marks, uncut
 
 _DEEP = 4
+_SAME = 1e-6  # by which the same loss may differ, relative to it, if it is above 1
 _OURS = ("lightning_eff.", "torchmetrics.")
 _THEIRS = ("torch.", "torchao.", "torchvision.", *(f"{root}." for root in ROOTS))
 _LEFT = ("torch", *ROOTS, "builtins", "logging", "threading")
@@ -203,25 +205,44 @@ def _from(module: nn.Module, packages: tuple[str, ...]) -> bool:
     return f"{type(module).__module__}.".startswith(packages)
 
 
-def check_sideways(module: nn.Module, stack: Stack, step: Step, batch: Any, stream: Stream, *, who: str) -> None:
+def check_sideways(
+    module: nn.Module, stack: Stack, step: Step, batch: Any, stream: Stream, *, divided: bool, who: str
+) -> None:
     """Run the uncut step twice, and see what it leaves behind.
 
+    Args:
+        divided: a batch has several micro-batches.
+
     Raises:
-        ValueError: if blocks put tensors with gradients where the step, or anything else, can find them; or if a number or a
-            tensor of the module moves with each step.
+        ValueError: if blocks put tensors with gradients where the step, or anything else, can find them; if a number or a
+            tensor of the module moves with each step; or if one of torch's modules does (a spectral norm), on which the
+            loss depends, and the step runs several times for a batch.
     """
     graph = Graph(module, len(stack.blocks))
     with rng.fork(), torch.enable_grad():
         inside = {id(p) for block in stack.blocks for p in block.parameters()}
         # other weights: a teacher that begins as its student's copy does not move at first
         with silent(cast("Any", module)), perturbed(module, inside, 1.0):
+            versions = {name: p._version for name, p in module.named_parameters()}
             with uncut(stack, stream):
                 step(batch)  # which may fill caches
+            changed = [name for name, p in module.named_parameters() if p._version != versions[name]]
             before = state_of(module)
-            with uncut(stack, stream, marks=graph):
-                step(batch)
+            with uncut(stack, stream):
+                first = loss_of(step(batch), who=who)
+                first = first if changed and divided else first.detach()
             after = state_of(module)
+            with uncut(stack, stream, marks=graph):
+                losses = [float(first.detach()), float(loss_of(step(batch), who=who).detach())]
+            spoilt = first.requires_grad and not _has_backward(first)
+            del first
         kept = graph.found is None and graph.kept()
+    if spoilt:
+        raise ValueError(
+            f"{who}: the forward pass changes {', '.join(map(repr, sorted(changed)[:5]))} in place (a clamp of weights), which"
+            " the backward passes of earlier micro-batches need as they were. Change the weights in on_train_batch_end, or use"
+            " num_microbatches=1 or pipeline_parallel_size=1."
+        )
     if graph.found is not None or kept:
         where = f"in {graph.found}" if graph.found else "in a list, a dict or a closure outside the module"
         raise ValueError(
@@ -231,10 +252,36 @@ def check_sideways(module: nn.Module, stack: Stack, step: Step, batch: Any, stre
             " (in Hugging Face models output_router_logits=False, output_hidden_states=False), keep them detached"
             " (.detach()) if they are to be looked at alone, or use pipeline_parallel_size=1."
         )
-    _check_state(module, before, after, who=who)
+    _check_state(module, before, after, losses if divided else [], who=who)
 
 
-def _check_state(module: nn.Module, before: dict[str, Any], after: dict[str, Any], *, who: str) -> None:
+def _has_backward(loss: Tensor) -> bool:
+    """Whether the graph of a loss can still be gone through; its parameters' gradients stay as they are."""
+    leaves = [leaf for leaf in _leaves(loss) if leaf.requires_grad]
+    try:
+        torch.autograd.grad(loss, leaves, allow_unused=True)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _leaves(loss: Tensor) -> list[Tensor]:
+    seen: set[Any] = set()
+    found: list[Tensor] = []
+    todo: list[Any] = [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo.extend(following for following, _ in node.next_functions)
+            if hasattr(node, "variable"):
+                found.append(node.variable)
+    return found
+
+
+def _check_state(
+    module: nn.Module, before: dict[str, Any], after: dict[str, Any], losses: list[float], *, who: str
+) -> None:
     moved = [name for name, value in after.items() if name in before and before[name] != value]
     grown = [name for name in moved if isinstance(after[name], int)]
     weights = dict(module.named_parameters(remove_duplicate=False))
@@ -248,6 +295,12 @@ def _check_state(module: nn.Module, before: dict[str, Any], after: dict[str, Any
             " average, a teacher's weights). In a pipeline it runs once for each micro-batch and on each stage, and ends"
             " early on all but the last, so this would move at another pace, and not alike on all ranks. Change it once"
             " for each batch, in on_train_batch_end or on_before_zero_grad, or use pipeline_parallel_size=1."
+        )
+    if theirs and losses and abs(losses[0] - losses[1]) > _SAME * max(1.0, abs(losses[0])):
+        raise ValueError(
+            f"{who}: {', '.join(map(repr, sorted(theirs)[:5]))} change each time training_step runs, and its loss depends on"
+            " them (a spectral norm's vectors, a quantizer's ranges); in a pipeline that is once for each micro-batch, so"
+            " the run would not be that of one process. Use num_microbatches=1, or pipeline_parallel_size=1."
         )
     for names, what in ((grown, "grow"), (theirs, "change")):
         if names:

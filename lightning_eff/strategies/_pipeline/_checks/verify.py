@@ -67,6 +67,14 @@ def _nodes(output: Tensor, stop: Any = None) -> Iterator[Any]:
             yield node
 
 
+def _can_be_nan(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    return _can_be_nan(tensor) and bool(torch.isnan(tensor.detach()).any())
+
+
 def no_reentrant(who: str, schedule: str) -> str:
     """What to say to a reentrant checkpoint under a schedule that splits the backward pass."""
     return (
@@ -96,6 +104,7 @@ class Verification:
         module: the whole module, nothing of it cut.
         step: the user's step.
         batch: one micro-batch.
+        divided: a batch has several micro-batches.
 
     Attributes:
         unsplit: under a schedule that splits the backward pass, the stages whose gradients PyTorch's split pass does not
@@ -103,9 +112,19 @@ class Verification:
     """
 
     def __init__(
-        self, module: nn.Module, stack: Stack, where: Layout, step: Step, batch: Any, *, device: torch.device, who: str
+        self,
+        module: nn.Module,
+        stack: Stack,
+        where: Layout,
+        step: Step,
+        batch: Any,
+        *,
+        divided: bool,
+        device: torch.device,
+        who: str,
     ) -> None:
         self.module, self.stack, self.where, self.step, self.batch = module, stack, where, step, batch
+        self.divided = divided
         self.device, self.who = device, who
         self.unsplit: list[int] = []
         self._received: dict[int, Tensor] = {}
@@ -157,7 +176,7 @@ class Verification:
                 states |= {
                     f"{path}.{name}": s for name in metric._defaults if isinstance(s := getattr(metric, name), Tensor)
                 }
-        return {name for name, s in states.items() if s.is_floating_point() and bool(torch.isnan(s).any())}
+        return {name for name, s in states.items() if _has_nan(s)}
 
     def run(self) -> tuple[Holdings, Through]:
         """All checks.
@@ -205,7 +224,8 @@ class Verification:
                 f" the whole model they do: {sorted(lost)[:8]}. They act between the blocks of {self.stack.path!r}, beside"
                 f" the hidden state. {_WAY_OUT}"
             )
-        check_sideways(self.module, self.stack, self.step, self.batch, self._stream(), who=self.who)
+        settings = {"divided": self.divided, "who": self.who}
+        check_sideways(self.module, self.stack, self.step, self.batch, self._stream(), **settings)
         self._received = {stage + 1: hidden.detach() for stage, hidden in found.hidden.items()}
         if self.where.schedule in SPLIT_BACKWARD:
             outputs = {**found.hidden, last: cut_loss}
@@ -243,7 +263,7 @@ class Verification:
                 raise ValueError(bypassed(self.stack, self.where, stage, what))
 
     def _clean(self, value: Tensor, stage: int, what: str) -> None:
-        if value.is_floating_point() and bool(torch.isnan(value.detach()).any()):
+        if _has_nan(value):
             raise ValueError(bypassed(self.stack, self.where, stage, what))
 
     def _equal(self, what: str, expected: float, got: float, again: Callable[[], float]) -> None:
@@ -280,14 +300,15 @@ class Verification:
             for first, end in self.where.bounds
         ]
         rest = {
-            stage: [n for n, p in by_name.items() if id(p) not in ids | owned[stage] and p.is_floating_point()]
+            stage: [n for n, p in by_name.items() if id(p) not in ids | owned[stage] and _can_be_nan(p)]
             for stage, ids in reaches.items()
         }
         for stage, names in rest.items():
             for name in self._matter(stage, names, by_name):
                 outside.setdefault(name, set()).add(stage)
+        of_blocks = set().union(*owned)
         for name, p in by_name.items():
-            if not p.is_floating_point():
+            if not _can_be_nan(p) and id(p) not in of_blocks:
                 outside[name] = set(range(self.where.num_stages))
         return outside
 
