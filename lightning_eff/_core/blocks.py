@@ -364,7 +364,8 @@ class BlockStack:
             return None if not self.mixes else hidden if rest is None else (hidden, *rest)
         dtype = torch.promote_types(entered.dtype, hidden.dtype)
         # h + (block(h) - h) / p
-        hidden = torch.lerp(*(t if t.dtype == dtype else t.to(dtype) for t in (entered, hidden)), 1.0 / p)
+        entered, hidden = (t if t.dtype == dtype else t.to(dtype) for t in (entered, hidden))
+        hidden = torch.lerp(entered, hidden, 1.0 / p)
         return hidden if rest is None else (hidden, *rest)
 
     # -- inactive blocks
