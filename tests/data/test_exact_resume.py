@@ -26,7 +26,6 @@ CASES = {
         active=lambda: ExactResume(),
         neutral=lambda: ExactResume(),
         exact=True,
-        sharded=True,
         figure="batches",
         outside_surveys=True,
         anywhere=True,
