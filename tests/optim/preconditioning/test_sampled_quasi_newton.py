@@ -384,7 +384,7 @@ def test_each_rank_takes_up_its_own_sums_and_no_others() -> None:
     technique, state = drawn()
     for rank, world_size, m in ((0, 2, 2), (1, 2, 2), (0, 3, 2), (0, 2, 5)):
         again = SampledQuasiNewton(num_directions=m, interval=2)
-        again._session = SimpleNamespace(rank=rank, trainer=SimpleNamespace(world_size=world_size))  # type: ignore[assignment]
+        again._session = SimpleNamespace(rank=rank, replicas=SimpleNamespace(count=world_size))  # type: ignore[assignment]
         again.load_state_dict(state)
         fits = world_size == 2 and m == 2
         assert (again._begun, again._drawn_at) == ((True, 0) if fits else (False, -1)), "else they are drawn anew"

@@ -436,8 +436,8 @@ def test_each_rank_takes_up_what_it_has_put_by_and_others_ranks_all_of_it() -> N
     state = technique.state_dict()
     for rank, world_size, found in ((0, 2, (0,)), (1, 2, (1,)), (0, 3, (0, 1)), (1, 3, ())):
         again = SAF(lag=1, start=0.0)
-        trainer_of = SimpleNamespace(world_size=world_size)
-        again._session = SimpleNamespace(rank=rank, fitting=True, trainer=trainer_of)  # type: ignore[assignment]
+        replicas = SimpleNamespace(count=world_size)
+        again._session = SimpleNamespace(rank=rank, fitting=True, replicas=replicas)  # type: ignore[assignment]
         again.load_state_dict(state)
         assert (again._epoch, again._known) == (1, 1.0) == (technique._epoch, float(technique._known))
         assert again._checked and again.report()["divergence"] == float(technique._last) > 0
