@@ -340,7 +340,7 @@ def test_small_blocks_are_divided_with_the_rest(mesh: DeviceMesh) -> None:
 
 
 def test_optimizers_step_dtensors_by_lists_where_they_are_free_to(mesh: DeviceMesh) -> None:
-    """And each step is the plain one's; plain parameters, and what the user chose, stay as they are."""
+    """Each step is the plain one's. Plain parameters, and what the user chose, stay as they are; mixed groups use no lists."""
     torch.manual_seed(0)
     plain = [nn.Parameter(torch.randn(n)) for n in (4, 6)]
     spread = [nn.Parameter(DTensor.from_local(p.detach().clone(), mesh, [Shard(0)])) for p in plain]
@@ -350,7 +350,7 @@ def test_optimizers_step_dtensors_by_lists_where_they_are_free_to(mesh: DeviceMe
         (torch.optim.AdamW, {"foreach": False}, spread, False),
         (torch.optim.Adam, {"differentiable": True}, spread, None),
         (torch.optim.AdamW, {}, plain, None),
-        (torch.optim.AdamW, {}, [*spread, *plain], None),
+        (torch.optim.AdamW, {}, [*spread, *plain], False),
         (torch.optim.NAdam, {}, spread, None),
     ):
         optimizer = cls(params, lr=0.1, **settings)
