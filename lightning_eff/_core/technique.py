@@ -1,5 +1,6 @@
 """The base classes of techniques that are callbacks: of all, and of those that evaluate other weights than they train."""
 
+import inspect
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -95,6 +96,9 @@ class Technique(Callback):
         technique = super().__new__(cls)
         technique._made_with = changed_settings(cls.__init__, args, kwargs)
         return technique
+
+    # of a subclass without ``__init__``, which else were said to take anything
+    __new__.__signature__ = inspect.Signature([inspect.Parameter("cls", inspect.Parameter.POSITIONAL_ONLY)])  # pyright: ignore[reportFunctionMemberAccess]
 
     def __repr__(self) -> str:
         """The class with the settings that are not the defaults."""

@@ -1,6 +1,7 @@
 """What a technique's ``repr`` shows."""
 
 import copy
+import inspect
 import pickle
 
 import pytest
@@ -44,3 +45,10 @@ def test_models_are_shown_by_their_class_and_not_kept() -> None:
 def test_a_wrong_argument_is_the_constructors_own_error() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'epsilom'"):
         LabelSmoothing(epsilom=0.1)  # pyright: ignore[reportCallIssue]
+
+
+def test_a_technique_without_arguments_takes_none() -> None:
+    class Bare(Technique):
+        pass
+
+    assert not inspect.signature(Bare).parameters and repr(Bare()) == "Bare()"
