@@ -224,7 +224,7 @@ def test_manual_steps_are_looked_at(compiled: bool) -> None:
     if compiled:
         for layer in net.layers:
             layer.compile(backend="eager")
-    with pytest.raises(ValueError, match="LoRA: Manual computes something else when layers.0 is a LoRALinear"):
+    with pytest.raises(ValueError, match=r"LoRA: Manual computes something else when layers\.0 is a LoRALinear"):
         trainer(only_layers(), max_steps=4).fit(net, DataLoader(data(), 4))
 
 
@@ -232,7 +232,9 @@ def test_the_look_at_a_manual_step_leaves_no_trace(monkeypatch: pytest.MonkeyPat
     ends, looks = [], run.check_classes
     for check in (looks, lambda step, batch: True):
         calls: list[Any] = []
-        monkeypatch.setattr(run, "check_classes", lambda *args, check=check, calls=calls: calls.append(0) or check(*args))
+        monkeypatch.setattr(
+            run, "check_classes", lambda *args, check=check, calls=calls: calls.append(0) or check(*args)
+        )
         net, fit = Manual(lambda m: isinstance(m, nn.Linear)), trainer(only_layers(), max_steps=4)
         pl.seed_everything(3, verbose=False)
         fit.fit(net, DataLoader(data(), 4))
@@ -240,7 +242,9 @@ def test_the_look_at_a_manual_step_leaves_no_trace(monkeypatch: pytest.MonkeyPat
         state = [t for o in fit.optimizers for s in o.state.values() for t in s.values()]
         rates = [group["lr"] for o in fit.optimizers for group in o.param_groups]
         grads = [p.grad for p in net.parameters() if p.grad is not None]
-        ends.append((fit.global_step, rates, torch.cat([t.detach().flatten() for t in (*net.parameters(), *state, *grads)])))
+        ends.append(
+            (fit.global_step, rates, torch.cat([t.detach().flatten() for t in (*net.parameters(), *state, *grads)]))
+        )
     assert ends[0][:2] == ends[1][:2]
     assert torch.equal(ends[0][2], ends[1][2])
 
@@ -254,5 +258,7 @@ def test_a_manual_step_that_fails_without_updates_is_told_of() -> None:
 
 def test_an_optimizer_of_a_manual_module_with_nothing_left_is_refused_at_setup() -> None:
     net = Manual(lambda m: False)
-    with pytest.raises(ValueError, match=r"LoRA: it freezes all parameters of optimizer 1 \(Adam: head\).* also=\['head'\]"):
+    with pytest.raises(
+        ValueError, match=r"LoRA: it freezes all parameters of optimizer 1 \(Adam: head\).* also=\['head'\]"
+    ):
         trainer(eff.LoRA(2, names=["layers.*"]), max_steps=4).fit(net, DataLoader(data(), 4))

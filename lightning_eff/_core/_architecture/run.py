@@ -184,8 +184,9 @@ def _check_each_trains(module: LightningModule, optimizers: list[Optimizer], wit
         parts = list(dict.fromkeys(path.partition(".")[0] for path in where))
         way = f"Add also={parts} to what else it trains, or remove" if "also" in record.settings else "Remove"
         raise ValueError(
-            f"{record.technique}: it freezes all parameters of optimizer {index} ({type(optimizer).__name__}: {', '.join(parts)}),"
-            f" and the loss that {type(module).__name__} computes for that optimizer would have no gradient. {way}"
+            f"{record.technique}: it freezes all parameters of optimizer {index}"
+            f" ({type(optimizer).__name__}: {', '.join(parts)}), and the loss that {type(module).__name__} computes for that"
+            f" optimizer would have no gradient. {way}"
             f" {record.technique}."
         )
 
