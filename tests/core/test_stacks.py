@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_eff import (
+    HoulsbyAdapters,
     LayerFreezing,
     LayerScale,
     Muon,
@@ -18,6 +19,8 @@ from lightning_eff import (
     ProgressiveStacking,
     ReplaceOptimizer,
     StochasticDepth,
+    TFixup,
+    ZerO,
     apply,
 )
 from lightning_eff._core._branches.side_by_side import side_by_side, verdicts
@@ -355,6 +358,36 @@ def test_equal_blocks_with_unequal_branches_are_an_error_with_the_list() -> None
     module[1][2].whole = False
     with pytest.raises(ValueError, match=r"unequal residual branches.*these in: 1\.2 \(a\.weight\)"):
         apply(module, LayerScale())
+
+
+class Attends(Sometimes):
+    """The same, behind attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.o = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unsqueeze(1).chunk(3, -1)
+        return super().forward(x + self.o(nn.functional.scaled_dot_product_attention(q, k, v).squeeze(1)))
+
+
+@pytest.mark.parametrize(
+    ("technique", "argument"),
+    [(functools.partial(HoulsbyAdapters, 2), "names"), (ZerO, "branches"), (TFixup, "branches")],
+)
+def test_unequal_branches_are_an_error_wherever_the_ends_of_branches_are_looked_for(
+    technique: Any, argument: str
+) -> None:
+    def through(blocks: Any, x: Tensor) -> Tensor:
+        return one_by_one(blocks, x.unsqueeze(1).expand(-1, 3, -1)).mean(1)
+
+    fit(Stack(Attends, through), technique())
+    module = Stack(Attends, through)
+    last: Any = module.blocks[2]
+    last.whole = False
+    with pytest.raises(ValueError, match=rf"unequal residual branches.*these in: blocks\.2 \(.*{argument}=\["):
+        fit(module, technique())
 
 
 def test_a_module_that_needs_every_block_is_told_of_those_that_do_not_run() -> None:
