@@ -227,7 +227,8 @@ class ActivationOffload(Technique):
         offloading = self._offloading
         assert offloading is not None, "attach has made it"
         offloading.begin(step.module, batch)
-        put_back = None if self._steps else snapshot(step.module)  # the first pass may be an error, which loses nothing
+        # until a pass has moved something it may be an error, which loses nothing
+        put_back = None if self._total["bytes_to_host"] else snapshot(step.module)
         if self.layers is None:
             with offloading.hooks():
                 output = proceed(batch)

@@ -175,3 +175,90 @@ def test_a_penalty_on_the_weights_of_linear_layers_is_no_branch() -> None:
             return super().training_step(batch, batch_idx) + sum(w.square().sum() for w in exact)
 
     trainer(eff.LoRA(2, names=["layers.*"]), max_steps=2).fit(Decayed(lambda m: False), DataLoader(data(), 4))
+
+
+class Manual(Asking):
+    """It steps two optimizers by itself, one by a closure, and keeps a moving average of a weight."""
+
+    def __init__(self, asks: Callable[[nn.Module], bool], **settings: Any) -> None:
+        super().__init__(asks, **settings)
+        self.automatic_optimization = False
+        self.average = nn.Parameter(torch.zeros(8), requires_grad=False)
+        self.fails_without_steps = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, c, y = batch
+        first, second = self.optimizers()
+        before = self.head.bias.detach().clone()
+        loss = nn.functional.mse_loss(self(x, c), y)
+        first.zero_grad()
+        self.manual_backward(loss)
+        first.step()
+
+        def closure() -> Tensor:
+            second.zero_grad()
+            again = nn.functional.mse_loss(self(x, c), y)
+            self.manual_backward(again)
+            return again
+
+        with second.toggle_model():
+            second.step(closure)
+        if self.fails_without_steps and torch.equal(before, self.head.bias):
+            raise RuntimeError("no step")
+        self.lr_schedulers().step()
+        with torch.no_grad():
+            self.average.lerp_(self.layers[0].bias, 0.5)
+
+    def configure_optimizers(self) -> Any:
+        first = torch.optim.SGD([p for p in self.layers.parameters() if p.requires_grad], 1e-2, momentum=0.9)
+        return [first, torch.optim.Adam(self.head.parameters(), 1e-2)], [torch.optim.lr_scheduler.StepLR(first, 1)]
+
+
+def only_layers() -> Any:
+    return eff.LoRA(2, names=["layers.*"], also=["head"])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_manual_steps_are_looked_at(compiled: bool) -> None:
+    net = Manual(lambda m: type(m) is nn.Linear)
+    if compiled:
+        for layer in net.layers:
+            layer.compile(backend="eager")
+    with pytest.raises(ValueError, match=r"LoRA: Manual computes something else when layers\.0 is a LoRALinear"):
+        trainer(only_layers(), max_steps=4).fit(net, DataLoader(data(), 4))
+
+
+def test_the_look_at_a_manual_step_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends, looks = [], run.check_classes
+    for check in (looks, lambda step, batch: True):
+        calls: list[Any] = []
+        monkeypatch.setattr(
+            run, "check_classes", lambda *args, check=check, calls=calls: calls.append(0) or check(*args)
+        )
+        net, fit = Manual(lambda m: isinstance(m, nn.Linear)), trainer(only_layers(), max_steps=4)
+        pl.seed_everything(3, verbose=False)
+        fit.fit(net, DataLoader(data(), 4))
+        assert len(calls) == 1  # a step that returns nothing is looked at once
+        state = [t for o in fit.optimizers for s in o.state.values() for t in s.values()]
+        rates = [group["lr"] for o in fit.optimizers for group in o.param_groups]
+        grads = [p.grad for p in net.parameters() if p.grad is not None]
+        ends.append(
+            (fit.global_step, rates, torch.cat([t.detach().flatten() for t in (*net.parameters(), *state, *grads)]))
+        )
+    assert ends[0][:2] == ends[1][:2]
+    assert torch.equal(ends[0][2], ends[1][2])
+
+
+def test_a_manual_step_that_fails_without_updates_is_told_of() -> None:
+    net = Manual(lambda m: isinstance(m, nn.Linear))
+    net.fails_without_steps = True
+    with pytest.warns(UserWarning, match="whether Manual asks for the class of a replaced layer could not be checked"):
+        trainer(only_layers(), max_steps=4).fit(net, DataLoader(data(), 4))
+
+
+def test_an_optimizer_of_a_manual_module_with_nothing_left_is_refused_at_setup() -> None:
+    net = Manual(lambda m: False)
+    with pytest.raises(
+        ValueError, match=r"LoRA: it freezes all parameters of optimizer 1 \(Adam: head\).* also=\['head'\]"
+    ):
+        trainer(eff.LoRA(2, names=["layers.*"]), max_steps=4).fit(net, DataLoader(data(), 4))

@@ -171,6 +171,16 @@ def test_resume_is_bit_for_bit(kind: str, build: Any, tmp_path: Path) -> None:
         assert other.num_training_batches == t.num_training_batches
 
 
+def test_a_resumed_run_validates_at_the_end_of_an_epoch_of_fewer_batches(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    loader = LOADERS["shuffle"]
+    whole, _ = run(loader(), Some(0.5), saver, enable_checkpointing=True, limit_val_batches=2)
+    end = whole.bars[0]
+    resumed, _ = run(loader(), Some(0.5), resume=tmp_path / f"step={end}.ckpt", limit_val_batches=2)
+    assert resumed.validated == [n - end for n in whole.validated if n >= end]
+    assert resumed.seen == whole.seen[end:]
+
+
 def test_checkpoints_load_with_weights_only_and_go_on_without_the_technique(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
     run(LOADERS["shuffle"](), Easier(), saver, enable_checkpointing=True, max_steps=8)

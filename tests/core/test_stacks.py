@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_eff import (
+    HoulsbyAdapters,
     LayerFreezing,
     LayerScale,
     Muon,
@@ -18,6 +19,8 @@ from lightning_eff import (
     ProgressiveStacking,
     ReplaceOptimizer,
     StochasticDepth,
+    TFixup,
+    ZerO,
     apply,
 )
 from lightning_eff._core._branches.side_by_side import side_by_side, verdicts
@@ -223,6 +226,60 @@ def test_blocks_that_cannot_be_skipped_are_refused_before_an_update(
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
 
 
+class Manual(Heads):
+    """It steps by itself, so what is wrong must be told within the step."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+def test_under_manual_optimization_heads_are_refused_before_an_update() -> None:
+    module = Manual(chain=2)
+    before = {name: p.clone() for name, p in module.named_parameters()}
+    with pytest.raises(ValueError, match=r"block 1 of 'heads' .* is not fed by block 0.*layers='chain'"):
+        fit(module, StochasticDepth(layers="heads"))
+    assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
+    fit(module, StochasticDepth(layers="chain"))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at it
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [
+        (lambda: Heads(head=two_layers), "is not fed by block 0"),
+        (lambda: Stack(Gives, subtracted), "does not return its input plus something"),
+        (lambda: Stack(functools.partial(Gives, residual=True), subtracted), "subtracts what a block"),
+        (lambda: Stack(Adds, one_by_one), None),
+    ],
+)
+def test_compiled_blocks_are_looked_at_outside_of_what_is_compiled(module: Any, why: str | None) -> None:
+    module, graphs = module(), list[str]()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph.code)
+        return graph.forward
+
+    blocks = list(module.heads if isinstance(module, Heads) else module.blocks)
+    for block in blocks:
+        block.compile(backend=backend)
+    calls = [block._compiled_call_impl for block in blocks]
+    technique = StochasticDepth(layers="heads" if isinstance(module, Heads) else "blocks")
+    if why is None:
+        fit(module, technique)
+        assert len(graphs) <= 2  # as many as without a look: no hook is compiled
+    else:
+        with pytest.raises(ValueError, match=why):
+            fit(module, technique)
+    assert [block._compiled_call_impl for block in blocks] == calls
+
+
 @pytest.mark.parametrize(("block", "run"), [(Adds, one_by_one), (Remembers, one_by_one)])
 def test_residual_blocks_train(block: Any, run: Any) -> None:
     module = Stack(block, run)
@@ -301,6 +358,36 @@ def test_equal_blocks_with_unequal_branches_are_an_error_with_the_list() -> None
     module[1][2].whole = False
     with pytest.raises(ValueError, match=r"unequal residual branches.*these in: 1\.2 \(a\.weight\)"):
         apply(module, LayerScale())
+
+
+class Attends(Sometimes):
+    """The same, behind attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.o = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unsqueeze(1).chunk(3, -1)
+        return super().forward(x + self.o(nn.functional.scaled_dot_product_attention(q, k, v).squeeze(1)))
+
+
+@pytest.mark.parametrize(
+    ("technique", "argument"),
+    [(functools.partial(HoulsbyAdapters, 2), "names"), (ZerO, "branches"), (TFixup, "branches")],
+)
+def test_unequal_branches_are_an_error_wherever_the_ends_of_branches_are_looked_for(
+    technique: Any, argument: str
+) -> None:
+    def through(blocks: Any, x: Tensor) -> Tensor:
+        return one_by_one(blocks, x.unsqueeze(1).expand(-1, 3, -1)).mean(1)
+
+    fit(Stack(Attends, through), technique())
+    module = Stack(Attends, through)
+    last: Any = module.blocks[2]
+    last.whole = False
+    with pytest.raises(ValueError, match=rf"unequal residual branches.*these in: blocks\.2 \(.*{argument}=\["):
+        fit(module, technique())
 
 
 def test_a_module_that_needs_every_block_is_told_of_those_that_do_not_run() -> None:

@@ -446,6 +446,15 @@ def test_nothing_large_enough_is_an_error_before_weights_change(layers: str | No
     assert torch.equal(flat(net), before)
 
 
+@pytest.mark.filterwarnings("ignore:.*returned .None")
+def test_it_is_an_error_also_where_the_first_step_returns_none() -> None:
+    net = module("tiny_gpt")
+    step = net.training_step
+    net.training_step = lambda batch, batch_idx: None if batch_idx == 0 else step(batch, batch_idx)
+    with pytest.raises(ValueError, match=r"none of the \d+ tensors .* is as large"):
+        trainer(ActivationOffload(), max_steps=3).fit(net, loader("tiny_gpt"))
+
+
 def test_blocks_that_are_not_there_are_an_error() -> None:
     with pytest.raises(ValueError, match=r"ActivationOffload\(layers='model.h'\).*Candidates: 'blocks' \(4 x Block\)"):
         trainer(offload(layers="model.h"), max_steps=3).fit(module("tiny_gpt"), loader("tiny_gpt"))

@@ -8,18 +8,21 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_eff._core import rng
 from lightning_eff._core._architecture.record import Swap, swapped
+from lightning_eff._core._architecture.updates import without_updates
+from lightning_eff._core._stack.compiled import uncompiled
 from lightning_eff._core.steps import Step, looking_on, silent
 
 _SAMPLES = 256  # elements of a tensor that are compared, beside its sum
 _RTOL = 1e-3
 
 
-def check_classes(step: Step, batch: Any) -> None:
+def check_classes(step: Step, batch: Any) -> bool:
     """Raise ``ValueError`` where the user's step branches on the class of a layer that was replaced.
 
     A module may ask ``type(layer) is nn.Linear`` or ``isinstance(layer, nn.LayerNorm)`` and compute something else once
@@ -28,20 +31,33 @@ def check_classes(step: Step, batch: Any) -> None:
     what the modules around it return. The loss is not compared: a penalty on weights may count other weights now.
 
     Args:
-        step: the first step that returns a loss.
+        step: the first step that returns a loss, or that runs replacements under manual optimization.
         batch: of it.
+
+    Returns:
+        Whether a replacement ran, or nothing is left to look at.
     """
     places = [(path, m, swap) for path, m, swap in swapped(step.module) if _is_layer(m, swap)]
     if not places:
-        return
-    for grad in (False, True):  # some steps differentiate by themselves
+        return True
+    manual = not step.module.automatic_optimization
+    for grad in (True,) if manual else (False, True):  # some steps differentiate by themselves
         ours = _pass(step, batch, places, grad=grad, plain=False)
         theirs = _pass(step, batch, places, grad=grad, plain=True)
         if ours is None and theirs is None:
             continue
         if theirs is not None:
             _compare(step.module, places, ours, theirs)
-        return
+        replaced = {path for path, _, _ in places}
+        return any(path in replaced for path, _ in (*(ours or ()), *(theirs or ())))
+    if manual:  # the real step need not fail where one without updates does
+        by, name = places[0][2].by, type(step.module).__name__
+        rank_zero_warn(
+            f"{by}: whether {name} asks for the class of a replaced layer could not be checked, because training_step fails"
+            f" while its optimizers do not step. Check that {name}'s output is the same before and after"
+            f" lightning_eff.apply(module, {by}(...))."
+        )
+    return True
 
 
 def _is_layer(m: nn.Module, swap: Swap) -> bool:
@@ -68,7 +84,9 @@ def _pass(
         scope.enter_context(rng.fork())
         scope.enter_context(silent(step.module))
         scope.enter_context(looking_on())
-        scope.enter_context(_uncompiled(step.module))
+        scope.enter_context(uncompiled())
+        if not step.module.automatic_optimization:
+            scope.enter_context(without_updates(step.module))
         around = {path[:i] for path, _, _ in places for i in (0, *(i for i, c in enumerate(path) if c == "."))}
         for path in sorted(around):
             hook = step.module.get_submodule(path).register_forward_hook(_noting_output(path, calls))
@@ -84,19 +102,6 @@ def _pass(
             return None
     step.chain.cost.forward_passes += 1
     return calls
-
-
-@contextmanager
-def _uncompiled(module: nn.Module) -> Iterator[None]:
-    """Parts that are compiled run as they are, because the compiler would make versions that no step uses."""
-    compiled = [(vars(m), call) for m in module.modules() if (call := m._compiled_call_impl) is not None]
-    for namespace, _ in compiled:
-        namespace["_compiled_call_impl"] = None
-    try:
-        yield
-    finally:
-        for namespace, call in compiled:
-            namespace["_compiled_call_impl"] = call
 
 
 def _noting(path: str, calls: list[_Call]) -> Callable[..., None]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_eff._core._architecture.classes import check_classes
-from lightning_eff._core._architecture.record import frozen, swapped
+from lightning_eff._core._architecture.record import applied, frozen, swapped
 from lightning_eff._core._architecture.watch import BypassWatch
 from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._needs.offers import is_plain
@@ -120,14 +120,16 @@ class ArchitectureOfRun:
     def _watch(self, step: Step, batch: Any, proceed: Proceed) -> Any:
         if self._watched:
             return proceed(batch)
-        self._watched = True
+        if self._compares:
+            self._compares = not check_classes(step, batch)
         if compiled_around(step.module, [m for _, m, _ in swapped(step.module)]):
-            return proceed(batch)  # what a compiled graph calls, it calls for no module
-        if self._compares and step.module.automatic_optimization:
-            check_classes(step, batch)
-        with BypassWatch(self._session.module):
-            output = proceed(batch)
-        self._watched = output is not None  # a step that returns nothing may have called nothing
+            output, ran = proceed(batch), not self._compares  # what a compiled graph calls, it calls for no module
+        else:
+            with BypassWatch(step.module) as watch:
+                output = proceed(batch)
+            ran = watch.ran and not self._compares
+        manual = not step.module.automatic_optimization  # such a step returns nothing
+        self._watched = ran if manual else output is not None  # a step that returns nothing may have called nothing
         return output
 
 
@@ -148,14 +150,36 @@ def _adopting(module: LightningModule) -> Callable[..., Any]:
         new = [
             p for _, m, _ in swapped(module) for name, p in m.named_parameters() if name in getattr(m, "undecayed", ())
         ]
+        without = frozen(module)
+        if not module.automatic_optimization:
+            _check_each_trains(module, optimizers, without)
         for optimizer in optimizers:
             if not isinstance(optimizer, CombinedOptimizer):
                 exempt(optimizer, schedulers_of(configured), list[Tensor](new))
-            forget(optimizer, frozen(module))
+            forget(optimizer, without)
         return configured
 
     configure_optimizers.__wrapped__ = inspect.unwrap(original)
     return configure_optimizers
+
+
+def _check_each_trains(module: LightningModule, optimizers: list[Optimizer], without: list[nn.Parameter]) -> None:
+    """Raise ``ValueError`` where techniques froze all that one of several optimizers trains, by a loss of its own."""
+    gone, paths = {id(p) for p in without}, {id(p): path for path, p in module.named_parameters()}
+    for index, optimizer in enumerate(optimizers):
+        had = [p for group in optimizer.param_groups for p in group["params"]]
+        if not had or any(id(p) not in gone for p in had):
+            continue
+        where = [paths[id(p)] for p in had if id(p) in paths]
+        record = next((one for one in applied(module) if {*where} & {*one.where}), applied(module)[0])
+        parts = list(dict.fromkeys(path.partition(".")[0] for path in where))
+        way = f"Add also={parts} to what else it trains, or remove" if "also" in record.settings else "Remove"
+        raise ValueError(
+            f"{record.technique}: it freezes all parameters of optimizer {index}"
+            f" ({type(optimizer).__name__}: {', '.join(parts)}), and the loss that {type(module).__name__} computes for that"
+            f" optimizer would have no gradient. {way}"
+            f" {record.technique}."
+        )
 
 
 def adopt(module: nn.Module, optimizers: list[Optimizer]) -> None:

@@ -34,6 +34,9 @@ class BypassWatch(TorchFunctionMode):
     Args:
         module: the module tree.
 
+    Attributes:
+        ran: a swapped module, or another owner of its parameters, was called.
+
     Raises:
         ValueError: in the pass.
     """
@@ -42,6 +45,7 @@ class BypassWatch(TorchFunctionMode):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
+        self.ran = False
         self._of: dict[int, tuple[str, Swap, str]] = {}
         self._running: dict[int, int] = {}
         self._owners: dict[int, set[int]] = {}
@@ -83,6 +87,7 @@ class BypassWatch(TorchFunctionMode):
         forward = m.forward
 
         def noted(*args: Any, **kwargs: Any) -> Any:
+            self.ran = True
             self._running[id(m)] = self._running.get(id(m), 0) + 1
             try:
                 return forward(*args, **kwargs)

@@ -61,6 +61,15 @@ class EpochsOfRun:
                 self._begin_epoch()
             run(data_fetcher)
 
+        start = loop.on_run_start
+
+        def on_start() -> None:
+            start()
+            loader = session.loaders.latest
+            if loader is not None and loader.chosen is not None and (count := loader.finished_batches) is not None:
+                self._count(count)  # whether a validation of that epoch is due goes by it
+
+        session.patches.set(loop, "on_run_start", on_start)
         session.patches.set(loop, "on_advance_start", on_advance_start)
         session.patches.set(loop.epoch_loop, "on_run_start", on_run_start)
 

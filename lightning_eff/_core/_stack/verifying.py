@@ -7,14 +7,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from lightning_eff._core._stack.calls import hidden_of, split_output
 from lightning_eff._core._stack.chains import Feeding, Node, comes_of, nodes_of
+from lightning_eff._core._stack.compiled import compiled_around
 from lightning_eff._core._stack.finding import Candidate, listed, stacks
+from lightning_eff._core._stack.hooked import Handle, adds_plainly, hooked
 from lightning_eff._core._stack.leaving import Leavings
 from lightning_eff._core._stack.residual import adds_to, is_subtracted
+from lightning_eff._core.patches import Patches
 
 
 class Verifying:
@@ -44,33 +47,50 @@ class Verifying:
         self._rest: dict[int, list[Tensor]] = {}
         self._order: list[int] = []
         self._leavings: Leavings | None = None
-        self._handles: list[RemovableHandle] = []
+        self._patches = Patches()
+        self._handles: list[Handle] = []
 
     def begin(self, dropped: frozenset[int]) -> None:
         """A training step begins, in which some blocks are passed over."""
         if self._handles:
             self.end()
-        if any(block._compiled_call_impl is not None for block in self._blocks.values()):
+        if compiled_around(self._root, [self._found.container]):
+            rank_zero_info(
+                f"{self._who}: {self._found} lies in a compiled module, so the first steps do not show whether its blocks feed"
+                " one another."
+            )
             self.done = True  # hooks would be compiled with it
             return
+        if self._at_once:
+            self._patches.set(self._root, "manual_backward", self._before_backward(self._root.manual_backward))
         self._begin_pass()
         self._graph = False
-        self._others = [(c, Feeding()) for c in stacks(self._root) if c.path != self._found.path]
+        others = [c for c in stacks(self._root) if c.path != self._found.path]
+        self._others = [(c, Feeding()) for c in others if not compiled_around(self._root, [c.container])]
         if self.skips and not dropped:
             self._leavings = Leavings(self._blocks)
         for index, block in enumerate(self._blocks.values()):
             if index in dropped:
                 continue
-            self._handles.append(block.register_forward_pre_hook(self._enter(index)))
-            self._handles.append(block.register_forward_hook(self._leave(index), with_kwargs=True, prepend=True))
+            self._handles += hooked(block, self._leave(index), self._enter(index))
         for c, feeding in self._others:
             for index, block in enumerate(c.named_blocks.values()):
-                hook = _seen(feeding, index)
-                self._handles.append(block.register_forward_hook(hook, with_kwargs=True, prepend=True))
+                self._handles += hooked(block, _seen(feeding, index))
 
     def _begin_pass(self) -> None:
         self._hidden, self._rest, self._order = {}, {}, []
         self._feeding.begin()
+
+    def _before_backward(self, backward: Any) -> Any:
+        """All blocks of a loss have run, and nothing has been updated by it."""
+
+        def manual_backward(loss: Any, *args: Any, **kwargs: Any) -> None:
+            trouble = self._trouble(loss)
+            if trouble is not None:
+                raise ValueError(trouble)
+            backward(loss, *args, **kwargs)
+
+        return manual_backward
 
     def _enter(self, index: int) -> Any:
         def hook(block: nn.Module, _: Any) -> None:
@@ -94,8 +114,8 @@ class Verifying:
             except TypeError:
                 return
             self._note(index, entered, left, rest)
-            if self._at_once and (trouble := self._trouble(None)) is not None:
-                raise ValueError(trouble)
+            if self.adds and self._adds[index] is None and block._compiled_call_impl is not None:
+                self._adds[index] = adds_plainly(block, args, kwargs)
 
         return hook
 
@@ -115,6 +135,7 @@ class Verifying:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._patches.restore()
         self._feeding.end()
         for _, feeding in self._others:
             feeding.end()

@@ -14,6 +14,7 @@ from lightning_eff._core._tokens.inputs import Kept, mapped
 from lightning_eff._core._tokens.window import At, Tokens
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.blocks import hidden_of
+from lightning_eff._core.losses import loss_of
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step, looking
@@ -202,6 +203,8 @@ class MaskGuidedTokens(Technique):
         if not self._remembered(step, size):
             if self._layout is None:
                 self._first(step, batch)
+                if self._layout is None:
+                    return proceed(batch)
             self._busy = True
             try:
                 found = self._cam(step, batch, size)
@@ -212,7 +215,7 @@ class MaskGuidedTokens(Technique):
         return proceed(batch)
 
     def _first(self, step: Step, batch: Any) -> None:
-        """Find out which tokens are patches, on the batch as the other links change it."""
+        """Find out which tokens are patches, on the batch as the other links change it, unless the step skips the batch."""
         given: list[Any] = []
 
         def around(run: Proceed, batch: Any) -> Any:
@@ -222,10 +225,11 @@ class MaskGuidedTokens(Technique):
         problem: ValueError | None = None
         self._busy = True
         try:
-            step.forward_only(batch, num_samples(batch), around)
-            generator = self.session.generator(WHO, "patches")
-            self._layout = find_patches(step, given[0], self._tokens.stack, generator, who=WHO)
-            self._check_indices(step, num_samples(batch))
+            output = step.forward_only(batch, num_samples(batch), around)
+            if loss_of(output) is not None:
+                generator = self.session.generator(WHO, "patches")
+                self._layout = find_patches(step, given[0], self._tokens.stack, generator, who=WHO)
+                self._check_indices(step, num_samples(batch))
         except CannotTake as error:
             problem = ValueError(
                 f"{WHO}: block 0 of {self._where} cannot be given fewer of its tokens: {error}. Name another stack by"

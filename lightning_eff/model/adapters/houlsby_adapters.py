@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_eff._core._architecture.linear_maps import LinearMap, choose, linear_maps
 from lightning_eff._core._architecture.naming import check_names
 from lightning_eff._core._architecture.surgeon import Surgeon
-from lightning_eff._core._branches.ends import alike_unused
+from lightning_eff._core._branches.ends import alike_unused, refuse_unequal
 from lightning_eff._core._branches.finding import branches
 from lightning_eff._core._branches.probing import probed
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
@@ -197,9 +197,11 @@ class HoulsbyAdapters(Adapter):
         root = surgeon.root
         try:
             graph = probed(root, who=WHO, batch=surgeon.batch).graph
+            every = branches(graph)
+            refuse_unequal(root, graph, every, who=WHO)
         except ValueError as e:
             raise ValueError(str(e).replace("branches=[...]", "names=[...]")) from e
-        ends = {end.node: end.weight for branch in branches(graph) for end in branch.last}
+        ends = {end.node: end.weight for branch in every for end in branch.last}
         weights = [*dict.fromkeys(ends.values())]
         weights += [name for name in alike_unused(root, graph, weights) if name not in weights]
         users: dict[str, list[LinearMap]] = {}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core._branches.attention import Attention, Part
-from lightning_eff._core._branches.ends import alike_unused, biases_beside
+from lightning_eff._core._branches.ends import alike_unused, biases_beside, refuse_unequal
 from lightning_eff._core._branches.finding import Branch, branches
 from lightning_eff._core._branches.graph import Graph, kind
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
@@ -113,6 +113,8 @@ class TFixup(OfMaps):
                 f" {len(attended)} softmax attentions in autograd's graph; expected a transformer, with some of both. Name them"
                 " by branches=[[...]] and attention=[{...}], or take the technique out."
             )
+        if self.branches is None:
+            refuse_unequal(module, graph, every, who=WHO)
         layers, scales = _scales(module, graph, every, attended)
         values, pointed = _roles(attended)
         numbers = 0

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_eff._core._branches.ends import alike_unused, biases_beside
+from lightning_eff._core._branches.ends import alike_unused, biases_beside, refuse_unequal
 from lightning_eff._core._branches.finding import branches
 from lightning_eff._core._branches.graph import Graph
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
@@ -130,7 +130,9 @@ class ZerO(OfMaps):
 
     def _ends(self, module: nn.Module, graph: Graph) -> list[str]:
         if self.branches is None:
-            return [end.weight for branch in branches(graph) for end in branch.last]
+            every = branches(graph)
+            refuse_unequal(module, graph, every, who=WHO)
+            return [end.weight for branch in every for end in branch.last]
         return [weight for weight, *_ in by_hand(module, self.branches, who=WHO)]
 
     @override

@@ -253,6 +253,18 @@ def test_what_cannot_work_is_refused_before_any_weight_changes(arguments: dict[s
     assert all(torch.equal(p, before[name]) for name, p in net.state_dict().items())
 
 
+@pytest.mark.filterwarnings("ignore:.*returned .None")
+def test_it_waits_for_the_first_step_that_returns_a_loss() -> None:
+    class Skips(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx == 0 else super().training_step(batch, batch_idx)
+
+    technique = MaskGuidedTokens()
+    batches = DataLoader(cast(Any, [make_batch("vit", B)] * 3), batch_size=None)
+    trainer(technique, max_steps=3).fit(Skips(), batches)
+    assert technique._found == 2
+
+
 def test_texts_are_refused() -> None:
     with pytest.raises(ValueError, match=_NO_IMAGES):
         trainer(MaskGuidedTokens(), max_steps=1).fit(module("tiny_gpt"), loader("tiny_gpt"))

@@ -1,0 +1,62 @@
+"""Trial passes of a step that updates the module itself, as steps under manual optimization do."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_eff._core.patches import Patches
+
+
+@contextmanager
+def without_updates(module: LightningModule) -> Iterator[None]:
+    """Let ``training_step`` call ``manual_backward`` and ``step`` as it does, and nothing of that remain.
+
+    Gradients are computed beside autograd's accumulation, so DDP's hooks do not fire, and optimizers and schedulers do not
+    step. Afterwards each parameter has the values, the gradient and the ``requires_grad`` that it had: a step may also write
+    to weights by itself, such as those of a moving average.
+    """
+    trainer = module.trainer
+    kept = [(p, p.detach().clone(), p.grad, p.requires_grad) for p in module.parameters()]
+    patches = Patches()
+    patches.set(module, "manual_backward", _backward_of(module))
+    for optimizer in (*trainer.optimizers, *trainer.strategy._lightning_optimizers):
+        patches.set(optimizer, "step", _no_step)
+    for config in trainer.lr_scheduler_configs:
+        patches.set(config.scheduler, "step", _no_step)
+    try:
+        for p, _, _, _ in kept:
+            p.grad = None
+        yield
+    finally:
+        patches.restore()
+        for p, value, grad, requires_grad in kept:
+            p.grad = grad
+            p.requires_grad_(requires_grad)
+            p.data.copy_(value)
+
+
+def _backward_of(module: LightningModule) -> Any:
+    def manual_backward(
+        loss: Tensor,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        into = [p for p in (module.parameters() if inputs is None else inputs) if p.requires_grad]
+        found = torch.autograd.grad(
+            loss, into, gradient, retain_graph=retain_graph, create_graph=create_graph, allow_unused=True
+        )
+        for p, grad in zip(into, found, strict=True):
+            if grad is not None:
+                p.grad = grad if p.grad is None else p.grad + grad
+
+    return manual_backward
+
+
+def _no_step(closure: Any = None, *args: Any, **kwargs: Any) -> Any:
+    return closure() if callable(closure) else None

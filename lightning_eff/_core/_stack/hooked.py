@@ -1,0 +1,63 @@
+"""Hooks around blocks that may be compiled: those of torch would be compiled with the block."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from lightning_eff._core import rng
+from lightning_eff._core._stack.calls import hidden_of, split_output
+from lightning_eff._core._stack.compiled import uncompiled
+from lightning_eff._core._stack.residual import adds_to
+from lightning_eff._core.steps import snapshot
+
+
+class Handle(Protocol):
+    """What takes a hook away."""
+
+    def remove(self) -> None: ...
+
+
+def hooked(
+    block: nn.Module, leave: Callable[..., Any], enter: Callable[..., Any] = lambda block, args: None
+) -> list[Handle]:
+    """Call ``enter(block, args)`` before each call of ``block``, and ``leave(block, args, kwargs, output)`` behind it."""
+    if block._compiled_call_impl is not None:
+        return [_Around(block, enter, leave)]
+    return [
+        block.register_forward_pre_hook(enter),
+        block.register_forward_hook(leave, with_kwargs=True, prepend=True),
+    ]
+
+
+class _Around:
+    """Stands around the compiled call of a block, outside of what is compiled."""
+
+    def __init__(self, block: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any]) -> None:
+        self._namespace: dict[str, Any] = vars(block)
+        self._before = compiled = block._compiled_call_impl
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            enter(block, args)
+            output = compiled(*args, **kwargs)
+            leave(block, args, kwargs, output)
+            return output
+
+        self._made = self._namespace["_compiled_call_impl"] = call
+
+    def remove(self) -> None:
+        if self._namespace.get("_compiled_call_impl") is self._made:
+            self._namespace["_compiled_call_impl"] = self._before
+
+
+def adds_plainly(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
+    """As :func:`adds_to`, of one more call without the compiler, whose graph shows the block's own operations."""
+    args, kwargs = tree_map_only(Tensor, Tensor.clone, (args, kwargs))
+    put_back = snapshot(block)
+    try:
+        with rng.fork(), uncompiled():
+            output = block.forward(*args, **kwargs)
+    finally:
+        put_back()
+    return adds_to(hidden_of(args, kwargs), split_output(output)[0])
