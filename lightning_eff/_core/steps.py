@@ -197,6 +197,10 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
     """Stands in for ``LightningModule.log`` in a silent pass."""
 
 
+class TakesDerivatives(ValueError, RuntimeError):
+    """The user's step takes derivatives by itself, where a pass keeps no graph: a ``RuntimeError`` as torch's own."""
+
+
 @dataclass
 class Step:
     """One call of ``training_step``, as its links see it.
@@ -260,7 +264,7 @@ class Step:
             return
         owner = getattr(self.asking, "__self__", None)
         who = self.asking if isinstance(self.asking, str) else getattr(owner, "who", type(owner).__name__)
-        raise ValueError(
+        raise TakesDerivatives(
             f"{who}: {type(self.module).__name__}.training_step takes derivatives by itself, which a pass for the loss alone"
             f" cannot do, because it keeps no graph. Remove {who}."
         ) from error

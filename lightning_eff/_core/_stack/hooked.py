@@ -38,7 +38,11 @@ class _Around:
         self._namespace: dict[str, Any] = vars(block)
         self._before = compiled = block._compiled_call_impl
 
+        self._over = False
+
         def call(*args: Any, **kwargs: Any) -> Any:
+            if self._over:  # others have put themselves around it since, and still call it
+                return compiled(*args, **kwargs)
             enter(block, args)
             output = compiled(*args, **kwargs)
             leave(block, args, kwargs, output)
@@ -47,6 +51,7 @@ class _Around:
         self._made = self._namespace["_compiled_call_impl"] = call
 
     def remove(self) -> None:
+        self._over = True
         if self._namespace.get("_compiled_call_impl") is self._made:
             self._namespace["_compiled_call_impl"] = self._before
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import BatchEncoding
 
+from lightning_eff._core._run.replicas import Replicas
 from lightning_eff._core._tokens.sequences import (
     find_sequences,
     restart_positions,
@@ -25,7 +26,6 @@ from lightning_eff._core._tokens.sequences import (
     unblind,
 )
 from lightning_eff._core.batches import tensors
-from lightning_eff._core.session import Session
 from lightning_eff.data.curriculum.sequence_length_warmup import SequenceLengthWarmup, reshape_lengths, target_length
 from tests.cases import Case, classifier
 from tests.models import VOCAB, TinyGPT, flat, loader, make_batch, module, trainer
@@ -650,11 +650,11 @@ def test_an_error_on_another_rank_is_raised_here_too(monkeypatch: pytest.MonkeyP
     """Otherwise the ranks whose first batch is well would wait for that one without end."""
     gathered: list[Any] = []
 
-    def gather(self: Session, value: Any) -> list[Any]:
+    def everyone(self: Replicas, value: Any) -> list[Any]:
         gathered.append(value)
         return [value, "sequences of 8 tokens"]
 
-    monkeypatch.setattr(Session, "gather", gather)
+    monkeypatch.setattr(Replicas, "everyone", everyone)
     with pytest.raises(ValueError, match="On rank 1: sequences of 8 tokens"):
         seen(SequenceLengthWarmup(start=8), [{"input_ids": ids()}])
     with pytest.raises(ValueError, match=r"^SequenceLengthWarmup: found no integer tensor"):

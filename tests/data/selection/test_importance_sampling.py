@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
+from lightning_eff._core._run.replicas import Replicas
 from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core.losses import LossNotVisible
 from lightning_eff._core.steps import Stage
@@ -708,10 +709,13 @@ def test_a_loss_that_is_not_finite_is_an_error(value: float, threshold: float | 
 def test_one_rank_s_problem_is_raised_on_all() -> None:
     class TwoRanks:
         def __init__(self, other: Any) -> None:
-            self.other = other
+            self.other, self.replicas = other, self
 
-        def gather(self, value: Any) -> list[Any]:
+        def everyone(self, value: Any) -> list[Any]:
             return [value, self.other]
+
+        def of_replicas(self, every: list[Any]) -> list[Any]:
+            return every
 
     assert agree(TwoRanks((None, 5)), None, 4) == [4, 5]
     with pytest.raises(ValueError, match=r"^Rank 1: theirs$") as caught:
@@ -735,7 +739,8 @@ def test_tau_and_threshold_are_those_of_all_ranks(monkeypatch: pytest.MonkeyPatc
         own.append(value[1])
         return [value, (None, (3.2, 2.2))]
 
-    monkeypatch.setattr("lightning_eff._core.session.Session.gather", both)
+    monkeypatch.setattr(Replicas, "everyone", both)
+    monkeypatch.setattr(Replicas, "of_replicas", lambda self, every: every)
     t.fit(still("classifier"), DataLoader([(x, y)] * 2, batch_size=None))
     mean = (own[0][0] + 3.2) / 2
     assert own[0][1] == 2 and 2 < mean < 2.2, "between the thresholds of the two"

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_eff._core._run.replicas import Replicas
 from lightning_eff._core.losses import LossNotVisible
 from lightning_eff.data.curriculum.sequence_length_warmup import SequenceLengthWarmup
 from lightning_eff.data.selection import selective_backprop
@@ -327,9 +328,10 @@ def test_choices_differ_by_step_and_rank(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_history_is_that_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     def both(self: Any, value: Any) -> list[Any]:
-        return [value] if value[1] is None else [(None, [0.5, 0.25]), value]
+        return [value] if not isinstance(value, tuple) or value[1] is None else [(None, [0.5, 0.25]), value]
 
-    monkeypatch.setattr("lightning_eff._core.session.Session.gather", both)
+    monkeypatch.setattr(Replicas, "everyone", both)
+    monkeypatch.setattr(Replicas, "of_replicas", lambda self, every: every)
     net, batch = still("classifier"), make_batch("classifier", 4)
     technique = SelectiveBackprop()
     gradient(net, batch, technique)
