@@ -61,6 +61,7 @@ IMPORTED = (
     "torch.utils._pytree.TreeSpec",
     "torch.utils._pytree.tree_flatten",
     "torch.utils._pytree.tree_leaves",
+    "torch.utils._pytree.tree_map_only",
     "torch.utils._pytree.tree_map",
     "torch.utils._pytree.tree_unflatten",
 )

@@ -126,7 +126,7 @@ def silent(module: "LightningModule", start: Callable[[], None] | None = None) -
         put_back()
 
 
-def snapshot(module: "LightningModule") -> Callable[[], None]:
+def snapshot(module: nn.Module) -> Callable[[], None]:
     """What sets buffers, metrics and plain attributes back to what they are now.
 
     Plain attributes are the module's own public ones, such as a counter or a list of outputs. Buffers are put back

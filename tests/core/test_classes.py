@@ -186,9 +186,11 @@ class Manual(Asking):
         self.average = nn.Parameter(torch.zeros(8), requires_grad=False)
         self.fails_without_steps = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, c, y = batch
-        first, second = self.optimizers()
+        optimizers: Any = self.optimizers()
+        scheduler: Any = self.lr_schedulers()
+        first, second = optimizers
         before = self.head.bias.detach().clone()
         loss = nn.functional.mse_loss(self(x, c), y)
         first.zero_grad()
@@ -205,9 +207,9 @@ class Manual(Asking):
             second.step(closure)
         if self.fails_without_steps and torch.equal(before, self.head.bias):
             raise RuntimeError("no step")
-        self.lr_schedulers().step()
+        scheduler.step()
         with torch.no_grad():
-            self.average.lerp_(self.layers[0].bias, 0.5)
+            self.average.lerp_(self.head.weight[0], 0.5)
 
     def configure_optimizers(self) -> Any:
         first = torch.optim.SGD([p for p in self.layers.parameters() if p.requires_grad], 1e-2, momentum=0.9)

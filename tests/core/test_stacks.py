@@ -233,7 +233,7 @@ class Manual(Heads):
         super().__init__(**settings)
         self.automatic_optimization = False
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(super().training_step(batch, batch_idx))

@@ -23,7 +23,8 @@ def without_updates(module: LightningModule) -> Iterator[None]:
     kept = [(p, p.detach().clone(), p.grad, p.requires_grad) for p in module.parameters()]
     patches = Patches()
     patches.set(module, "manual_backward", _backward_of(module))
-    for optimizer in (*trainer.optimizers, *trainer.strategy._lightning_optimizers):
+    own = module.optimizers()  # Lightning's wrappers: steps of those are counted
+    for optimizer in (*trainer.optimizers, *(own if isinstance(own, list) else [own])):
         patches.set(optimizer, "step", _no_step)
     for config in trainer.lr_scheduler_configs:
         patches.set(config.scheduler, "step", _no_step)

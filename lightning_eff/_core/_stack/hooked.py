@@ -36,7 +36,8 @@ class _Around:
 
     def __init__(self, block: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any]) -> None:
         self._namespace: dict[str, Any] = vars(block)
-        self._before = compiled = block._compiled_call_impl
+        compiled: Any = block._compiled_call_impl
+        self._before = compiled
 
         self._over = False
 
