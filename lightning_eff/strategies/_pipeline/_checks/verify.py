@@ -119,7 +119,7 @@ class Verification:
         step: Step,
         batch: Any,
         *,
-        divided: bool,
+        divided: bool = True,
         device: torch.device,
         who: str,
     ) -> None:
