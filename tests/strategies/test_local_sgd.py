@@ -91,14 +91,20 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
         LocalSGD(**arguments)
 
 
-@pytest.mark.parametrize("strategy", [CompressedDDPStrategy("onebit"), DDPStrategy(ddp_comm_hook=allreduce_hook)])
-def test_another_communication_hook_is_refused(strategy: Any) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "reason"),
+    [
+        (CompressedDDPStrategy("onebit"), "averages compressed gradients"),
+        (DDPStrategy(ddp_comm_hook=allreduce_hook), "has a communication hook already"),
+    ],
+)
+def test_another_communication_hook_is_refused(strategy: Any, reason: str) -> None:
     t = trainer(LocalSGD(), max_steps=2)
     t._accelerator_connector.strategy = strategy
     from lightning_eff._core.session import Session
     from lightning_eff._core.technique import techniques_of
 
-    with pytest.raises(ValueError, match=f"LocalSGD: {type(strategy).__name__} has a communication hook already"):
+    with pytest.raises(ValueError, match=f"LocalSGD: {type(strategy).__name__} {reason}"):
         Session.open(t, module("tiny_gpt"), techniques_of(t), "fit")
 
 

@@ -1,63 +1,18 @@
 """What a module reaches through the strategy: samples are counted once, whatever the number of ranks that see them."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torchmetrics.utilities.distributed import gather_all_tensors
 from typing_extensions import override
 
 from lightning_eff.strategies._hybrid import layout as layouts
 from lightning_eff.strategies._hybrid.saving.strategy import SavingStrategy
+from lightning_eff.strategies._hybrid.shards import all_gather, everywhere
 
 if TYPE_CHECKING:
     from lightning_eff.strategies._hybrid.replica import Replica
-
-
-class _Gathered(torch.autograd.Function):
-    """Every rank's tensor, stacked. The gradient of each is the sum of what all ranks make of it.
-
-    torch's own does not run over a part of the processes with gloo.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        tensor = tensor.contiguous()
-        pieces = [torch.empty_like(tensor) for _ in range(group.size())]
-        dist.all_gather(pieces, tensor, group=group)
-        return torch.stack(pieces)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        grad = grads[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(grad, group=ctx.group)
-        return grad[dist.get_rank(ctx.group)], None
-
-
-def all_gather(tensor: Tensor, group: ProcessGroup, *, sync_grads: bool) -> Tensor:
-    """``tensor`` of every rank of ``group``, shape (ranks, ...); with gradients if ``sync_grads``; collective."""
-    with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
-        return cast("Tensor", _Gathered.apply(tensor, group))
-
-
-def everywhere(group: Any) -> bool:
-    """Whether a caller asks for all processes, by name or by saying nothing."""
-    return group is None or group is dist.group.WORLD
-
-
-def over_replicas(group: ProcessGroup) -> Callable[..., list[Tensor]]:
-    """torchmetrics' ``gather_all_tensors``, which gathers over ``group`` where it would over all processes."""
-
-    def gather(result: Tensor, group_given: Any = None, **kwargs: Any) -> list[Tensor]:
-        asked = kwargs.pop("group", group_given)
-        return gather_all_tensors(result, group if everywhere(asked) else asked, **kwargs)
-
-    return gather
 
 
 class ReachedStrategy(SavingStrategy):

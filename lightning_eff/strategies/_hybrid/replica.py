@@ -32,13 +32,12 @@ from lightning_eff.strategies._hybrid.layout import (
     data_mesh,
     group_over,
 )
-from lightning_eff.strategies._hybrid.reach import over_replicas
 from lightning_eff.strategies._hybrid.saving.files import Files
 from lightning_eff.strategies._hybrid.saving.gathering import Gathering, owners, wanted_of
 from lightning_eff.strategies._hybrid.saving.optimizer_state import NamedOptimizer, named, steps_apart
 from lightning_eff.strategies._hybrid.saving.plain import Plain
 from lightning_eff.strategies._hybrid.saving.window import Window
-from lightning_eff.strategies._hybrid.shards import all_reduce_gradients, broadcast
+from lightning_eff.strategies._hybrid.shards import all_reduce_gradients, broadcast, over_replicas
 from lightning_eff.strategies._hybrid.structure import Structure
 
 _BUCKET_BYTES = 250 * 2**20

@@ -1,12 +1,15 @@
 """Tensors that are whole in the plain module and lie in pieces on the ranks: which piece is here, and the whole again."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 _MOST_BYTES = 250 * 2**20  # of gradients in one message
 
@@ -143,3 +146,45 @@ def _reduce_bucket(params: list[nn.Parameter], dtype: torch.dtype, group: dist.P
         if p.grad is not None:
             grad = local(p.grad)
             grad.copy_(part.view(grad.shape))
+
+
+class _Gathered(torch.autograd.Function):
+    """Every rank's tensor, stacked. The gradient of each is the sum of what all ranks make of it.
+
+    torch's own does not run over a part of the processes with gloo.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        tensor = tensor.contiguous()
+        pieces = [torch.empty_like(tensor) for _ in range(group.size())]
+        dist.all_gather(pieces, tensor, group=group)
+        return torch.stack(pieces)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad = grads[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grad, group=ctx.group)
+        return grad[dist.get_rank(ctx.group)], None
+
+
+def all_gather(tensor: Tensor, group: ProcessGroup, *, sync_grads: bool) -> Tensor:
+    """``tensor`` of every rank of ``group``, shape (ranks, ...); with gradients if ``sync_grads``; collective."""
+    with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
+        return cast("Tensor", _Gathered.apply(tensor, group))
+
+
+def everywhere(group: Any) -> bool:
+    """Whether a caller asks for all processes, by name or by saying nothing."""
+    return group is None or group is dist.group.WORLD
+
+
+def over_replicas(group: ProcessGroup) -> Callable[..., list[Tensor]]:
+    """torchmetrics' ``gather_all_tensors``, which gathers over ``group`` where it would over all processes."""
+
+    def gather(result: Tensor, group_given: Any = None, **kwargs: Any) -> list[Tensor]:
+        asked = kwargs.pop("group", group_given)
+        return gather_all_tensors(result, group if everywhere(asked) else asked, **kwargs)
+
+    return gather

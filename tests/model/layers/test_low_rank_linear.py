@@ -242,7 +242,11 @@ def test_two_processes_take_the_first_ones_ranks(monkeypatch: pytest.MonkeyPatch
     class Two:
         """A session of two processes, of which the other is the first, and has rank 3 everywhere."""
 
-        def gather(self, value: dict[str, int]) -> list[dict[str, int]]:
+        @property
+        def replicas(self) -> Any:
+            return self
+
+        def everyone(self, value: dict[str, int]) -> list[dict[str, int]]:
             gathered.append(value)
             return [dict.fromkeys(value, 3), value]
 
