@@ -10,7 +10,6 @@ from typing import Any
 
 import lightning.pytorch as own
 import pytest
-import pytorch_lightning as other
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
@@ -135,7 +134,8 @@ assert isinstance(cli.trainer.callbacks[0], lightning_eff.SequenceLengthWarmup)
 
 
 def test_a_module_and_a_trainer_of_different_packages_are_refused_by_lightning_and_nothing_is_left() -> None:
-    from tests.models import loader, trainer
+    from tests.pl import pytorch_lightning as other
+from tests.models import loader, trainer
     from tests.pl.models import module
 
     net, technique = module("tiny_gpt"), lightning_eff.SharpnessAwareMinimization()

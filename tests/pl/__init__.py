@@ -9,7 +9,7 @@ from typing import Any
 from lightning_utilities.core import rank_zero
 
 _log = rank_zero.log
-import pytorch_lightning as _  # noqa: E402, F401 - it takes over the logger of messages, which other tests read
+import pytorch_lightning as pytorch_lightning  # noqa: E402 - it takes over the logger of messages, which other tests read
 
 rank_zero.log = _log
 
