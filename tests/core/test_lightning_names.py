@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 import lightning_eff
 from lightning_eff._core._lightning import names
 from lightning_eff._core.wrapping import WrappingPrecision
+from tests.pl import pytorch_lightning as other
 
 ROOT = Path(__file__).parent.parent.parent
 PACKAGES = {"lightning.pytorch": own, "pytorch_lightning": other}
@@ -134,8 +135,7 @@ assert isinstance(cli.trainer.callbacks[0], lightning_eff.SequenceLengthWarmup)
 
 
 def test_a_module_and_a_trainer_of_different_packages_are_refused_by_lightning_and_nothing_is_left() -> None:
-    from tests.pl import pytorch_lightning as other
-from tests.models import loader, trainer
+    from tests.models import loader, trainer
     from tests.pl.models import module
 
     net, technique = module("tiny_gpt"), lightning_eff.SharpnessAwareMinimization()
