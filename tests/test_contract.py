@@ -266,7 +266,8 @@ def test_runs_alike_and_resumes_under_pytorch_lightning(
     assert differences(run.final, final_state(net, t)) == []
     if name not in BY_THE_CLOCK:
         reported = dict(technique.report())
-        measured = {key: value for key, value in run.reported.items() if "seconds" in key}
+        # what the clock decides, and what a compiler kept of earlier runs
+        measured = {key: value for key, value in run.reported.items() if "seconds" in key or key == "compilations"}
         assert reported.keys() == run.reported.keys() and {**reported, **measured} == run.reported
     if share_of(3, name, "other name") == 0:
         resumed = runs.fit(case.model, lambda: [case.active()], resume=tmp_path / f"batch={saved}.ckpt")

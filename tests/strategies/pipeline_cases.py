@@ -178,7 +178,7 @@ def shapes_that_change() -> Any:
 @case
 def odd_batch() -> Any:
     pipe = cut(hazards.Plain(), "1F1B", 4)
-    return refused(lambda: pipe.run(steps(pipe.module), hazards.batch(6)))
+    return refused(lambda: pipe.run(steps(pipe.module), hazards.batch(10)))
 
 
 @case

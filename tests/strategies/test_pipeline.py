@@ -141,8 +141,8 @@ def test_a_hazard_is_found_at_the_first_step_without_a_check_at_setup(two: Resul
 
 def test_a_batch_that_does_not_divide(two: Results) -> None:
     message = result(two, "odd_batch")
-    assert "6 samples for 4 micro-batches: 6 / 4 = 1.50" in message
-    assert "[2, 3, 6]" in message and "drop_last=True" in message
+    assert "10 samples for 4 micro-batches: 10 / 4 = 2.50" in message
+    assert "[2, 5, 10]" in message and "drop_last=True" in message
 
 
 def test_the_number_of_micro_batches_follows_the_batch(two: Results) -> None:

@@ -18,6 +18,7 @@ from torchmetrics import metric
 from lightning_eff._core import rng
 from lightning_eff._core.patches import Patches
 from lightning_eff._core.steps import silent, takes_index
+from lightning_eff._core.technique import works_in_steps
 from lightning_eff._core.wrapping import WrappingPrecision
 from lightning_eff.strategies._hybrid import batches, gradients, sharding
 from lightning_eff.strategies._hybrid.arguments import Settings, innermost
@@ -316,7 +317,8 @@ class Replica:
 
     def looking(self) -> AbstractContextManager[None]:
         """Around a training step: whether its forward passes change parameters in place, which would go wrong."""
-        return nullcontext() if self.layout.data == 1 else self._in_place.looking()
+        apart = self.layout.data == 1 or works_in_steps(self.trainer)
+        return nullcontext() if apart else self._in_place.looking()
 
     def begin_step(self) -> None:
         """Give all replicas the buffers of the first, as DDP does."""

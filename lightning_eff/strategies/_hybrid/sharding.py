@@ -223,14 +223,15 @@ def marked(root: nn.Module, found: set[nn.Parameter]) -> Iterator[None]:
 
         @torch.compiler.disable
         def enter(*_: Any, params: list[Any] = params, before: list[Any] = before) -> None:
-            before[:] = [mark(p.unsharded_param) for p in params]
+            before.append([mark(p.unsharded_param) for p in params])
 
         @torch.compiler.disable
         def leave(*_: Any, params: list[Any] = params, before: list[Any] = before) -> None:
-            taken.extend(
-                (p.sharded_param, then, mark(p.unsharded_param)) for p, then in zip(params, before, strict=True)
-            )
-            before.clear()
+            if before:  # a module may run within its own call
+                marks = before.pop()
+                taken.extend(
+                    (p.sharded_param, then, mark(p.unsharded_param)) for p, then in zip(params, marks, strict=True)
+                )
 
         assert isinstance(m, nn.Module)
         hooks: tuple[Any, Any] = enter, leave
