@@ -36,7 +36,10 @@ def test_two_machines_train_and_share_a_checkpoint(tmp_path: Path) -> None:
         "pipeline_parallel_size": 1,
         "save_distributed_checkpoint": True,
     }
-    small = {**SMALL, "trainer": {**SMALL["trainer"], "strategy": planned["strategy"]}}
+    small = {
+        **SMALL,
+        "trainer": {**SMALL["trainer"], "strategy": planned["strategy"], "default_root_dir": str(tmp_path)},
+    }
     configs: list[str] = []
     for name, text in (("recipe", recipe), ("plan", plan), ("small", yaml.safe_dump(small))):
         (tmp_path / f"{name}.yaml").write_text(text)
@@ -57,4 +60,5 @@ def test_two_machines_train_and_share_a_checkpoint(tmp_path: Path) -> None:
         assert process.returncode == 0, printed[-4000:]
     saved = torch.load(tmp_path / "run1" / "last.ckpt" / "meta.pt")
     assert saved["global_step"] == 3
+    assert (tmp_path / "config.yaml").exists(), "and not in the folder that it was started in"
     assert len([*(tmp_path / "run1" / "last.ckpt").glob("__*_0.distcp")]) == 2, "each machine writes its pieces"
