@@ -360,6 +360,15 @@ def test_equal_blocks_with_unequal_branches_are_an_error_with_the_list() -> None
         apply(module, LayerScale())
 
 
+def test_a_block_that_takes_the_batch_itself_has_the_branches_of_the_others() -> None:
+    """Its input takes no gradient, so autograd's graph shows what it adds to it only if the pass gives it one."""
+    module = nn.ModuleDict({"blocks": nn.Sequential(*(Sometimes() for _ in range(3)))})
+    module.forward = lambda x: module["blocks"](x)
+    apply(module, LayerScale(), batch=(torch.randn(4, D),))
+    scaled = {name.rpartition(".")[0] for name, _ in module.named_parameters() if "branch_scale" in name}
+    assert scaled == {f"blocks.{i}.{name}" for i in range(3) for name in "ab"}
+
+
 class Attends(Sometimes):
     """The same, behind attention."""
 

@@ -65,7 +65,7 @@ def probed(module: nn.Module, *, who: str, batch: Any = None) -> Probe:
     most, blocks = -1, _blocks(module)
     for of, call in attempts(module, batch):
         try:
-            with aside(module):
+            with aside(module), _followed(module):
                 graph, made = _graph(call(), module)
         except TooLarge as e:
             raise ValueError(f"{who}: {of} has {e}. {WAYS_OUT}, so that it is not looked through.") from e
@@ -214,6 +214,25 @@ def _heads(graph: Graph, made: list[Node]) -> list[str]:
         name for branch in every for name in branch.inner
     }
     return [name for name in heads(graph) or outputs(graph, made[0]) if name not in inside]
+
+
+@contextmanager
+def _followed(module: nn.Module) -> Iterator[None]:
+    """Blocks that are handed the batch itself see it with a gradient, else autograd would not show what they add to it."""
+
+    def give(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = [*args, *kwargs.values()]
+        at = next((i for i, t in enumerate(given) if isinstance(t, Tensor) and t.is_floating_point()), None)
+        if at is not None and not given[at].requires_grad:
+            given[at] = given[at].detach().requires_grad_().clone()  # not a leaf, which could not be changed in place
+        return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
+
+    with ExitStack() as scope:
+        for stack in candidates(module):
+            for block in stack.container._modules.values():
+                if block is not None:
+                    scope.callback(block.register_forward_pre_hook(give, with_kwargs=True).remove)
+        yield
 
 
 @contextmanager
