@@ -66,8 +66,8 @@ class LayerFreezing(Freezing):
 
     def __init__(
         self,
-        *,
         start: float = 0.5,
+        *,
         end: float = 1.0,
         depth: float = 1.0,
         layers: str | Sequence[str] | None = None,

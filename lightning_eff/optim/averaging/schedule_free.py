@@ -178,8 +178,8 @@ class ScheduleFree(AveragedWeights):
 
     def __init__(
         self,
-        *,
         momentum: float | None = 0.9,
+        *,
         lr_factor: float = 1.0,
         warmup_steps: int = 0,
         power: float = 0.0,
