@@ -229,4 +229,4 @@ class DOTAAttention(Architecture):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_error": 0.0}
+        return {**super().__getstate__(), "_error": float(self._error)}

@@ -327,6 +327,7 @@ class ScheduleFree(AveragedWeights):
     def detach(self, session: Session) -> None:
         super().detach(session)
         self._warming.release()
+        self._wrapper = None
         if self._multiples is not None:
             unwatch(self._multiples.optimizer, self._multiples)
             self._multiples = None
