@@ -45,8 +45,9 @@ class Stacks:
         Raises:
             ValueError: if there is no such stack, or its blocks run side by side.
         """
-        without = functools.partial(side_by_side, self.module, always=parts) if chain else tuple
-        found = find_stack(self.module, layers, who=who, in_runs=True, copies=copies, without=without)
+        ties = functools.partial(side_by_side, self.module, always=parts)
+        without = ties if chain else tuple
+        found = find_stack(self.module, layers, who=who, in_runs=True, copies=copies, without=without, ties=ties)
         if parts and self.fitting and found.path in without():
             chains = [c for c in stacks(self.module) if c.path not in without()]
             raise ValueError(
