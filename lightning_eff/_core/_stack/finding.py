@@ -221,6 +221,7 @@ def find_stack(
     copies: bool = False,
     without: Apart = tuple,
     ties: Apart = tuple,
+    named: bool = False,
 ) -> Candidate:
     """The stack at the dotted path ``layers``, or the longest one in ``module``.
 
@@ -233,13 +234,22 @@ def find_stack(
         copies: blocks are to be copies of others, for the message.
         without: asked for the paths of lists that are no stacks, because their blocks run side by side.
         ties: the same, asked only where stacks are equally long.
+        named: a list at ``layers`` may be none of these either.
 
     Raises:
         ValueError: if there is none, if the longest is not the only one of its length, or if the path names none; the
             message lists the candidates.
     """
     if layers is not None:
-        return _named(module, layers, who=who, in_runs=in_runs, without=without)
+        found = _named(module, layers, who=who, in_runs=in_runs, without=without)
+        if not named or found.path not in (apart := without()):
+            return found
+        chains = [c for c in stacks(module) if c.path not in apart]
+        way_out = "Leave layers out, or name a stack" if chains else "Leave layers out"
+        raise ValueError(
+            f"{who}(layers={layers!r}): the blocks of {found} run side by side, and {who} needs blocks that each feed"
+            f" the next one. {way_out}. Stacks: {listed(chains)}."
+        )
     every = stacks(module) if in_runs else candidates(module)
     apart = without()
     found = [c for c in every if c.path not in apart]
