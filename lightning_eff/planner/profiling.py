@@ -255,7 +255,9 @@ def profile_module(
     )
 
 
-def _stack(module: nn.Module, layers: str | None, batch: Any, fake_mode: FakeTensorMode | None) -> Candidate | None:
+def _stack(
+    module: LightningModule, layers: str | None, batch: Any, fake_mode: FakeTensorMode | None
+) -> Candidate | None:
     """The stack that a plan divides; none where all lists of blocks run side by side, which a step on ``batch`` shows."""
     found = candidates(module)
     feeding = {c.path: Feeding() for c in found}
