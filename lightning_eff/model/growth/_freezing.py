@@ -175,12 +175,12 @@ class Freezing(Technique):
             for handle in handles:
                 handle.remove()
         loss = output.get("loss") if isinstance(output, Mapping) else output
-        if isinstance(loss, Tensor) and loss.grad_fn is not None and len(entered) == len(self._stacks):
+        if isinstance(loss, Tensor) and loss.grad_fn is not None:
             self._refuse_hidden_blocks(loss)
             named = list(step.module.named_parameters())
             self._below, of_loss = [], nodes_below([loss.grad_fn])
             for i in range(len(self._stacks)):
-                nodes = [hidden.grad_fn for hidden in entered[i] if hidden.grad_fn in of_loss]
+                nodes = [hidden.grad_fn for hidden in entered.get(i, ()) if hidden.grad_fn in of_loss]
                 only = leaves_of(nodes_below(nodes)) - leaves_of(nodes_below([loss.grad_fn], stop=nodes))
                 self._below.append([name for name, p in named if id(p) in only])
         return output
