@@ -89,7 +89,9 @@ class Bags(pl.LightningModule):
 def test_tables_of_embeddings_are_no_stack(technique: Any, manual: bool) -> None:
     module = Bags(manual)
     before = [p.clone() for p in module.parameters()]
-    with pytest.raises(ValueError, match="given no floating-point tensor, so that no block feeds it|optimization=False"):
+    with pytest.raises(
+        ValueError, match=r"given no floating-point tensor, so that no block feeds it|optimization=False"
+    ):
         fit(module, technique())
     assert all(map(torch.equal, module.parameters(), before))
 

@@ -253,4 +253,3 @@ class Verifying:
 def _loss(output: Any) -> Tensor | None:
     loss = output.get("loss") if isinstance(output, Mapping) else output
     return loss if isinstance(loss, Tensor) and loss.grad_fn is not None else None
-

@@ -69,9 +69,7 @@ class Partial:
         named = {**dict(module.named_parameters(remove_duplicate=False)), **still(module)}
         here = {name: named[name] for name in self._frozen if name in named}  # a stage of a pipeline has some
         whole = not self._pieces.divided
-        self._begun = {
-            name: (p._version, sketch(local(p)), p.detach() if whole else None) for name, p in here.items()
-        }
+        self._begun = {name: (p._version, sketch(local(p)), p.detach() if whole else None) for name, p in here.items()}
         if not self._pieces.divided:
             self._frozen = here
             return
