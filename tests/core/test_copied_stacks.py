@@ -26,7 +26,7 @@ class Averaged(Network):
             x = block(x)
         return x
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         for block, average in zip(self.blocks, self.ema, strict=False):
             for p, q in zip(block.parameters(), average.parameters(), strict=True):
                 q.lerp_(p.detach(), 0.1)
@@ -70,7 +70,8 @@ class Bags(pl.LightningModule):
         if self.automatic_optimization:
             return loss
         self.manual_backward(loss)
-        self.optimizers().step()
+        optimizer: Any = self.optimizers()
+        optimizer.step()
         return None
 
     def configure_optimizers(self) -> Any:
@@ -122,11 +123,13 @@ def test_a_message_recommends_no_stack_that_is_refused_in_turn() -> None:
 def test_an_error_in_a_step_by_hand_says_which_blocks_did_not_run() -> None:
     class ByHand(Averaged):
         def middle(self, x: Tensor) -> Tensor:
-            return super().middle(x) + torch.stack([block.f.weight.mean() for block in self.blocks])[2]
+            blocks: Any = self.blocks
+            return super().middle(x) + torch.stack([block.f.weight.mean() for block in blocks])[2]
 
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
             self.manual_backward(super().training_step(batch, batch_idx))
-            self.optimizers().step()
+            optimizer: Any = self.optimizers()
+            optimizer.step()
 
     module = ByHand(0)
     module.automatic_optimization = False

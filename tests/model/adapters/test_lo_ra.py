@@ -301,8 +301,9 @@ def test_frozen_weights_that_the_module_puts_anew_are_saved(tmp_path: Path) -> N
     """As BYOL averages its target, ``t.data = m * t.data + (1 - m) * o.data``: that is no change in place, and a small one."""
 
     class Averaging(TinyGPT):
-        def on_train_batch_end(self, *_: Any) -> None:
-            weight = self.blocks[0].mlp[0].base_layer.weight
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            blocks: Any = self.blocks
+            weight = blocks[0].mlp[0].base_layer.weight
             flat = weight.data.flatten() * 1.0
             flat[1::4] = torch.nextafter(flat[1::4], torch.tensor(9.0))
             weight.data = flat.view_as(weight)
