@@ -82,7 +82,8 @@ def select(batch: Any, index: Tensor, size: int | None = None) -> Any:
     indexed; all else (say a mask that all samples share) is handed on as it is.
 
     Raises:
-        ValueError: if the batch holds a ``PackedSequence``, whose samples lie interleaved.
+        ValueError: if the batch holds a ``PackedSequence``, whose samples lie interleaved, or an object of a class that
+            keeps its tensors to itself, as batches of graphs do.
     """
     size = num_samples(batch) if size is None else size
     at = index.tolist()
@@ -117,13 +118,51 @@ def select(batch: Any, index: Tensor, size: int | None = None) -> Any:
             for f in fields(value):
                 object.__setattr__(other, f.name, pick(getattr(value, f.name)))  # frozen ones too
             return other
+        if keeps_tensors(value):
+            raise ValueError(f"G{_closed(value)}")
         return value
 
     return pick(batch)
 
 
+def keeps_tensors(value: Any) -> bool:
+    """Whether ``value`` is of a class of its own whose tensors :func:`tensors` does not see, such as a batch of graphs.
+
+    Lightning moves a batch's object to a device by its ``to``, so such an object has one, or has tensors in attributes.
+    """
+    own = getattr(value, "__dict__", {}).values()
+    return (
+        not isinstance(value, type | Tensor | Mapping | PackedSequence)
+        and not is_dataclass(value)
+        and (callable(getattr(value, "to", None)) or any(isinstance(item, Tensor) for item in own))
+    )
+
+
+def kept(batch: Any) -> Any:
+    """The first object in the batch that :func:`keeps_tensors`; None where there is none."""
+    items: Any = ()
+    if isinstance(batch, Mapping):
+        items = batch.values()
+    elif isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
+        items = batch
+    elif is_dataclass(batch) and not isinstance(batch, type):
+        items = [getattr(batch, f.name) for f in fields(batch)]
+    elif keeps_tensors(batch):
+        return batch
+    return next((found for item in items if (found := kept(item)) is not None), None)
+
+
+def _closed(value: Any) -> str:
+    return (
+        f"ot a batch with an object of class {type(value).__name__}, out of which samples cannot be taken; expected tensors,"
+        " dicts, lists or dataclasses with a row for each sample. Collate samples into these, or take the technique out."
+    )
+
+
 def check_indexed(batch: Any, size: int) -> None:
     """Raise ``ValueError`` unless samples can be taken out of the batch: half of its tensors have a row for each."""
+    if (closed := kept(batch)) is not None:
+        raise ValueError(f"g{_closed(closed)}")
     leading = [t.shape[0] for _, t in tensors(batch) if t.ndim > 0 and t.shape[0] > 1]
     if 2 * sum(n == size for n in leading) < len(leading):
         raise ValueError(

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_sequence
 from transformers import BatchEncoding, BatchFeature
 from transformers.modeling_outputs import BaseModelOutput
 
-from lightning_eff._core.batches import map_tensors, num_samples, num_tokens, select, tensors
+from lightning_eff._core.batches import check_indexed, map_tensors, num_samples, num_tokens, select, tensors
 
 X = torch.arange(20).reshape(5, 4)
 Y = torch.arange(5) * 10
@@ -114,6 +114,24 @@ def test_packed_sequences_are_refused() -> None:
     packed = pack_sequence([torch.ones(3), torch.ones(2)])
     with pytest.raises(ValueError, match="PackedSequence, whose samples lie interleaved; expected padded tensors"):
         select({"x": packed, "y": torch.ones(2), "z": torch.ones(2)}, torch.tensor([0]))
+
+
+class Graphs:
+    """A batch of graphs as torch-geometric makes them: its tensors are attributes, and ``to`` moves them."""
+
+    def __init__(self, nodes: Tensor) -> None:
+        self.nodes, self.num_graphs = nodes, 5
+
+    def to(self, device: torch.device) -> "Graphs":
+        return Graphs(self.nodes.to(device))
+
+
+@pytest.mark.parametrize("batch", [Graphs(X), (Graphs(X), Y), {"graph": [Graphs(X)], "y": Y}])
+def test_samples_are_not_taken_out_of_an_object_that_keeps_its_tensors(batch: Any) -> None:
+    with pytest.raises(ValueError, match="Got a batch with an object of class Graphs, out of which samples cannot be"):
+        select(batch, INDEX, 5)
+    with pytest.raises(ValueError, match=r"got a batch with an object of class Graphs, .* Collate samples into these"):
+        check_indexed(batch, 5)
 
 
 @pytest.mark.parametrize("batch", [None, "text", {"a": 1}, [torch.tensor(1.0)], []])

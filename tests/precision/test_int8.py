@@ -28,7 +28,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return torch.from_numpy(a.numpy().astype(np.int64) @ b.numpy().astype(np.int64))
 
 
-SHAPES = [(1, 1, 1), (3, 7, 5), (17, 8, 16), (20, 1041, 3), (5, 4096, 9), (2, 3000, 2)]
+SHAPES = [(1, 1, 1), (3, 7, 5), (17, 8, 16), (20, 1041, 3), (5, 4096, 9), (2, 3000, 2), (32, 1, 16), (1, 16, 4)]
 
 
 @pytest.mark.parametrize("emulated", [False, True])

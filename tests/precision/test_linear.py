@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_eff.model.growth.progressive_stacking import ProgressiveStacking
 from lightning_eff.precision._linear.maps import LinearMap, heads, linear_maps, sort_out
 from lightning_eff.precision._linear.plugin import Arithmetic, LinearPrecision
+from lightning_eff.precision.int8 import INT8Precision
 from tests.models import TinyGPT, hugging_face, loader, trainer
 from tests.runs import differences, final_state, fit
 
@@ -170,3 +171,19 @@ def test_random_numbers_are_apart_and_repeat() -> None:
     resumed = Halved()
     resumed.load_state_dict({**plugin.state_dict(), "passes": 1})
     assert draws(resumed) == second
+
+
+class Adds(TinyGPT):
+    """Its own code adds into a float32 tensor, as layers of graphs and mixtures of experts do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        made = torch.nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2))
+        return loss + torch.zeros(2, 2).index_add(0, torch.arange(2), made).sum() * 0
+
+
+def test_an_error_about_dtypes_names_the_plugin_and_the_way_out() -> None:
+    with pytest.raises(RuntimeError, match="must have the same scalar type") as caught:
+        trainer(max_steps=1, plugins=[INT8Precision()]).fit(Adds(2), loader("tiny_gpt"))
+    assert caught.value.__notes__[0].endswith("To keep it in float32: INT8Precision('32-true').")
+    trainer(max_steps=1, plugins=[INT8Precision("32-true")]).fit(Adds(2), loader("tiny_gpt"))

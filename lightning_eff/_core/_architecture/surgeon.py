@@ -92,7 +92,7 @@ class Surgeon:
         if not chosen:
             raise ValueError(
                 f"{self._who}: {type(self.root).__name__} has no {what.removeprefix('a ').removeprefix('an ')} to act on;"
-                f" expected one or more. It has {_listed(self.root)}."
+                f" expected one or more. It has {_listed(self.root)}. Remove {self._who}."
             )
         old: list[nn.Module] = []
 

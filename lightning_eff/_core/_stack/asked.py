@@ -93,6 +93,11 @@ class Stacks:
         frames = traceback.extract_tb(error.__traceback__)
         if missing is None or not frames or Path(frames[-1].filename).is_relative_to(_OURS):
             return
+        if not self.module.automatic_optimization:  # the step itself updates, so it cannot be tried again
+            error.add_note(
+                f"{missing} in this step. If the module needs all of them, remove {missing.partition(':')[0]}."
+            )
+            return
         try:
             with torch.no_grad(), rng.fork(), silent(self.module), looking_on():
                 step()

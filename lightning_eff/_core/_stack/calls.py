@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 
 @torch.no_grad()
@@ -24,6 +25,14 @@ def copy_block(source: nn.Module, target: nn.Module) -> list[tuple[nn.Parameter,
     for old, new in pairs:
         new.copy_(old)
     return pairs
+
+
+def takes_none(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a block's call surely hands it no hidden state: tensors of integers, and no object that may hold others."""
+    values = tree_leaves((args, dict(kwargs)))
+    found = [value for value in values if isinstance(value, Tensor)]
+    plain = all(value is None or isinstance(value, Tensor | int | float | str) for value in values)
+    return bool(found) and plain and not any(t.is_floating_point() or t.is_complex() for t in found)
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:

@@ -184,7 +184,7 @@ def find_stages(
             for c in _most_of_a_class(runs(module), path) or [_named(module, path, who=who, without=without)]
         ]
     apart = without()
-    of_class = {cls: [c for c in found if c.path not in apart] for cls, found in _stages(module).items()}
+    of_class = {cls: _no_copies([c for c in found if c.path not in apart]) for cls, found in _stages(module).items()}
     counts = {cls: sum(c.length for c in found) for cls, found in of_class.items()}
     most = max(counts.values(), default=0)
     best = [cls for cls, count in counts.items() if count == most]
@@ -202,6 +202,16 @@ def find_stages(
             f" {type(module).__name__}. Say which ones by layers=, a path or several. Candidates: {every}."
         )
     return of_class[best[0]]
+
+
+def _no_copies(found: list[Candidate]) -> list[Candidate]:
+    """Those that train, and those of whose class none trains: averages, targets and teachers stand still beside a network."""
+
+    def trains(c: Candidate) -> bool:
+        return any(p.requires_grad for block in c.named_blocks.values() for p in block.parameters())
+
+    training = {c.block for c in found if trains(c)}
+    return [c for c in found if c.block not in training or trains(c)]
 
 
 def _most_of_a_class(found: Sequence[Candidate], home: str | None) -> list[Candidate]:
@@ -252,7 +262,7 @@ def find_stack(
         )
     every = stacks(module) if in_runs else candidates(module)
     apart = without()
-    found = [c for c in every if c.path not in apart]
+    found = _no_copies([c for c in every if c.path not in apart])
     if every and not found:
         raise ValueError(side_by_side_only(module, every, who=who))
     if not found:

@@ -20,13 +20,13 @@ class Handle(Protocol):
 
 
 def hooked(
-    block: nn.Module, leave: Callable[..., Any], enter: Callable[..., Any] = lambda block, args: None
+    block: nn.Module, leave: Callable[..., Any], enter: Callable[..., Any] = lambda block, args, kwargs: None
 ) -> list[Handle]:
-    """Call ``enter(block, args)`` before each call of ``block``, and ``leave(block, args, kwargs, output)`` behind it."""
+    """Call ``enter(block, args, kwargs)`` before each call of ``block``, ``leave(block, args, kwargs, output)`` behind it."""
     if block._compiled_call_impl is not None:
         return [_Around(block, enter, leave)]
     return [
-        block.register_forward_pre_hook(enter),
+        block.register_forward_pre_hook(enter, with_kwargs=True),
         block.register_forward_hook(leave, with_kwargs=True, prepend=True),
     ]
 
@@ -44,7 +44,7 @@ class _Around:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._over:  # others have put themselves around it since, and still call it
                 return compiled(*args, **kwargs)
-            enter(block, args)
+            enter(block, args, kwargs)
             output = compiled(*args, **kwargs)
             leave(block, args, kwargs, output)
             return output

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_eff._core._stack.calls import hidden_of, split_output
+from lightning_eff._core._stack.calls import hidden_of, split_output, takes_none
 from lightning_eff._core._stack.chains import Feeding, Node, comes_of, nodes_of
 from lightning_eff._core._stack.compiled import compiled_around
 from lightning_eff._core._stack.finding import Candidate, listed, stacks
@@ -40,7 +40,7 @@ class Verifying:
         self._at_once = not getattr(root, "automatic_optimization", True)  # the step itself updates
         self._graph = False
         self._feeding = Feeding()
-        self._others: list[tuple[Candidate, Feeding]] = []
+        self._others: list[tuple[Candidate, Feeding, list[bool | None]]] = []
         self._adds: dict[int, bool | None] = {}
         self._minus = False
         self._hidden: dict[int, Tensor] = {}
@@ -66,16 +66,16 @@ class Verifying:
         self._begin_pass()
         self._graph = False
         others = [c for c in stacks(self._root) if c.path != self._found.path]
-        self._others = [(c, Feeding()) for c in others if not compiled_around(self._root, [c.container])]
+        self._others = [(c, Feeding(), []) for c in others if not compiled_around(self._root, [c.container])]
         if self.skips and not dropped:
             self._leavings = Leavings(self._blocks)
         for index, block in enumerate(self._blocks.values()):
             if index in dropped:
                 continue
             self._handles += hooked(block, self._leave(index), self._enter(index))
-        for c, feeding in self._others:
+        for c, feeding, adds in self._others:
             for index, block in enumerate(c.named_blocks.values()):
-                self._handles += hooked(block, _seen(feeding, index))
+                self._handles += hooked(block, self._seen(feeding, adds, index))
 
     def _begin_pass(self) -> None:
         self._hidden, self._rest, self._order = {}, {}, []
@@ -93,7 +93,12 @@ class Verifying:
         return manual_backward
 
     def _enter(self, index: int) -> Any:
-        def hook(block: nn.Module, _: Any) -> None:
+        def hook(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if block is self._at[index] and takes_none(args, kwargs):
+                raise ValueError(
+                    f"{self._who}: block {index} of {self._found} is given no floating-point tensor, so that no block feeds"
+                    f" it. {self._way_out(self._who)}"
+                )
             if self._leavings is not None and block is self._at[index]:
                 self._leavings.enter(index, block)
 
@@ -137,7 +142,7 @@ class Verifying:
         self._handles = []
         self._patches.restore()
         self._feeding.end()
-        for _, feeding in self._others:
+        for _, feeding, _ in self._others:
             feeding.end()
         if self._leavings is not None:
             self._leavings.end()
@@ -225,8 +230,21 @@ class Verifying:
         handed_on = len(self._order) > 1 and comes_of(self._rest[last], nodes_of(self._rest[self._order[-2]]))
         return min(met - ({last} if handed_on else set()), default=None)
 
+    def _seen(self, feeding: Feeding, adds: list[bool | None], index: int) -> Any:
+        """Look at a block of another stack, which a message may name."""
+
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            feeding.seen(index, args, kwargs, output)
+            if self.adds:
+                try:
+                    adds.append(adds_to(hidden_of(args, kwargs), split_output(output)[0]))
+                except TypeError:
+                    adds.append(False)
+
+        return hook
+
     def _way_out(self, who: str) -> str:
-        chains = [c for c, feeding in self._others if feeding.verdict]
+        chains = [c for c, feeding, adds in self._others if feeding.verdict and (all(adds) or not self.adds)]
         if not chains:
             return f"Remove {who}."
         return f"Name another stack, e.g. layers={chains[0].path!r}, or remove {who}. Stacks: {listed(chains)}."
@@ -235,10 +253,3 @@ class Verifying:
 def _loss(output: Any) -> Tensor | None:
     loss = output.get("loss") if isinstance(output, Mapping) else output
     return loss if isinstance(loss, Tensor) and loss.grad_fn is not None else None
-
-
-def _seen(feeding: Feeding, index: int) -> Any:
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        feeding.seen(index, args, kwargs, output)
-
-    return hook

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_eff._core._targets.calls import Change, TargetCall
 from lightning_eff._core._targets.leaks import Leaks, Level, leaked, moves, rolled
 from lightning_eff._core._targets.passing import Window
-from lightning_eff._core.batches import lies_at, map_tensors, num_samples, tensors
+from lightning_eff._core.batches import kept, lies_at, map_tensors, num_samples, tensors
 from lightning_eff._core.losses import LOSSES, LossNotVisible, loss_of
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step
@@ -211,7 +211,7 @@ class Targets:
                 )
             return chosen
         if not found:
-            raise LossNotVisible(f"{self.who}: {_none_seen(elsewhere, [], step.module)}")
+            raise LossNotVisible(f"{self.who}: {_none_seen(elsewhere, [], step.module, kept(batch))}")
         if len(found) == 1:
             return list(found)
         classes = [path for path, calls in found.items() if all(call.of_classes for call in calls)]
@@ -364,7 +364,12 @@ _MEND = (
 )
 
 
-def _none_seen(elsewhere: Sequence[str], still: Sequence[str], module: nn.Module) -> str:
+def _none_seen(elsewhere: Sequence[str], still: Sequence[str], module: nn.Module, closed: Any = None) -> str:
+    if closed is not None:
+        return (
+            f"the batch holds an object of class {type(closed).__name__}, whose tensors cannot be followed to the loss."
+            " Collate batches into tensors, dicts, lists or dataclasses, or take the technique out."
+        )
     seen = "none was called"
     if elsewhere:
         seen = f"seen were {', '.join(f'F.{name}' for name in elsewhere)}, whose targets come from elsewhere"

@@ -40,7 +40,7 @@ class Partial:
         self._session, self._key, self._who = session, key, who
         self._pieces = Pieces(session)
         self._frozen: dict[str, Tensor] = {}
-        self._begun: dict[str, tuple[int, Tensor]] = {}
+        self._begun: dict[str, tuple[int, Tensor, Tensor | None]] = {}
         self._keys: list[str] = []
         self._held: set[str] = set()
         self.base = torch.zeros(0, 2, device="cpu")
@@ -68,7 +68,8 @@ class Partial:
         module = self._session.module
         named = {**dict(module.named_parameters(remove_duplicate=False)), **still(module)}
         here = {name: named[name] for name in self._frozen if name in named}  # a stage of a pipeline has some
-        self._begun = {name: (p._version, sketch(local(p))) for name, p in here.items()}
+        whole = not self._pieces.divided
+        self._begun = {name: (p._version, sketch(local(p)), p.detach() if whole else None) for name, p in here.items()}
         if not self._pieces.divided:
             self._frozen = here
             return
@@ -95,8 +96,9 @@ class Partial:
     def _moved(self, name: str, p: Tensor) -> bool:
         if name not in self._begun:
             return False
-        version, was = self._begun[name]
-        return p._version != version or not torch.equal(sketch(local(p)), was)
+        version, was, at = self._begun[name]
+        put = at is not None and at.data_ptr() != p.data_ptr()  # by p.data = ..., of which the version tells nothing
+        return put or p._version != version or not torch.equal(sketch(local(p)), was)
 
     def _loading(self, load: Callable[..., Any]) -> Callable[..., Any]:
         def load_model_state_dict(checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -198,8 +198,7 @@ class Freezing(Technique):
             for handle in handles:
                 handle.remove()
         loss = output.get("loss") if isinstance(output, Mapping) else output
-        firsts = [sum(map(len, self._stacks[:i])) for i in range(len(self._stacks))]
-        if isinstance(loss, Tensor) and loss.grad_fn is not None and all(entered[i] for i in firsts):
+        if isinstance(loss, Tensor) and loss.grad_fn is not None:
             self._refuse_hidden_blocks(loss)
             of_loss = nodes_below([loss.grad_fn])
             nodes = [[h.grad_fn for h in hidden if h.grad_fn in of_loss] for hidden in entered]

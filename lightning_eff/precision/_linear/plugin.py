@@ -1,6 +1,7 @@
 """The base of plugins that run linear maps in an arithmetic of their own."""
 
 import copy
+import re
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Sequence
@@ -173,7 +174,16 @@ class LinearPrecision(WrappingPrecision):
     def train_step_context(self) -> Generator[None, None, None]:
         self._draws.clear()
         with super().train_step_context():
-            yield
+            try:
+                yield
+            except RuntimeError as error:
+                mixed = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+                if mixed and re.search("dtype|scalar type", str(error)):
+                    who = type(self).__name__
+                    error.add_note(
+                        f"{who} runs the module in mixed precision here. To keep it in float32: {who}('32-true')."
+                    )
+                raise
         if self._passes:
             return
         ran = {self._block[path] for path in self._called}  # a block that does not run yet calls none of its maps

@@ -195,6 +195,27 @@ def test_what_cannot_be_smoothed_is_refused(loss: Callable[..., Tensor], labels:
         train(Own(loss), eff.LabelSmoothing(), data=[(x, y if labels is None else labels)])
 
 
+class Graphs:
+    """A batch that keeps its tensors to itself, as batches of graphs do."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y, self.num_graphs = x, y, len(y)
+
+    def to(self, device: Any, **_: Any) -> "Graphs":
+        return self
+
+
+def test_an_object_that_keeps_its_labels_is_named() -> None:
+    class OfGraphs(Own):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step((batch.x, batch.y), batch_idx)
+
+    with pytest.raises(
+        ValueError, match=r"^LabelSmoothing: the batch holds an object of class Graphs, .* Collate batches"
+    ):
+        train(OfGraphs(F.cross_entropy), eff.LabelSmoothing(), data=[Graphs(*batches()[0])])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -329,7 +329,7 @@ def test_bad_scores(tmp_path: Path) -> None:
     ("technique", "net", "name", "message"),
     [
         (DataPruning("el2n"), own_loss, "classifier", "called none of .* with reduction='mean'.* Give the path of a file"),
-        (DataPruning("grand"), no_map, "classifier", "found no nn.Linear in Scaled that computes the 3 logits.* one of none"),
+        (DataPruning("grand"), no_map, "classifier", "found no nn.Linear in Scaled that computes the 3 logits.* a file"),
         (DataPruning("prototypes", head="heads"), TinyClassifier, "classifier", r"no nn.Linear at this path; .*blocks"),
         (DataPruning("prototypes", clusters=21), TinyClassifier, "classifier", r"clusters=21\): the data set has 20 samples"),
         (DataPruning("el2n", balance=0.5), lambda: module("tiny_gpt"), "tiny_gpt", "expected integers, one class for each"),

@@ -297,6 +297,28 @@ def test_other_settings_resume_exactly(settings: dict[str, Any], tmp_path: Path)
     assert resume_from_every_step("tiny_gpt", lambda: [LoRA(rank=2, **settings)], tmp_path) == {}
 
 
+def test_frozen_weights_that_the_module_puts_anew_are_saved(tmp_path: Path) -> None:
+    """As BYOL averages its target, ``t.data = m * t.data + (1 - m) * o.data``: that is no change in place, and a small one."""
+
+    class Averaging(TinyGPT):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            blocks: Any = self.blocks
+            weight = blocks[0].mlp[0].base_layer.weight
+            flat = weight.data.flatten() * 1.0
+            flat[1::4] = torch.nextafter(flat[1::4], torch.tensor(9.0))
+            weight.data = flat.view_as(weight)
+
+    torch.manual_seed(0)
+    t = trainer(LoRA(rank=2), max_steps=2)
+    net = Averaging(2)
+    t.fit(net, loader("tiny_gpt"))
+    t.save_checkpoint(tmp_path / "a.ckpt")
+    saved = torch.load(tmp_path / "a.ckpt", weights_only=True)["state_dict"]
+    name = "blocks.0.mlp.0.base_layer.weight"
+    assert [key for key in saved if key.endswith("base_layer.weight")] == [name]
+    assert torch.equal(saved[name], net.state_dict()[name])
+
+
 def test_a_head_that_trains_is_saved_for_peft(tmp_path: Path) -> None:
     plain = families.module("vit")
     net = shaken(eff.apply(copy.deepcopy(plain), LoRA(rank=2, also=["classifier"])))

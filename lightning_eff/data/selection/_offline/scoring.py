@@ -239,10 +239,14 @@ class DataScorer(Scorer):
             called.remove()
         head = called.last(targets.classes) if targets.classes else None
         if head is None:
+            maps = linear_maps(module)
+            helps = maps and (
+                targets.classes or self.kind == "prototypes"
+            )  # gradients of a map need a loss that is seen
+            way_out = f" Name it by head=, one of {listed(maps)}." if helps else _ADVICE
             raise ValueError(
                 f"{self.who}(score={self.kind!r}): found no nn.Linear in {type(module).__name__} that computes the"
-                f"{f' {targets.classes}' if targets.classes else ''} logits of a classification loss. Name it by head=, one of"
-                f" {listed(linear_maps(module))}."
+                f"{f' {targets.classes}' if targets.classes else ''} logits of a classification loss.{way_out}"
             )
         return head
 
