@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,10 @@ def divided_before(root: Path) -> list[str]:
         (eff.QKNorm(), "tiny_gpt"),
     ):
         net: Any = module(name)
-        net.configure_model = lambda net=net: fully_shard(net.head, mesh=net.device_mesh["data_parallel"])
+        part = net if name == "tiny_gpt" else net.head
+        net.configure_model = partial(
+            lambda net, part: fully_shard(part, mesh=net.device_mesh["data_parallel"]), net, part
+        )
         strategy = pl.strategies.ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
         try:
             trainer(technique, strategy=strategy, devices=2, max_steps=2).fit(net, loader(name))

@@ -81,10 +81,10 @@ class Logits(Tensor):
         if known or (name == "register_hook" and _by_tracker()):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if name == "register_hook" and _of_fsdp(args[1]):
-            node = args[0]._node
-            node.call.before.append(args[1])
-            return None if node.real is None else node.real.register_hook(args[1])
+        if name == "register_hook" and _of_fsdp(args[-1]):
+            node, hook = args[0]._node, args[-1]
+            node.call.before.append(hook)
+            return None if node.real is None else node.real.register_hook(hook)
         if name in _MADE_LIKE and isinstance(args[0], Logits):
             node = args[0]._node
             return func(torch.empty(0, dtype=node.dtype, device=node.call.x.device), *args[1:], **kwargs)
