@@ -200,6 +200,7 @@ ON_OBJECTS: dict[str, Callable[[], Any]] = {
     "_ddp_comm_hook": lambda: pl.strategies.DDPStrategy(),
     "_ddp_kwargs": lambda: pl.strategies.DDPStrategy(),
     "_defaults": SumMetric,
+    "_detect_anomaly": trainer,
     "_device_mesh": lambda: pl.strategies.ModelParallelStrategy(),
     "_duration": Timer,
     "_forward_cache": SumMetric,

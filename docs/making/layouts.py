@@ -18,14 +18,17 @@ divides a run. This table follows from both, and so do the errors that a run rai
 | column | strategy |
 |---|---|
 | DDP | a single device, `strategy="ddp"`, `CompressedDDPStrategy`, `HybridParallelStrategy(shard=False)` |
-| FSDP2 | Lightning's `ModelParallelStrategy` without tensor parallelism |
+| FSDP2 | Lightning's `ModelParallelStrategy` without tensor parallelism; `configure_model` calls `fully_shard` |
 | hybrid shard | `HybridParallelStrategy(shard=True)` |
 | hybrid tp | `HybridParallelStrategy(tensor_parallel_size=2)` or more |
 | hybrid pp | `HybridParallelStrategy(pipeline_parallel_size=2)` or more |
 | DeepSpeed | Lightning's `DeepSpeedStrategy` and `DeepSpeedEffStrategy` |
 
+Under FSDP2, a technique that changes the architecture is applied before the module divides itself:
+`lightning_eff.apply(self, LoRA(rank=8))` in `configure_model`. The error says so.
+
 A layout that combines several columns takes the techniques that all of them take. "✓" means that the technique trains there.
-A number leads to the reason below the table. Tests run the hybrid layouts of this table in two processes
+A number leads to the reason below the table. Tests run the FSDP2 and hybrid layouts of this table in two processes
 (`tests/strategies/test_techniques.py`). Some settings of a technique need more than its default ones. The error says so.
 """
 

@@ -8,7 +8,7 @@ from lightning_eff._core._needs.needs import Part, refused
 #: How strategies divide a run, by the names of a table's columns.
 LAYOUTS: Mapping[str, tuple[Part, ...]] = {
     "DDP": (),
-    "FSDP2": (Part.SHARD,),
+    "FSDP2": (Part.SHARD, Part.ITSELF),
     "hybrid shard": (Part.SHARD,),
     "hybrid tp": (Part.TENSOR,),
     "hybrid pp": (Part.PIPELINE,),

@@ -15,7 +15,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_eff._core._lightning.names import is_a, of_both
-from lightning_eff._core._needs.offers import is_plain
+from lightning_eff._core._needs.needs import Part
+from lightning_eff._core._needs.offers import is_plain, parts_of
+from lightning_eff._core._resume import divided
 from lightning_eff._core._run.processes import replica
 
 
@@ -214,7 +216,10 @@ def open_gradients(
     if is_plain(strategy):
         own = {n: p.grad.detach().to("cpu", copy=True) for n, p in module.named_parameters() if p.grad is not None}
         return {**nothing, "gradients": gather(own)}
-    found = strategy.open_gradients() if isinstance(strategy, HoldsGradients) else None
+    if Part.ITSELF in parts_of(strategy):
+        found = divided.collect(trainer, module, gather)
+    else:
+        found = strategy.open_gradients() if isinstance(strategy, HoldsGradients) else None
     if found is None:
         rank_zero_warn(
             f"{type(strategy).__name__}: this checkpoint is saved within an accumulation window and has no gradients of it,"
@@ -237,6 +242,8 @@ def take_up(
     strategy = trainer.strategy
     if replicas and isinstance(strategy, HoldsGradients):
         strategy.take_up_gradients(replicas, averaged)
+    elif replicas and Part.ITSELF in parts_of(strategy):
+        divided.take_up(trainer, module, replicas, averaged)
     elif replicas:
         saved = replicas[replica(trainer)[0]]
         for name, p in module.named_parameters():

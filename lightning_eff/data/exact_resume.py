@@ -10,8 +10,8 @@ from typing import ClassVar
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_eff._core._needs.needs import Need
-from lightning_eff._core._needs.offers import is_plain
+from lightning_eff._core._needs.needs import Need, Part
+from lightning_eff._core._needs.offers import is_plain, parts_of
 from lightning_eff._core.progress import HoldsGradients
 from lightning_eff._core.search_space import RunProfile, SearchSpace
 from lightning_eff._core.session import Session
@@ -26,8 +26,8 @@ class ExactResume(Technique):
     """Let a run that goes on from a checkpoint end as the undisturbed one would, to the bit.
 
     Plain modules and precision plugins alone resume exactly with it, from a checkpoint saved after any batch, also in
-    mid-epoch and within an accumulation window. So do runs under DDP and under ``HybridParallelStrategy``, in every layout and
-    in both formats of its checkpoints.
+    mid-epoch and within an accumulation window. So do runs under DDP, under Lightning's ``ModelParallelStrategy``, and under
+    ``HybridParallelStrategy`` in every layout. Both formats of checkpoints do.
 
     A checkpoint holds, of every rank: where the training loaders are and how their samplers began the epoch, the state of
     Python's, NumPy's and torch's random generators, and logged values. Within an accumulation window it also holds the
@@ -67,7 +67,8 @@ class ExactResume(Technique):
     @override
     def check(self, session: Session) -> None:
         strategy = session.trainer.strategy
-        if not is_plain(strategy) and not isinstance(strategy, HoldsGradients):
+        told = is_plain(strategy) or isinstance(strategy, HoldsGradients) or Part.ITSELF in parts_of(strategy)
+        if not told:
             raise ValueError(
                 f"ExactResume: {type(strategy).__name__} does not tell the gradients of an open accumulation window, which a"
                 " checkpoint must hold. Use a single device, strategy='ddp' or strategy='hybrid', or remove ExactResume."

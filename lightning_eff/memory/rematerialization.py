@@ -175,14 +175,13 @@ class Rematerialization(Technique):
             raise ValueError(
                 f"Rematerialization(policy={self.policy!r}): got FSDPStrategy; expected a strategy under which a block's"
                 " parameters can be had for a run out of turn, because several blocks run again together. Use"
-                " policy='full' or 'selective', or ModelParallelStrategy."
+                " policy='full' or 'selective', or strategy='ddp'."
             )
-        # what a strategy of ours says of itself; others run the module's own step, and one backward pass
-        if self.policy == "optimal" and not getattr(strategy, "whole_steps", True):
+        if self.policy == "optimal" and not getattr(strategy, "whole_steps", is_plain(strategy)):
             raise ValueError(
                 f"Rematerialization(policy='optimal'): got {type(strategy).__name__} with sharded parameters or a pipeline;"
                 " expected processes that can each run training_step by themselves, because blocks are measured in such a"
-                " run. Use policy='full', 'sqrt' or 'selective', or shard=False without a pipeline."
+                " run. Use policy='full', 'sqrt' or 'selective', or HybridParallelStrategy(shard=False) without a pipeline."
             )
         if self.policy == "selective" and getattr(strategy, "splits_backward", False):
             raise ValueError(

@@ -20,8 +20,8 @@ def hybrid(*, data: int = 1, tensor: int = 1, pipeline: int = 1, shard: bool = T
 def test_strategies_say_how_they_divide_a_run() -> None:
     assert parts_of(pl.strategies.SingleDeviceStrategy()) == parts_of(pl.strategies.DDPStrategy()) == ()
     assert parts_of(pl.strategies.FSDPStrategy()) == (Part.FLAT,)
-    assert parts_of(pl.strategies.ModelParallelStrategy(2, 1)) == (Part.SHARD,)
-    assert parts_of(pl.strategies.ModelParallelStrategy(1, 2)) == (Part.SHARD, Part.TENSOR)
+    assert parts_of(pl.strategies.ModelParallelStrategy(2, 1)) == (Part.SHARD, Part.ITSELF)
+    assert parts_of(pl.strategies.ModelParallelStrategy(1, 2)) == (Part.SHARD, Part.TENSOR, Part.ITSELF)
     assert parts_of(CompressedDDPStrategy("bf16")) == (Part.COMPRESSED,)
     assert parts_of(hybrid()) == ()
     assert parts_of(hybrid(data=2, shard=False)) == (Part.COPIES,)

@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,18 +133,28 @@ def scaled() -> dict[str, float]:
     return {"apart": max(apart), "scales": min(scales)}
 
 
-def divided_before(root: Path) -> str:
+def divided_before(root: Path) -> list[str]:
     """What is said where the user's ``configure_model`` divides the module itself, before the technique can change it."""
     from torch.distributed.fsdp import fully_shard
 
-    net = module("classifier")
-    net.configure_model = lambda: fully_shard(net.head, mesh=net.device_mesh["data_parallel"])  # type: ignore[method-assign, index]
-    strategy = pl.strategies.ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    try:
-        trainer(LowRankAdapter(), strategy=strategy, devices=2, max_steps=2).fit(net, loader("classifier"))
-    except ValueError as error:
-        return str(error)
-    return "not refused"
+    told: list[str] = []
+    for technique, name in (
+        (LowRankAdapter(), "classifier"),
+        (eff.LayerScale(), "tiny_gpt"),
+        (eff.QKNorm(), "tiny_gpt"),
+    ):
+        net: Any = module(name)
+        part = net if name == "tiny_gpt" else net.head
+        net.configure_model = partial(
+            lambda net, part: fully_shard(part, mesh=net.device_mesh["data_parallel"]), net, part
+        )
+        strategy = pl.strategies.ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+        try:
+            trainer(technique, strategy=strategy, devices=2, max_steps=2).fit(net, loader(name))
+            told.append("not refused")
+        except ValueError as error:
+            told.append(str(error))
+    return told
 
 
 def main() -> None:

@@ -590,7 +590,8 @@ class Kind:
     Attributes:
         make: builds it.
         refused: for a layout that refuses it, words of the reason; of torch's DDP in the second step, if that does.
-        apart: of a layout in which it trains otherwise by design, which the user is told.
+        apart: of a layout in which it trains otherwise by design, which the user is told; of Lightning's own DDP, because
+            that lets ranks drift apart.
         callbacks: techniques by name, with their arguments.
     """
 
@@ -613,19 +614,20 @@ _PLAIN = (
         Mixed,
         Scalars,
     ),
-    *(BranchScales, Gates, Raw, Tied, TiedBlocks, Frozen, Thawed, Prelu, InPlace, OwnFunction, Bilinear, Padding, Bag),
+    *(BranchScales, Gates, Raw, Tied, TiedBlocks, Frozen, Prelu, InPlace, OwnFunction, Bilinear, Padding, Bag),
     *(Mixture, Recomputed, Hooked, Teacher, Scheduled),
 )
 KINDS: dict[str, Kind] = {
     **{cls.__name__: Kind(cls) for cls in _PLAIN},
     **{cls.__name__: Kind(cls, {"pp2": "beside the hidden state"}) for cls in (Gru, Convolutions, Conditioned)},
     "Everything": Kind(Everything),
+    "Thawed": Kind(Thawed, apart=("ddp",)),
     "Lstm": Kind(Lstm, {"pp2": "stack"}),
-    "NeverUsed": Kind(NeverUsed, {"replicas": "find_unused_parameters"}),
+    "NeverUsed": Kind(NeverUsed, dict.fromkeys(("ddp", "replicas"), "find_unused_parameters")),
     "SpectralNorm": Kind(SpectralNorm, {"pp2": "loss depends on them"}),
-    "BatchNorm": Kind(BatchNorm, apart=("replicas", "shards", "pp2")),
+    "BatchNorm": Kind(BatchNorm, apart=("ddp", "replicas", "shards", "pp2")),
     "Counter": Kind(Counter, {"pp2": "'seen'"}),
-    "MaxNorm": Kind(MaxNorm, dict.fromkeys(("replicas", "shards", "tp2"), "'embed.weight' in place")),
+    "MaxNorm": Kind(MaxNorm, dict.fromkeys(("replicas", "shards", "tp2"), "'embed.weight' in place"), apart=("ddp",)),
     "Clamped": Kind(Clamped, dict.fromkeys(("shards", "tp2", "pp2"), "in place")),
     "Skips": Kind(Skips, {"pp2": "beside the hidden state"}),
     "Penalty": Kind(Penalty, {"pp2": "self.parameters()", "tp2": "mixed torch.Tensor and DTensor"}),
@@ -634,5 +636,5 @@ KINDS: dict[str, Kind] = {
     "ReZero": Kind(Hand, callbacks={"ReZero": {}}),
     "SkipInit": Kind(Hand, callbacks={"SkipInit": {}}),
     "QKNormTechnique": Kind(Hand, callbacks={"QKNorm": {}}),
-    "Alternating": Kind(Alternating, {"replicas": "find_unused_parameters", "pp2": "block"}),
+    "Alternating": Kind(Alternating, {**dict.fromkeys(("ddp", "replicas"), "find_unused_parameters"), "pp2": "block"}),
 }

@@ -25,7 +25,9 @@ from tests.runs import largest
 from tests.strategies.kinds import CLASSES, KINDS, LENGTH, VOCAB
 
 BATCH, BATCHES = 8, 6
-LAYOUTS: dict[str, dict[str, Any]] = {
+#: Arguments of HybridParallelStrategy; None for Lightning's own DDP.
+LAYOUTS: dict[str, dict[str, Any] | None] = {
+    "ddp": None,
     "replicas": {"shard": False},
     "shards": {},
     "tp2": {"tensor_parallel_size": 2},
@@ -55,14 +57,15 @@ class Outputs(pl.Callback):
 def _run(name: str, layout: str | None, file: str) -> dict[str, Any]:
     """Train a module; its weights, what it logs, returns and saves. Rank 0's are whole."""
     kind = KINDS[name]
-    ranks = 2 if layout in ("replicas", "shards") else 1
+    ranks = 2 if layout in ("ddp", "replicas", "shards") else 1
     rank = int(os.environ["RANK"]) if ranks > 1 else 0
     pl.seed_everything(3, verbose=False)
     module, outputs = kind.make(), Outputs(file)
     techniques = [getattr(lightning_eff, technique)(**given) for technique, given in kind.callbacks.items()]
     strategy: Any = "auto"
     if layout is not None:
-        strategy = HybridParallelStrategy(failure_timeout=60.0, **LAYOUTS[layout])
+        sizes = LAYOUTS[layout]
+        strategy = "ddp" if sizes is None else HybridParallelStrategy(failure_timeout=60.0, **sizes)
     run = trainer(
         *techniques,
         outputs,

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -16,12 +17,19 @@ from lightning_eff.strategies.hybrid_parallel import HybridParallelStrategy
 from tests.models import Samples, module, trainer
 from tests.runs import Interrupt, SaveBatches, differences
 from tests.strategies.hybrid_jobs import Recorder, Settings, averaged, everywhere
+from tests.strategies.technique_jobs import shard_itself
 
 BATCHES = 13  # five steps of three batches, two to close an epoch of four batches and a small one
 
 
 def strategy_of(settings: Settings | str) -> Any:
-    """A string of Lightning's, or a new strategy with blocks divided one by one, small as they are."""
+    """A string of Lightning's, or a new strategy with blocks divided one by one, small as they are.
+
+    With "itself" it is Lightning's own, of a module that divides itself.
+    """
+    if "itself" in settings:
+        sizes = {"data_parallel_size": 2, "tensor_parallel_size": 1}
+        return ModelParallelStrategy(**{**sizes, **settings["itself"]})  # type: ignore[index]
     return settings if isinstance(settings, str) else HybridParallelStrategy(**{"min_num_params": 0, **settings})
 
 
@@ -39,6 +47,8 @@ def run(case: Settings, *callbacks: pl.Callback, resume: Path | None = None) -> 
     world, replicas = int(os.environ.get("WORLD_SIZE", "1")), case.get("replicas", 1)
     pl.seed_everything(1, verbose=False)
     net, name = module(case.get("name", "tiny_gpt"), **case.get("module", {})), case.get("name", "tiny_gpt")
+    if "itself" in case["strategy"]:
+        shard_itself(net, [])
     train = DataLoader(Samples(name, 18 * replicas), 4, shuffle=True)
     validation = DataLoader(Samples(name, 8 * replicas, 5), 4)
     pl.seed_everything(99 if resume else 1, verbose=False)  # last, as Lightning seeds anew where it starts processes
@@ -61,7 +71,7 @@ def run(case: Settings, *callbacks: pl.Callback, resume: Path | None = None) -> 
 
 def left(net: pl.LightningModule, t: pl.Trainer) -> dict[str, Tensor]:
     """What a run leaves on this rank: weights, its optimizer state, what was logged, random state."""
-    found = {f"weights/{name}": value.detach().clone() for name, value in net.state_dict().items()}
+    found = {f"weights/{name}": local(value).detach().clone() for name, value in net.state_dict().items()}
     for i, optimizer in enumerate(t.optimizers):
         for number, state in optimizer.state_dict()["state"].items():
             for key, value in state.items():

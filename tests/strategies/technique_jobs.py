@@ -9,12 +9,17 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 
-from lightning_eff import HybridParallelStrategy
+import lightning_eff
+from lightning_eff import HybridParallelStrategy, Rematerialization
+from lightning_eff._core._architecture.technique import Architecture
+from lightning_eff._core._stack.finding import candidates
+from lightning_eff.strategies._hybrid.shards import whole_of
 from tests.cases import case_of
-from tests.models import loader, module, trainer
+from tests.models import HuggingFace, loader, module, trainer
 
 STEPS = 12
 TIMEOUT = timedelta(seconds=120)
@@ -30,11 +35,17 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "ddp": lambda: DDPStrategy(process_group_backend="gloo", timeout=TIMEOUT),
     "copies": lambda: _hybrid(shard=False),
     "shard": lambda: _hybrid(shard=True, min_num_params=1),
+    "fsdp2": lambda: ModelParallelStrategy(
+        2, 1, save_distributed_checkpoint=False, process_group_backend="gloo", timeout=TIMEOUT
+    ),
     "tensor": lambda: _hybrid(tensor_parallel_size=2),
     "pipeline": lambda: _hybrid(pipeline_parallel_size=2, num_microbatches=2),
 }
 #: The run that a layout's must equal: it has as many replicas.
-REFERENCE = {"copies": "ddp", "shard": "ddp", "tensor": "one", "pipeline": "one"}
+REFERENCE = {"copies": "ddp", "shard": "ddp", "fsdp2": "ddp", "tensor": "one", "pipeline": "one"}
+
+#: In the place of a case's settings, of which the strategies refuse some.
+DIVIDED = {"Rematerialization": lambda: Rematerialization(policy="sqrt")}
 
 
 class Course(pl.Callback):
@@ -66,15 +77,36 @@ def without_noise(model: str) -> pl.LightningModule:
     return net
 
 
+def shard_itself(net: Any, techniques: list[Any]) -> None:
+    """Let a module divide itself by FSDP2 in ``configure_model``, as Lightning's own strategy expects.
+
+    What changes its architecture is applied before.
+    """
+
+    def configure_model() -> None:
+        if changes := [t for t in techniques if isinstance(t, Architecture)]:
+            lightning_eff.apply(net, *changes)
+        mesh, inner = net.device_mesh["data_parallel"], net.model if isinstance(net, HuggingFace) else net
+        for stack in candidates(inner):
+            for block in stack.container.children() if stack.composite else ():
+                fully_shard(block, mesh=mesh)
+        fully_shard(inner, mesh=mesh)
+
+    net.configure_model = configure_model
+
+
 def run(name: str, layout: str) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and weights of a short run with a technique; ``""`` is a run without, on ``tiny_gpt``."""
     model = case_of(name).model if name else "tiny_gpt"
     pl.seed_everything(1, verbose=False)
     net, course = without_noise(model), Course()
+    techniques = [DIVIDED.get(name, case_of(name).active)()] if name else []
+    if layout == "fsdp2":
+        shard_itself(net, techniques)
     pl.seed_everything(1, verbose=False)
     replicas = 1 if layout in ("one", "tensor", "pipeline") else 2
     t = trainer(
-        *([case_of(name).active()] if name else []),
+        *techniques,
         course,
         max_steps=STEPS,
         strategy=STRATEGIES[layout](),
@@ -83,7 +115,7 @@ def run(name: str, layout: str) -> tuple[list[float], dict[str, Tensor]]:
         val_check_interval=3,
     )
     t.fit(net, loader(model, 20 * replicas, shuffle=False), loader(model, 8 * replicas, shuffle=False, seed=5))
-    return [*course.losses, *course.validated], {k: v.detach().clone() for k, v in net.state_dict().items()}
+    return [*course.losses, *course.validated], {k: whole_of(v).clone() for k, v in net.state_dict().items()}
 
 
 def _apart(a: Sequence[float], b: Sequence[float]) -> float:

@@ -227,6 +227,15 @@ def test_batch_norm_over_all_processes_is_refused_where_replicas_are_several_pro
         check_run(run, TinyClassifier(), Layout(2, 2, 1), replicated=False, who="S")
 
 
+def test_a_search_for_nan_is_refused_where_gradients_are_pieces_of_tensor_parallelism() -> None:
+    run = fitting(detect_anomaly=True)
+    with pytest.raises(
+        ValueError, match=r"tensor_parallel_size=2\): got Trainer\(detect_anomaly=True\).*Set detect_anomaly"
+    ):
+        check_run(run, TinyClassifier(), Layout(1, 1, 2), replicated=False, who="S")
+    check_run(run, TinyClassifier(), Layout(1, 2, 1), replicated=False, who="S")
+
+
 def test_an_optimizer_of_other_parameters_is_refused() -> None:
     model, others = TinyClassifier(), nn.Linear(2, 2)
     model.configure_optimizers = lambda: torch.optim.SGD(others.parameters(), lr=0.1)

@@ -29,6 +29,15 @@ LAYOUTS: dict[str, dict[str, Settings]] = {
         "normed": {"strategy": {"shard": False}, "replicas": 2, "name": "normed", "batches": [4, 8]},
         "normed, sharded": {"strategy": {}, "replicas": 2, "name": "normed", "batches": [4, 8]},
     },
+    "fsdp2": {  # Lightning's own loads nothing that was saved before the first step of an optimizer
+        "file": {
+            "strategy": {"itself": {"save_distributed_checkpoint": False}},
+            "replicas": 2,
+            "batches": [4, 5, 8, 12],
+        },
+        "folder": {"strategy": {"itself": {}}, "replicas": 2, "batches": [4, 5, 8, 12]},
+        "bf16": {"strategy": {"itself": {}}, "replicas": 2, "batches": [5, 8], "fit": {"precision": "bf16-mixed"}},
+    },
     "tp2": {
         "file": {"strategy": TP2},
         "bf16": {"strategy": {**TP2, **FOLDER}, "batches": [4, 9], "fit": {"precision": "bf16-mixed"}},

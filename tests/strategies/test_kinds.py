@@ -11,7 +11,8 @@ from tests.strategies.launch import launch
 
 JOBS = "tests.strategies.kinds_jobs"
 TOLERANCE = (
-    5e-6  # of numbers of up to about 10, after three steps; what a layout leaves out or counts twice is 1e-3 and more
+    5e-6  # of numbers of up to about 10, after three steps; what a layout leaves out or counts twice is 1e-3 and more.
+    # Bilinear blocks in a pipeline come nearest to it, by rounding alone: in float64 they are within 2e-15.
 )
 
 pytestmark = pytest.mark.timeout(1800)  # the first test of a layout trains all modules in it
@@ -46,7 +47,8 @@ def test_a_module_trains_as_in_one_process_or_is_refused(
 
 
 def test_a_module_that_trains_apart_is_told_of_by_design() -> None:
-    assert [name for name, kind in KINDS.items() if kind.apart] == ["BatchNorm"]
+    assert [name for name, kind in KINDS.items() if {*kind.apart} - {"ddp"}] == ["BatchNorm"]
+    assert [name for name, kind in KINDS.items() if kind.apart == ("ddp",)] == ["Thawed", "MaxNorm"]
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,14 @@
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, ClassVar
 
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_eff._core._architecture import run
@@ -166,7 +167,10 @@ def change(module: nn.Module, techniques: Sequence[Architecture], *, seed: int, 
                 )
             surgeon = Surgeon(module, seed=seed, who=name, stays=technique.stays, batch=batch)
             changed.surgeons.append(surgeon)
+            had = dict(module.named_parameters())
             technique.change(surgeon)
+            if any(isinstance(p, DTensor) for p in had.values()):
+                _check_divided(module, had, who=name)
             record.where = surgeon.where
             records.append(record)
         if records:
@@ -175,6 +179,16 @@ def change(module: nn.Module, techniques: Sequence[Architecture], *, seed: int, 
         changed.undo()
         raise
     return changed
+
+
+def _check_divided(module: nn.Module, had: Container[str], *, who: str) -> None:
+    """Raise ``ValueError`` where parameters were added to a module that is divided: nobody would average their gradients."""
+    new = [name for name, _ in module.named_parameters() if name not in had]
+    if new:
+        raise ValueError(
+            f"{who}: {type(module).__name__} is divided already (DTensor), and {new[0]}, which is new, would not be. Call"
+            f" lightning_eff.apply(self, {who}(...)) in configure_model before it divides the module."
+        )
 
 
 def _check_same(was: Applied, asked: Applied, module: nn.Module) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_eff._core import rng
@@ -26,6 +27,10 @@ WAYS_OUT = (
     "Give a batch, lightning_eff.apply(module, technique, batch=batch); or an example_input_array to the LightningModule; or"
     " the names of the maps in which branches end, branches=[...]"
 )
+
+
+class Divided(ValueError):
+    """The module's parameters lie in pieces, so that no pass of it alone shows what it computes."""
 
 
 class Probe(NamedTuple):
@@ -58,6 +63,7 @@ def probed(module: nn.Module, *, who: str, batch: Any = None) -> Probe:
         batch: of the module's own data.
 
     Raises:
+        Divided: if parameters are divided already.
         ValueError: if nothing ran, or nothing that ran has a residual branch, with what was tried and the ways out.
     """
     tried: list[str] = []
@@ -86,6 +92,12 @@ def probed(module: nn.Module, *, who: str, batch: Any = None) -> Probe:
             break
     if best is not None:
         return best
+    divided = next((name for name, p in module.named_parameters() if isinstance(p, DTensor)), None)
+    if divided is not None:
+        raise Divided(
+            f"{who}: {divided} is divided already (DTensor), so that {type(module).__name__} cannot run by itself to show what"
+            f" it computes. Call lightning_eff.apply(self, {who}(...)) in configure_model before it divides the module."
+        )
     stacks = ", ".join(map(str, candidates(module))) or "none"
     ran = [one for one in tried if " ran, " in one]
     name = type(module).__name__

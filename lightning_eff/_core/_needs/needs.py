@@ -11,6 +11,7 @@ class Part(Enum):
     COMPRESSED = "averages compressed gradients of whole modules"
     SHARD = "keeps each parameter in pieces on several processes"
     TENSOR = "splits linear layers over several processes"
+    ITSELF = "expects a module that divides itself in configure_model"
     PIPELINE = "runs each block in one process only, and on parts of the batch"
     FLAT = "joins parameters into flat tensors before it cuts them into pieces"
     ENGINE = "leaves parameters, backward passes and optimizer steps to DeepSpeed's engine"

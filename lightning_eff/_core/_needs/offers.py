@@ -31,7 +31,8 @@ def parts_of(strategy: Strategy) -> tuple[Part, ...]:
     if is_a(strategy, FSDPStrategy):
         return (Part.FLAT,)
     if is_a(strategy, ModelParallelStrategy):
-        return (Part.SHARD, Part.TENSOR) if strategy._tensor_parallel_size != 1 else (Part.SHARD,)  # pyright: ignore[reportAttributeAccessIssue]
+        tensor = strategy._tensor_parallel_size != 1  # pyright: ignore[reportAttributeAccessIssue]
+        return (Part.SHARD, Part.TENSOR, Part.ITSELF) if tensor else (Part.SHARD, Part.ITSELF)
     return (Part.UNKNOWN,)
 
 

@@ -34,6 +34,9 @@ class Turn(IntEnum):
     SEARCH = 4  #: norms of all
 
 
+_WHOLE: Reasons = {Part.FLAT: "the technique sets whole weights, one at a time"}
+#: Of those that compute what they set from several whole weights.
+TOGETHER: Reasons = {**_WHOLE, Part.ITSELF: "the technique computes with all weights together before they are divided"}
 _TRAINED: WeakSet[LightningModule] = WeakSet()  # begun by an initialization, and trained since
 
 
@@ -58,7 +61,7 @@ class Initialization(Technique):
     """
 
     needs: ClassVar[Need] = Need.MODULE
-    refuses: ClassVar[Reasons] = {Part.FLAT: "the technique sets whole weights, one at a time"}
+    refuses: ClassVar[Reasons] = _WHOLE
     needs_all: ClassVar[bool] = False
     turn: ClassVar[Turn]
 

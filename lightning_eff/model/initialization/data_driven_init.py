@@ -12,13 +12,14 @@ from typing_extensions import override
 from lightning_eff._core import rng
 from lightning_eff._core._branches.finding import Head, heads_of
 from lightning_eff._core._branches.graph import SHAPES, Graph, kind
+from lightning_eff._core._needs.needs import Reasons
 from lightning_eff._core.passes import loss_of, training_batches, unseen
 from lightning_eff._core.search_space import Choice, SearchSpace
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.initialization._data.counting import Counts, LossesSeen, text_in
 from lightning_eff.model.initialization._data.patches import FirstMap, first_map
-from lightning_eff.model.initialization._once import Initialization, Turn, traced
+from lightning_eff.model.initialization._once import TOGETHER, Initialization, Turn, traced
 
 WHO = "DataDrivenInit"
 _DENSE = 2048  # classes up to which a table of all pairs is decomposed in full
@@ -125,6 +126,7 @@ class DataDrivenInit(Initialization):
 
     turn: ClassVar[Turn] = Turn.DATA
     needs_all: ClassVar[bool] = True
+    refuses: ClassVar[Reasons] = TOGETHER
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import Reasons
 from lightning_eff._core._needs.offers import is_plain
 from lightning_eff._core.passes import loss_of, unseen
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
@@ -23,6 +24,7 @@ from lightning_eff.model.initialization._maps import (
     listed,
     no_maps,
 )
+from lightning_eff.model.initialization._once import TOGETHER
 
 WHO = "LSUV"
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_grouped_mm")
@@ -96,6 +98,7 @@ class LSUV(OfMaps):
         "ACTPrecision": UNSEEN,
     }
     needs_all: ClassVar[bool] = True
+    refuses: ClassVar[Reasons] = TOGETHER
 
     def __init__(
         self,

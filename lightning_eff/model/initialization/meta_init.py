@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core import rng
+from lightning_eff._core._needs.needs import Reasons
 from lightning_eff._core._run.words import first_line
 from lightning_eff._core.batches import map_tensors, num_samples
 from lightning_eff._core.losses import loss_of
@@ -21,7 +22,7 @@ from lightning_eff._core.steps import takes_index
 from lightning_eff._core.technique import Control
 from lightning_eff.model._derivatives.passes import differentiable, unshortened, watched
 from lightning_eff.model.initialization._maps import listed
-from lightning_eff.model.initialization._once import Initialization, Turn
+from lightning_eff.model.initialization._once import TOGETHER, Initialization, Turn
 
 WHO = "MetaInit"
 _OTHERS = ("OrthogonalInit", "LSUV", "TFixup", "ZerO", "ZeroProjections", "DataDrivenInit")
@@ -136,6 +137,7 @@ class MetaInit(Initialization):
 
     turn: ClassVar[Turn] = Turn.SEARCH
     needs_all: ClassVar[bool] = True
+    refuses: ClassVar[Reasons] = TOGETHER
 
     def __init__(
         self,

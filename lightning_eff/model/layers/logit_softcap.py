@@ -16,7 +16,7 @@ from lightning_eff._core._architecture.linear_maps import LinearMap, linear_maps
 from lightning_eff._core._architecture.naming import check_met, check_names, meets
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
-from lightning_eff._core._branches.probing import probed
+from lightning_eff._core._branches.probing import Divided, probed
 from lightning_eff._core._stack.finding import candidates
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.technique import Control
@@ -151,6 +151,8 @@ class LogitSoftcap(Architecture):
         ways = _ways(root, maps)
         try:
             found = probed(root, who=WHO, batch=batch).heads
+        except Divided:
+            raise
         except ValueError as e:
             raise ValueError(
                 f"{WHO}: the head of {type(root).__name__} cannot be told, since no pass over an input that is made up shows"

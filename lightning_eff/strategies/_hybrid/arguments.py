@@ -164,6 +164,11 @@ def check_run(trainer: Trainer, module: LightningModule, layout: Layout, *, repl
             " LightningModule's own, since the pipeline's schedule runs forward and backward passes of several"
             " micro-batches in turn. Leave the override out, or take pipeline_parallel_size=1."
         )
+    if layout.tensor > 1 and fitting and trainer._detect_anomaly:
+        raise ValueError(
+            f"{who}(tensor_parallel_size={layout.tensor}): got Trainer(detect_anomaly=True), and torch cannot look for nan in"
+            " gradients that lie in pieces. Set detect_anomaly=False, or take tensor_parallel_size=1."
+        )
     for plugin in innermost(trainer.precision_plugin):
         if layout.pipeline > 1 and getattr(plugin, "amax", None) == "delayed":
             raise ValueError(

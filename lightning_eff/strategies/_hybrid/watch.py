@@ -26,6 +26,8 @@ from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivat
 from torch.distributed.distributed_c10d import _get_default_store
 from typing_extensions import override
 
+from lightning_eff._core._run.words import causes
+
 _FAILED = "failed"
 _INTERVAL_SECONDS = 1.0
 _GRACE_SECONDS = 8.0
@@ -210,8 +212,9 @@ class Watch:
 
     def message(self) -> str:
         """What this process says when it stops on another one's account."""
+        what = str(self.verdict).removesuffix(".")
         return (
-            f"{self.who}: {self.verdict}. This process (rank {self.rank}) stops with it. Look at what that rank printed, and"
+            f"{self.who}: {what}. This process (rank {self.rank}) stops with it. Look at what that rank printed, and"
             " resume from the last checkpoint: trainer.fit(..., ckpt_path=...)."
         )
 
@@ -279,12 +282,8 @@ def _undisturbed() -> Iterator[None]:
 
 def _of_messages(error: BaseException | None) -> bool:
     """Whether an error, or what caused it, reads like a message between processes that failed."""
-    while error is not None:
-        text = str(error).lower()
-        if isinstance(error, RuntimeError | OSError) and any(word in text for word in _WORDS):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    messages = (str(one).lower() for one in causes(error) if isinstance(one, RuntimeError | OSError))
+    return any(word in text for text in messages for word in _WORDS)
 
 
 def _abort() -> None:

@@ -23,6 +23,7 @@ from torchmetrics import Metric
 
 from lightning_eff._core import rng
 from lightning_eff._core._branches.side_by_side import side_by_side
+from lightning_eff._core._run.words import causes
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.blocks import find_stack, refuse_compiled_around
 from lightning_eff._core.steps import silent
@@ -388,8 +389,4 @@ class Pipeline:
 
 def _chain(error: BaseException | None) -> str:
     """The messages of an error and of its causes."""
-    messages = []
-    while error is not None:
-        messages.append(str(error))
-        error = error.__cause__ or error.__context__
-    return " ".join(messages)
+    return " ".join(str(one) for one in causes(error))

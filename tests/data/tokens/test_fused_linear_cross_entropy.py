@@ -471,3 +471,31 @@ def test_a_head_that_fsdp2_puts_together_for_its_calls_alone_is_refused() -> Non
     net.head.__class__ = type("FSDPLinear", (FSDPModule, nn.Linear), {"_apply": nn.Module._apply})
     with pytest.raises(ValueError, match=r"fully_shard was applied to head itself.*Leave it to the root's fully_shard"):
         trainer(FusedLinearCrossEntropy(rows=7), max_steps=1).fit(net, models.loader("tiny_gpt"))
+
+
+class Waiting:
+    """Stands for FSDP2's state of a module, which waits for the backward pass by a hook on what the module returns."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def before(self, grad: Tensor) -> Tensor:
+        self.calls += 1
+        return grad
+
+
+def test_fsdp2_hears_of_the_backward_pass_without_logits() -> None:
+    waiting = Waiting()
+
+    def loss(net: Net, z: Tensor, y: Tensor) -> Tensor:
+        if z.requires_grad:
+            z.register_hook(waiting.before)
+        return flat(net, z, y)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Waiting, "__module__", "torch.distributed.fsdp.state")
+        net = Net(module, loss)
+        technique = FusedLinearCrossEntropy()
+        trainer(technique, max_steps=3).fit(net, data(3))
+    assert technique.report()["reads"] == 0
+    assert waiting.calls == 3

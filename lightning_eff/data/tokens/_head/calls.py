@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -45,6 +45,7 @@ class Call:
         bias: (V,), or None.
         watched: somebody waits for the gradient of the logits, which must then come by them.
         settled: the logits have been changed in place: from now on they are what was made of them.
+        before: hooks of FSDP2 on the logits, which look at no gradient: to be called before the backward pass.
     """
 
     maker: Maker
@@ -54,6 +55,7 @@ class Call:
     bias: Tensor | None
     watched: bool = False
     settled: bool = False
+    before: list[Callable[[Tensor], Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         kind = self.x.device.type
@@ -81,7 +83,13 @@ class Call:
         self.check()
         tensors = [None if t is None else swapped.get(id(t), t) for t in (self.x, self.weight, self.bias)]
         with self.casting():
-            return F.linear(*tensors)  # pyright: ignore[reportArgumentType]
+            return self.announced(F.linear(*tensors))  # pyright: ignore[reportArgumentType]
+
+    def announced(self, made: Tensor) -> Tensor:
+        """``made`` of the logits, whose backward pass FSDP2 gets to know of."""
+        for hook in self.before if made.requires_grad else ():
+            made.register_hook(hook)
+        return made
 
 
 @dataclass(eq=False)

@@ -66,7 +66,7 @@ def fused_loss(node: Node, arguments: dict[str, Any], rows: int | None) -> tuple
         loss = loss.sum() / counted.sum() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
     if reduction == "none":
         loss = (loss if back is None else loss[back]).reshape(target.shape)
-    return loss.to(_dtype(node)), computed
+    return node.call.announced(loss.to(_dtype(node))), computed
 
 
 _REDUCTIONS = ("mean", "sum", "none")

@@ -81,6 +81,10 @@ class Logits(Tensor):
         if known or (name == "register_hook" and _by_tracker()):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if name == "register_hook" and _of_fsdp(args[-1]):
+            node, hook = args[0]._node, args[-1]
+            node.call.before.append(hook)
+            return None if node.real is None else node.real.register_hook(hook)
         if name in _MADE_LIKE and isinstance(args[0], Logits):
             node = args[0]._node
             return func(torch.empty(0, dtype=node.dtype, device=node.call.x.device), *args[1:], **kwargs)
@@ -184,6 +188,11 @@ def _by_tracker() -> bool:
     else:
         return False
     return frame is not None
+
+
+def _of_fsdp(hook: Any) -> bool:
+    """Whether FSDP2 waits for the backward pass by this hook, which hands the gradient on as it is."""
+    return type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp.")
 
 
 def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

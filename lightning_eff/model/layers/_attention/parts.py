@@ -12,7 +12,7 @@ from typing_extensions import override
 from lightning_eff._core._architecture.linear_maps import LinearMap, linear_maps, unfit
 from lightning_eff._core._architecture.naming import meets
 from lightning_eff._core._branches.attention import Attention, attentions
-from lightning_eff._core._branches.probing import probed
+from lightning_eff._core._branches.probing import Divided, probed
 
 
 class Handed(TorchFunctionMode):
@@ -50,6 +50,8 @@ def attended(root: nn.Module, *, who: str, batch: Any) -> list[Attention]:
         )
     try:
         found = attentions(probed(root, who=who, batch=batch).graph)
+    except Divided:
+        raise
     except ValueError as e:
         raise ValueError(
             f"{who}: the attention of {type(root).__name__} cannot be told, since no pass over an input that is made up"
