@@ -21,7 +21,16 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import CatMetric, MetricCollection
 from torchmetrics.classification import BinaryPrecision, BinaryRecall
 
-from lightning_eff import EightBitOptimizer, ExactResume, GradientNoiseScale, Mixup, ReplaceOptimizer, ScheduleFree
+from lightning_eff import (
+    MFAC,
+    EightBitOptimizer,
+    ExactResume,
+    GradientNoiseScale,
+    Mixup,
+    ReplaceOptimizer,
+    ScheduleFree,
+    StochasticWeightAveraging,
+)
 from lightning_eff._core._resume.logged import Metrics
 
 pytestmark = pytest.mark.filterwarnings(
@@ -101,6 +110,8 @@ BESIDE: dict[str, Callable[[], pl.Callback]] = {
     "eight_bit": lambda: EightBitOptimizer(min_size=128),
     "group_lr": lambda: ReplaceOptimizer(group_lr={"head": 1e-3}),
     "schedule_free": lambda: ScheduleFree(),
+    "swa": lambda: StochasticWeightAveraging(start=0.1),
+    "mfac": lambda: MFAC(num_gradients=4),
 }
 
 

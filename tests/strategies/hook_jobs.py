@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import grad_norm, rank_zero_only
 from torch import Tensor, nn
 
 from tests.models import TinyGPT
-from tests.strategies.hybrid_jobs import Settings, everywhere, fit, strategy_of, values
+from tests.strategies.hybrid_jobs import SaveAt, Settings, everywhere, fit, strategy_of, values
 
 CLIP = 0.05  # of gradients whose norm is about 0.5, and whose largest element is about 0.05
 
@@ -268,6 +268,38 @@ def refused(layouts: dict[str, Settings], world: int) -> dict[str, dict[str, str
             except ValueError as error:
                 said = str(error)
             found.setdefault(layout, {})[cls.__name__] = said
+    return found
+
+
+class Adding(Base):
+    """A hook gives the last block to the optimizer after two batches."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        if batch_idx == 2 and len(optimizer.param_groups) == 1:
+            late = [p for name, p in self.named_parameters() if name in self.late]
+            optimizer.add_param_group({"params": late, "lr": 0.5})
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.late = [name for name, _ in self.named_parameters() if name.startswith("head")]
+        held = [p for name, p in self.named_parameters() if name not in self.late]
+        return torch.optim.SGD(held, lr=1.0, momentum=0.9)
+
+
+def adding(world: int, directory: str) -> dict[str, Any]:
+    """Losses of one process and of two, which save after a group was added, and what is said as they go on from there."""
+    alone, _ = fit(gpt(Adding), "tiny_gpt", "auto", devices=1, batch_size=8, steps=6)
+    kinds: dict[str, Any] = {"devices": world, "batch_size": 8, "steps": 6}
+    found: dict[str, Any] = {"alone": alone, "said": []}
+    for sharded in (True, False):
+        path = f"{directory}/{sharded}.ckpt"
+        strategy = {"save_distributed_checkpoint": sharded}
+        whole, _ = fit(gpt(Adding), "tiny_gpt", strategy_of(strategy), callbacks=(SaveAt(4, path),), **kinds)
+        found[f"sharded={sharded}"] = whole
+        try:
+            fit(gpt(Adding), "tiny_gpt", strategy_of(strategy), ckpt_path=path, **kinds)
+        except ValueError as error:
+            found["said"].append(str(error))
     return found
 
 

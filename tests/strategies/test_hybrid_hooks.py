@@ -64,6 +64,14 @@ def test_hooks_see_the_whole_gradient_in_four_processes(tmp_path: Path) -> None:
     check(FOUR, 4, tmp_path)
 
 
+def test_groups_that_a_hook_adds_are_saved(tmp_path: Path) -> None:
+    found = launch("tests.strategies.hook_jobs", "adding", 2, str(tmp_path), world_size=2)
+    for sharded in (True, False):
+        assert found[f"sharded={sharded}"] == pytest.approx(found["alone"], rel=1e-5)
+    assert len(found["said"]) == 2
+    assert all("SGD has 1 more parameter group(s) than configure_optimizers makes" in said for said in found["said"])
+
+
 def looked_through(model: pl.LightningModule, layout: Layout, *callbacks: pl.Callback, **kwargs: Any) -> list[str]:
     """The hooks that are to be given norms."""
     return [hook.name for hook in check_hooks(trainer(*callbacks, **kwargs), model, layout, who="S")]

@@ -84,16 +84,19 @@ class CombinedOptimizer(Optimizer):
         parts: optimizers of disjoint parameters, one at least.
         origins: the groups that schedulers act on.
         following: for each group of the parts in their order, how it follows them.
+        home: the part for groups that hooks add, which they write for the module's own optimizer; None for the last.
     """
 
     _opt_called = False
 
-    def __init__(self, parts: list[Optimizer], origins: Origins, following: list[Following]) -> None:
+    def __init__(
+        self, parts: list[Optimizer], origins: Origins, following: list[Following], home: Optimizer | None = None
+    ) -> None:
         groups = [group for part in parts for group in part.param_groups]
         if len(groups) != len(following):
             raise ValueError(f"CombinedOptimizer: got {len(following)} ways to follow for {len(groups)} groups.")
         groups, self.following = _in_turn(groups, following)
-        self.parts, self.origins = parts, origins
+        self.parts, self.origins, self.home = parts, origins, home
         # what looks at the defaults expects every group to have it: LearningRateMonitor reads momenta so
         defaults = {k: v for k, v in parts[0].defaults.items() if all(k in group for group in groups)}
         super().__setstate__({"defaults": defaults, "param_groups": groups, "state": _States(self)})
@@ -179,8 +182,8 @@ class CombinedOptimizer(Optimizer):
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the last part, which is the module's own optimizer where that steps anything."""
-        part = self.parts[-1]
+        """Add a group to :attr:`home`, or to the last part where that has gone."""
+        part = next((part for part in self.parts if part is self.home), self.parts[-1])
         count = len(part.param_groups)
         part.add_param_group(param_group)
         self.param_groups += part.param_groups[count:]

@@ -116,6 +116,7 @@ class StochasticWeightAveraging(ActsLate, AveragedWeights):
         super()._reset()
         self._counts: dict[str, int] = {}  # how many weights each of the sums holds
         self._bases: list[list[float | None]] = []
+        self._saved_bases: list[list[float | None]] = []
         self._rates = HeldRates("StochasticWeightAveraging")
         self._steps = 0  # since start
         self._active = False
@@ -132,6 +133,8 @@ class StochasticWeightAveraging(ActsLate, AveragedWeights):
         super().on_optimizers(session)
         schedulers = [config.scheduler for config in session.trainer.strategy.lr_scheduler_configs]
         self._bases = [reference_rates(optimizer, schedulers) for optimizer in session.optimizers]
+        for bases, saved in zip(self._bases, self._saved_bases, strict=False):
+            bases += saved[len(bases) :]
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -204,12 +207,15 @@ class StochasticWeightAveraging(ActsLate, AveragedWeights):
 
     @override
     def saved(self) -> dict[str, Any]:
-        return {**super().saved(), "counts": dict(self._counts), "steps": self._steps, "active": self._active}
+        bases = [list(rates) for rates in self._bases]  # of groups, too, that somebody has added since
+        state = {"counts": dict(self._counts), "steps": self._steps, "active": self._active, "bases": bases}
+        return {**super().saved(), **state}
 
     @override
     def restore(self, state: dict[str, Any]) -> None:
         super().restore(state)
         self._counts, self._steps, self._active = dict(state["counts"]), state["steps"], state["active"]
+        self._saved_bases = state.get("bases", [])
 
     # -- what it tells
 

@@ -82,7 +82,7 @@ def combine(
                 group["initial_lr"] = rate
             following.append(Following(part.origin, ratio, rate, settings=False))
         optimizers.append(other)
-    combined = CombinedOptimizer(optimizers, origins, following)
+    combined = CombinedOptimizer(optimizers, origins, following, home=own)
     put_around(combined, own, schedulers)
     if schedulers:
         combined.follow()

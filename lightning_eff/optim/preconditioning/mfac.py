@@ -138,6 +138,7 @@ class MFAC(Preconditioner):
         told = check_room(f"MFAC(num_gradients={m})", session, m)
         rank_zero_info(f"MFAC: {told}, and as much in each checkpoint")
         loaded, filled = self._rows, min(self._seen, m)
+        parameters |= {name: p for name, p in session.module.named_parameters() if name in loaded}  # thawed in that run
         self._rows = {name: _room(p, m) for name, p in parameters.items()}
         for name in loaded.keys() & self._rows.keys():
             self._rows[name][:filled] = loaded[name]

@@ -102,6 +102,8 @@ class Clipping:
                 self._norms = Norms(shown, held, self._counts, replica.device)
                 within = Within(self._norms, {id(p): name for name, p in shown.items()}, replica.device)
                 try:
+                    for optimizer in replica.optimizers:
+                        optimizer.take_added(replica.gathering)
                     with whole_groups(replica.optimizers, shown), hook.places.acting(within):
                         return inner(*args, **kwargs)
                 finally:

@@ -506,14 +506,14 @@ def test_state_is_looked_up_and_copied_in_the_part_that_has_the_parameter() -> N
     assert isinstance(again, CombinedOptimizer) and len(again.state) == len(optimizer.state)
     new = nn.Parameter(torch.zeros(3))
     optimizer.add_param_group({"params": [new], "lr": 0.5})
-    assert optimizer.part_of(new) is optimizer.parts[-1]
+    assert optimizer.part_of(new) is optimizer.parts[0], "the module's own, which a hook writes a group for"
     new.grad = torch.ones(3)
     optimizer.step()
     assert not torch.equal(new, torch.zeros(3)) and optimizer.param_groups[-1]["params"] == [new]
     saved = optimizer.state_dict()
     assert sorted(saved["state"]) == list(range(len(list(net.parameters())) + 1))
     optimizer.load_state_dict(saved)
-    assert optimizer.param_groups[-1] is optimizer.parts[-1].param_groups[-1]
+    assert optimizer.param_groups[-1] is optimizer.parts[0].param_groups[-1]
 
 
 # -- which parameters are of which kind, in any module

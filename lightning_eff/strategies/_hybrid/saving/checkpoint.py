@@ -129,6 +129,7 @@ def save_sharded(
     rest = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
     if "optimizer_states" in checkpoint:
         for i, optimizer in enumerate(optimizers):
+            optimizer.take_added(gathering)
             state = {name: s for name, s in optimizer.state().items() if gathering.owned(name)}
             pieces[f"optimizer_{i}"] = {"state": state}
         rest[GROUPS] = [optimizer.options() for optimizer in optimizers]

@@ -40,7 +40,7 @@ class NamedOptimizer:
     """
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str], held: set[str], *, who: str) -> None:
-        self.optimizer = optimizer
+        self.optimizer, self._names = optimizer, names
         self.groups: list[list[str]] = []
         self._told_names: dict[int, list[str]] = {}
         for index, group in enumerate(optimizer.param_groups):
@@ -66,6 +66,13 @@ class NamedOptimizer:
             kept = (name for name in all_names if name in held)
             self.held.update(zip(kept, group["params"], strict=True))
 
+    def take_added(self, gathering: Gathering) -> None:
+        """Learn the names in groups that hooks have added since, those of other stages too; collective where there are any."""
+        for group in self.optimizer.param_groups[len(self.groups) :]:
+            mine = {name: p for p in group["params"] if (name := self._names.get(id(p))) is not None}
+            self.held.update(mine)
+            self.groups.append([*gathering.merged(dict.fromkeys(mine))])
+
     def state(self) -> dict[str, dict[str, Any]]:
         """The state of the parameters held here, by name."""
         return {name: dict(self.optimizer.state[p]) for name, p in self.held.items() if p in self.optimizer.state}
@@ -88,6 +95,13 @@ class NamedOptimizer:
             ValueError: if the groups differ.
         """
         sizes, now = [len(group["params"]) for group in saved], [len(names) for names in self.groups]
+        if len(sizes) > len(now) and sizes[: len(now)] == now:
+            raise ValueError(
+                f"{who}: the checkpoint's {type(self.optimizer).__name__} has {len(sizes) - len(now)} more parameter group(s)"
+                " than configure_optimizers makes, which a hook added as that run went on, and they are not added again on"
+                " resume. Make all groups in configure_optimizers, with a learning rate of 0 until their time, or load the"
+                " weights alone."
+            )
         if sizes != now:
             raise ValueError(
                 f"{who}: the checkpoint's {type(self.optimizer).__name__} has groups of {sizes} parameters and this run's"
@@ -118,6 +132,7 @@ class NamedOptimizer:
 
     def consolidate(self, gathering: Gathering) -> dict[str, Any]:
         """The ``state_dict`` that the plain module's optimizer would have, on rank 0; {} elsewhere; collective."""
+        self.take_added(gathering)
         mine = self.state()
         told = gathering.merged(
             {name: {k: _told(v) for k, v in state.items()} for name, state in mine.items() if gathering.owned(name)}
