@@ -190,7 +190,7 @@ class Check:
             technique = tried.build()
             eff.apply(plain, technique)
             missing, unexpected = plain.load_state_dict(state, strict=False)
-            frozen = {key for key, p in plain.named_parameters() if not p.requires_grad}
+            frozen = {key for key, p in plain.named_parameters(remove_duplicate=False) if not p.requires_grad}
             if unexpected or set(missing) - frozen:
                 raise Failed(
                     f"checkpoint does not load into apply(plain): missing {missing[:3]}, unexpected {unexpected[:3]}"

@@ -36,5 +36,11 @@ PACKAGE = Package(
     refused={
         **dict.fromkeys(("StochasticDepth", "LayerFreezing"), reasons.TWO_STACKS),
         **dict.fromkeys(("ProgressiveStacking", "Rematerialization"), reasons.TWO_STACKS),
+        **dict.fromkeys(("LoRA", "INT8Precision"), reasons.NO_LINEAR),
+        "DataPruning": reasons.NO_LOGITS,
+        "Mixup": reasons.ONLY_IDS,
+    },
+    known={
+        "LayerScale": "The sum is taken in place of a transposed tensor, which hides it from the search for branches."
     },
 )
