@@ -144,6 +144,22 @@ def test_of_equally_long_lists_the_chain_is_taken_also_by_what_takes_any_list(
     assert "blocks found at 'chain'" in caplog.text
 
 
+class AddsInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Conv1d(D, D, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.f(x.unsqueeze(-1)).squeeze(-1)  # a view
+        y += x
+        return y
+
+
+def test_a_sum_in_place_of_a_view_is_named() -> None:
+    with pytest.raises(ValueError, match=r"changes a view in place, .* \(write y = y \+ x instead of y \+= x\)"):
+        apply(Stack(AddsInPlace, lambda blocks, x: blocks[2](blocks[1](blocks[0](x)))), LayerScale())
+
+
 class Split(Network):
     """Each layer's two parts stand in two lists."""
 

@@ -38,9 +38,7 @@ PACKAGE = Package(
         **dict.fromkeys(("ProgressiveStacking", "Rematerialization"), reasons.TWO_STACKS),
         **dict.fromkeys(("LoRA", "INT8Precision"), reasons.NO_LINEAR),
         "DataPruning": reasons.NO_LOGITS,
+        "LayerScale": reasons.HIDDEN_SUM,
         "Mixup": reasons.ONLY_IDS,
-    },
-    known={
-        "LayerScale": "The sum is taken in place of a transposed tensor, which hides it from the search for branches."
     },
 )
