@@ -144,6 +144,61 @@ def test_of_equally_long_lists_the_chain_is_taken_also_by_what_takes_any_list(
     assert "blocks found at 'chain'" in caplog.text
 
 
+class AddsInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Conv1d(D, D, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.f(x.unsqueeze(-1)).squeeze(-1)  # a view
+        y += x
+        return y
+
+
+def test_a_sum_in_place_of_a_view_is_named() -> None:
+    with pytest.raises(ValueError, match=r"changes a view in place, .* \(write y = y \+ x instead of y \+= x\)"):
+        apply(Stack(AddsInPlace, lambda blocks, x: blocks[2](blocks[1](blocks[0](x)))), LayerScale())
+
+
+class Split(Network):
+    """Each layer's two parts stand in two lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.ModuleList(two_layers() for _ in range(3)) for _ in range(2))
+
+    def middle(self, x: Tensor) -> Tensor:
+        for i in range(len(self.first)):
+            x = x + self.first[i](x)
+            x = x + self.second[i](x)
+        return x
+
+
+def test_lists_that_hold_parts_of_the_same_layers_do_not_grow_alone() -> None:
+    with pytest.raises(ValueError, match=r"each layer has a part in 'first' .* and another in 'second' .*would grow"):
+        fit(Split(), ProgressiveStacking(stages=[(0.0, 1), (0.5, 2)], layers="first"))
+    fit(Split(), LayerFreezing(layers="first"))
+
+
+class Singles(Network):
+    """Lists of single layers that run side by side, in a part that made-up inputs do not reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = (nn.ModuleList(nn.Linear(D, D) for _ in range(2)) for _ in range(2))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        heads = [torch.tanh(q(batch[0])) * k(batch[0]) for q, k in zip(self.q, self.k, strict=True)]
+        return torch.stack(heads).square().mean()
+
+
+@pytest.mark.parametrize("technique", USERS[:2])
+def test_lists_of_single_layers_are_not_called_stacks(technique: Any) -> None:
+    with pytest.raises(ValueError, match=r"found no stacks? of .*blocks|side by side") as caught:
+        fit(Singles(), technique())
+    assert "Say which one" not in str(caught.value)
+
+
 def test_a_named_list_of_heads_is_refused_in_the_first_step_and_the_chain_is_named() -> None:
     module = Heads(chain=2)
     before = {name: p.clone() for name, p in module.named_parameters()}

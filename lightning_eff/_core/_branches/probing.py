@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_eff._core import rng
 from lightning_eff._core._branches.finding import branches, heads, outputs
-from lightning_eff._core._branches.graph import Graph, Node, TooLarge
+from lightning_eff._core._branches.graph import Graph, Node, TooLarge, kind
 from lightning_eff._core._branches.guessing import Call, calls_of, hidden_states, step_batches
 from lightning_eff._core._lightning.names import is_a, is_overridden
 from lightning_eff._core._stack.compiled import uncompiled
@@ -87,7 +87,7 @@ def probed(module: nn.Module, *, who: str, batch: Any = None) -> Probe:
             if met == len(blocks):
                 break
         else:
-            tried.append(f"{of} ran, and adds nothing to what it is made of by a map")
+            tried.append(f"{of} ran, and {_nothing(graph)}")
         if batch is not None:
             break
     if best is not None:
@@ -108,6 +108,13 @@ def probed(module: nn.Module, *, who: str, batch: Any = None) -> Probe:
     raise ValueError(
         f"{who}: {trouble}. Stacks of blocks there: {stacks}. Maps there: {_maps(module)}. {WAYS_OUT}. Or remove {who}."
     )
+
+
+def _nothing(graph: Graph | None) -> str:
+    """Why a pass shows no sum."""
+    if graph is not None and any(kind(node) == "CopySlices" and len(ins) > 1 for node, ins in graph.inputs.items()):
+        return "changes a view in place, which hides what is added to it (write y = y + x instead of y += x)"
+    return "adds nothing to what it is made of by a map"
 
 
 def _blocks(module: nn.Module) -> list[str]:

@@ -62,22 +62,23 @@ class Feeding:
     Attributes:
         links: for each pair of blocks that ran one after the other: True where the first feeds the second, False where it
             does not, None where the tensors do not tell.
+        met: the blocks that ran in the last pass.
     """
 
     def __init__(self) -> None:
         self.links: dict[tuple[int, int], bool | None] = {}
         self._last: tuple[int, list[Tensor], list[Tensor]] | None = None
-        self._met: set[int] = set()
+        self.met: set[int] = set()
 
     def begin(self) -> None:
         """A new forward pass begins."""
-        self._last, self._met = None, set()
+        self._last, self.met = None, set()
 
     def seen(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Block ``index`` has run. Its first call in a pass counts: in a recurrence everything feeds everything later."""
-        if index in self._met:
+        if index in self.met:
             return
-        self._met.add(index)
+        self.met.add(index)
         given, made = tensors(args, kwargs), tensors(output)
         if self._last is not None:
             before, inputs, outputs = self._last

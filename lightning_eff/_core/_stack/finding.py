@@ -311,6 +311,11 @@ def _only_longest(found: Sequence[Candidate], what: str, *, who: str, ties: Apar
         chains = [c for c in best if c.path not in apart]
         if len(chains) == 1:
             return chains[0]
+        if not best[0].composite:
+            raise ValueError(
+                f"{who}: found no {what}, but lists of single layers: {listed(found)}. Name one whose layers feed each other,"
+                f" such as {who}(layers={best[0].path!r}), or remove {who}."
+            )
         equal = listed(best)
         raise ValueError(
             f"{who}: {len(best)} {what} are equally long: {equal}. Say which one by layers=, e.g."

@@ -38,7 +38,7 @@ class Verifying:
         self._blocks = found.named_blocks
         self._at = [*self._blocks.values()]
         self._at_once = not getattr(root, "automatic_optimization", True)  # the step itself updates
-        self._graph = False
+        self._graph, self._away = False, frozenset[int]()
         self._feeding = Feeding()
         self._others: list[tuple[Candidate, Feeding, list[bool | None]]] = []
         self._adds: dict[int, bool | None] = {}
@@ -64,7 +64,7 @@ class Verifying:
         if self._at_once:
             self._patches.set(self._root, "manual_backward", self._before_backward(self._root.manual_backward))
         self._begin_pass()
-        self._graph = False
+        self._graph, self._away = False, dropped
         others = [c for c in stacks(self._root) if c.path != self._found.path]
         self._others = [(c, Feeding(), []) for c in others if not compiled_around(self._root, [c.container])]
         if self.skips and not dropped:
@@ -176,6 +176,12 @@ class Verifying:
                 f"{who}: block {second} of {self._found} is not fed by block {first}, so they are no stack."
                 f" {self._way_out(who)}"
             )
+        part = self._other_part()
+        if part is not None:
+            return (
+                f"{who}: each layer has a part in {self._found} and another in {part}, and {who} would grow the first alone."
+                f" Put the parts of a layer into one module, or remove {who}."
+            )
         if not self.adds:
             return None
         who = self.skipper or who
@@ -205,6 +211,16 @@ class Verifying:
                 f" skipped block has none of that. {self._way_out(who)}"
             )
         return None
+
+    def _other_part(self) -> Candidate | None:
+        """A list beside this one that the module ran just as far as the blocks that it was shown."""
+        runs = set(range(len(self._at))) - self._away
+        beside = [
+            c
+            for c, feeding in self._others
+            if c.length == len(self._at) and feeding.met == runs and _parent(c) == _parent(self._found)
+        ]
+        return beside[0] if self._away and beside else None
 
     def _read_beside(self, output: Any) -> int | None:
         """A block of which the loss uses another output than the hidden state, and not by way of later blocks."""
@@ -248,6 +264,10 @@ class Verifying:
         if not chains:
             return f"Remove {who}."
         return f"Name another stack, e.g. layers={chains[0].path!r}, or remove {who}. Stacks: {listed(chains)}."
+
+
+def _parent(found: Candidate) -> str:
+    return found.home.rpartition(".")[0]
 
 
 def _loss(output: Any) -> Tensor | None:

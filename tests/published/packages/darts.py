@@ -51,5 +51,6 @@ PACKAGE = Package(
         "Mixup": reasons.LABELS_ELSEWHERE,
         "LabelSmoothing": reasons.NO_CLASSES,
         "Rematerialization": reasons.TWO_STACKS,
+        "StochasticRoundingBF16": reasons.OTHER_DTYPES,
     },
 )

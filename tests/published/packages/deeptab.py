@@ -20,9 +20,10 @@ def fit(callbacks, **settings):
         **settings,
     }
     model = FTTransformerClassifier(FTTransformerConfig(d_model=16, n_layers=3, n_heads=2))
-    return model.fit(
+    model.fit(
         table, (table["a"] > 0).astype(int).to_numpy(), batch_size=4, max_epochs=2, callbacks=callbacks, **settings
     )
+    return model._task_model
 
 
 PACKAGE = Package(
@@ -34,5 +35,7 @@ PACKAGE = Package(
     trusted=True,
     refused={
         "EightBitOptimizer": reasons.DECAY_IN_GRADIENT,
+        "RMSNormalization": reasons.READ_BY_A_KERNEL,
+        "Mixup": reasons.SEVERAL_INPUTS,
     },
 )

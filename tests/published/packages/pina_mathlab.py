@@ -32,12 +32,17 @@ PACKAGE = Package(
     trusted=True,
     refused={
         "SelectiveBackprop": reasons.DERIVATIVES,
-        "DataPruning": reasons.DERIVATIVES,
-        "DifficultyPacing": reasons.DERIVATIVES,
+        "DataPruning": reasons.NO_DATA_LOADER,
+        "DifficultyPacing": reasons.NO_DATA_LOADER,
+        "RMSNormalization": reasons.NO_LAYER_NORM,
         "Mixup": reasons.DERIVATIVES,
         "LabelSmoothing": reasons.DERIVATIVES,
         "LayerScale": reasons.NOT_PROBED,
         "SwapActivation": reasons.NO_ACTIVATION,
         "ActivationCompression": reasons.NOTHING_LARGE,
     },
+    known=dict.fromkeys(
+        ("LoRA", "INT8Precision"),
+        "The package's LabelTensor has no to() without labels, and what a layer returns has none.",
+    ),
 )

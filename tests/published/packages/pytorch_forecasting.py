@@ -1,5 +1,6 @@
 """pytorch-forecasting: the temporal fusion transformer on its TimeSeriesDataSet and loader."""
 
+from tests.published import reasons
 from tests.published.package import Package
 
 
@@ -43,4 +44,17 @@ def build():
     return module, data.to_dataloader(train=True, batch_size=4, num_workers=0)
 
 
-PACKAGE = Package("pytorch-forecasting", "TemporalFusionTransformer on its TimeSeriesDataSet", build, trusted=True)
+PACKAGE = Package(
+    "pytorch-forecasting",
+    "TemporalFusionTransformer on its TimeSeriesDataSet",
+    build,
+    trusted=True,
+    refused={
+        **dict.fromkeys(
+            ("ProgressiveStacking", "StochasticDepth", "LayerFreezing", "Rematerialization"), reasons.SINGLE_LAYERS
+        ),
+        "LayerScale": reasons.NOT_PROBED,
+        "DataPruning": reasons.NO_LOGITS,
+        **dict.fromkeys(("SelectiveBackprop", "DifficultyPacing", "Mixup", "LabelSmoothing"), reasons.NO_LOSS_CALL),
+    },
+)

@@ -52,8 +52,4 @@ PACKAGE = Package(
         "Mixup": reasons.PARTLY_MIXED,
         "StochasticRoundingBF16": reasons.NO_BFLOAT16,
     },
-    known={  # refused by now: the next run of the check takes these out
-        "ProgressiveStacking": "The module reads the attention of every block, and a waiting block leaves None in that list.",
-        "StochasticRoundingBF16": "The module turns bfloat16 into NumPy arrays; plain bf16-true fails in the same line.",
-    },
 )

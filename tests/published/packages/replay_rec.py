@@ -36,5 +36,9 @@ PACKAGE = Package(
     refused={
         **dict.fromkeys(("StochasticDepth", "LayerFreezing"), reasons.TWO_STACKS),
         **dict.fromkeys(("ProgressiveStacking", "Rematerialization"), reasons.TWO_STACKS),
+        **dict.fromkeys(("LoRA", "INT8Precision"), reasons.NO_LINEAR),
+        "DataPruning": reasons.NO_LOGITS,
+        "LayerScale": reasons.HIDDEN_SUM,
+        "Mixup": reasons.ONLY_IDS,
     },
 )

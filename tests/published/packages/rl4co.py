@@ -11,9 +11,7 @@ def build():
     policy = AttentionModelPolicy(
         env_name="tsp", embed_dim=16, num_encoder_layers=3, num_heads=2, feedforward_hidden=16
     )
-    module = AttentionModel(
-        env, policy=policy, baseline="exponential", batch_size=4, train_data_size=24, val_data_size=4
-    )
+    module = AttentionModel(env, policy=policy, baseline="mean", batch_size=4, train_data_size=24, val_data_size=4)
     module.setup()
     return module, module.train_dataloader()
 

@@ -1,5 +1,6 @@
 """scvi-tools: SCVI through its TrainingPlan, AnnDataLoader and its own ``train``."""
 
+from tests.published import reasons
 from tests.published.package import Package, captured
 
 
@@ -23,5 +24,20 @@ def fit(callbacks, **settings):
 
 
 PACKAGE = Package(
-    "scvi-tools", "SCVI, its TrainingPlan and AnnDataLoader", lambda: captured(lambda: fit([])), imports="scvi", fit=fit
+    "scvi-tools",
+    "SCVI, its TrainingPlan and AnnDataLoader",
+    lambda: captured(lambda: fit([])),
+    imports="scvi",
+    fit=fit,
+    refused={
+        "EightBitOptimizer": reasons.DECAY_IN_GRADIENT,
+        **dict.fromkeys(
+            ("ProgressiveStacking", "StochasticDepth", "LayerFreezing", "Rematerialization"), reasons.NO_STACK
+        ),
+        "LayerScale": reasons.NOT_PROBED,
+        "RMSNormalization": reasons.NO_LAYER_NORM,
+        "DataPruning": reasons.NO_LOGITS,
+        **dict.fromkeys(("SelectiveBackprop", "DifficultyPacing", "Mixup", "LabelSmoothing"), reasons.NO_LOSS_CALL),
+        "ActivationCompression": reasons.NOTHING_LARGE,
+    },
 )
