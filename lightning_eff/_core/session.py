@@ -4,7 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,6 +32,7 @@ from lightning_eff._core.progress import Progress
 from lightning_eff._core.steps import Step, StepChain
 from lightning_eff._core.surgery import Surgery
 
+T = TypeVar("T")
 _KEY = "lightning_eff"
 _OPEN: "WeakKeyDictionary[Trainer, Session]" = WeakKeyDictionary()
 
@@ -70,7 +71,8 @@ class Session(Stacks):
         self.progress = Progress(trainer)
         # where a strategy runs the module's step on parts of a batch, techniques have the whole batch before it is divided
         self._stepping: Any = trainer.strategy if getattr(trainer.strategy, "splits_batches", False) else module
-        self.chain = StepChain(self._stepping.training_step)
+        look = trainer.strategy.forward_step if self.divided else None  # pyright: ignore[reportAttributeAccessIssue]
+        self.chain = StepChain(self._stepping.training_step, look)
         self.surgery = Surgery()
         self.patches = Patches()
         self.seed = 0
@@ -150,6 +152,8 @@ class Session(Stacks):
                 technique.on_model(self)
             learnt = [(stack, stack.state_dict()) for stack in self._stacks.values()]
             setup(trainer)
+            if self.divided and self.fitting:
+                self.check_verified(trainer.strategy)
             for stack, state in learnt:  # a strategy may run steps of its own, in which no technique takes part
                 stack.load_state_dict(state)
             if self.fitting:
@@ -183,6 +187,9 @@ class Session(Stacks):
             self.patches.set(loop.epoch_loop, "on_run_start", self.loaders.beginning(loop.epoch_loop.on_run_start))
             self.patches.set(strategy, "process_dataloader", self.loaders.wrap(strategy.process_dataloader))
             self.patches.set(self._stepping, "training_step", self._training(self._stepping.training_step))
+            if self.divided:
+                step = self.verifying_whole(self.chain.of_parts(module.training_step))
+                self.patches.set(module, "training_step", step)
             self.patches.set(loop, "run", self._counted(loop.run))
             self.patches.set(module, "configure_optimizers", thawing(module.configure_optimizers, self._stacks))
         for technique in self.working:
@@ -228,7 +235,8 @@ class Session(Stacks):
             except Exception as error:
                 missing = self.missing_blocks()
                 self.end_step()
-                self.explain(error, missing, lambda: original(*args, **kwargs))
+                if not self.divided:  # no pass of a pipeline by one rank alone
+                    self.explain(error, missing, lambda: original(*args, **kwargs))
                 raise
             self.verify(output)
             if output is None or not self.module.automatic_optimization:
@@ -266,6 +274,35 @@ class Session(Stacks):
         return bool((stage := self.trainer.state.stage) and stage.evaluating)
 
     # -- what techniques ask for
+
+    @property
+    def divided(self) -> bool:
+        """Whether a pipeline runs the module's step on micro-batches, with some of its blocks in each process."""
+        return self._stepping is not self.module
+
+    @property
+    def sees_loss(self) -> bool:
+        """Whether this process computes the loss of training steps: in a pipeline, those of the last stage do."""
+        return not self.divided or self.trainer.strategy.sees_loss  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """Which equal part of the batch the module's step has at the moment, and of how many: in a pipeline, a micro-batch."""
+        return self.trainer.strategy.part if self.divided else (0, 1)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def share_of_part(self) -> float:
+        """What the loss of :attr:`part` is multiplied by in the batch's."""
+        return self.trainer.strategy.share_of_part if self.divided else 1.0  # pyright: ignore[reportAttributeAccessIssue]
+
+    def from_loss(self, value: T) -> T:
+        """In a pipeline, the value of the process that computes the loss; collective."""
+        return self.trainer.strategy.from_loss(value) if self.divided else value  # pyright: ignore[reportAttributeAccessIssue]
+
+    def told_by_loss(self, owner: Any, *names: str) -> None:
+        """In a pipeline, let these attributes, numbers, be those of the process that computes the loss, after each pass."""
+        if self.divided:
+            self.trainer.strategy.told_by_loss += [(owner, name) for name in names]  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def own_step(self) -> Callable[..., Any]:

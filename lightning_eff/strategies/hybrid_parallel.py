@@ -5,7 +5,7 @@ On torch's own engine: ``torch.distributed.pipelining``'s schedules (Narayanan e
 arXiv:1909.08053).
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -15,7 +15,7 @@ from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -185,6 +185,8 @@ class HybridParallelStrategy(ReachedStrategy):
         self._layout: layout.Layout | None = None
         self._replica: Replica | None = None
         self._watch: Watch | None = None
+        #: objects and their attributes, numbers that the last stage tells a pipeline's other ranks after each pass
+        self.told_by_loss: list[tuple[Any, str]] = []
         #: of torch's DDP, with which whole copies train
         self.ddp_options: dict[str, Any] = {"find_unused_parameters": True} if find_unused_parameters else {}
 
@@ -239,6 +241,29 @@ class HybridParallelStrategy(ReachedStrategy):
     def splits_batches(self) -> bool:
         """Whether the module's ``training_step`` runs on parts of a batch, and only some of its blocks in each process."""
         return self.pipeline_parallel_size > 1
+
+    @property
+    def sees_loss(self) -> bool:
+        """Whether this process computes the loss."""
+        pipeline = None if self._replica is None else self._replica.pipeline
+        return pipeline is None or pipeline.rank == pipeline.layout.last_rank
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """In a pipeline's step, the index of the micro-batch under way and the number of them; else (0, 1)."""
+        pipeline = None if self._replica is None else self._replica.pipeline
+        return (0, 1) if pipeline is None else pipeline.part
+
+    @property
+    def share_of_part(self) -> float:
+        """What the loss of :attr:`part` is multiplied by in the batch's."""
+        pipeline = None if self._replica is None else self._replica.pipeline
+        return 1.0 if pipeline is None else pipeline.share_of_part
+
+    def from_loss(self, value: Any) -> Any:
+        """In a pipeline, the value of the rank that computes the loss; collective over the pipeline."""
+        assert self._replica is not None
+        return self._replica.pipeline.from_loss(value)
 
     @property
     def splits_backward(self) -> bool:
@@ -322,6 +347,16 @@ class HybridParallelStrategy(ReachedStrategy):
         step = super().training_step if self._replica.pipeline is None else self._replica.run_pipeline
         with self._replica.looking():
             return step(*args, **kwargs)
+
+    def gradient_norm(self, pairs: Iterable[tuple[nn.Parameter, Tensor | None]]) -> Tensor:
+        """The norm over all ranks of gradients, or tensors laid out as these are, each beside its parameter; collective."""
+        assert self._replica is not None
+        return self._replica.clipping.norm(pairs)
+
+    def forward_step(self, *args: Any) -> Any:
+        """In a pipeline, ``training_step`` on a whole batch without gradients, on all ranks at once."""
+        assert self._replica is not None
+        return self._replica.look(*args)
 
     def _evaluate(self, name: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._replica is not None

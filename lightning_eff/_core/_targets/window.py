@@ -173,10 +173,19 @@ class Targets:
         ):  # of SAM's first pass: it stays to the step's end, and would change this one's calls too
             self._window.over = True
         self._window = window
+        wrong: list[str] = []
+
+        def see(output: Any) -> None:
+            if not self._checked and (loss := loss_of(output)) is not None and window.made:
+                wrong.extend(filter(None, [_not_of_them(window, loss)]))
+
+        step.seen.append(see)
         window.__enter__()
         try:
             output = proceed(batch)
-            self._check(step, window, loss_of(output))
+            if not self.session.divided:
+                see(output)
+            self._check(step, window, loss_of(output), wrong)
             self.compared |= window.learning and (window.follower.compared or bool(window.still))
             self.changed.update(call.fn.__name__ for call, _ in window.made)
         except BaseException:
@@ -330,14 +339,14 @@ class Targets:
 
     # -- every batch
 
-    def _check(self, step: Step, window: Window, loss: Tensor | None) -> None:
+    def _check(self, step: Step, window: Window, loss: Tensor | None, wrong: list[str]) -> None:
         if not window.learning:
             return
         problem = None
-        if loss is not None and not window.made:
+        if loss is not None and not window.made and self.session.sees_loss:
             problem = LossNotVisible(f"{self.who}: {_none_seen(window.elsewhere, window.still, step.module)}")
-        elif loss is not None and not self._checked and (wrong := _not_of_them(window, loss)) is not None:
-            problem = LossNotVisible(f"{self.who}: {wrong}")
+        elif wrong:
+            problem = LossNotVisible(f"{self.who}: {wrong[0]}")
         if not self._checked:
             self._checked = all(ready for (ready,) in self._agree(problem, loss is not None))
         elif problem is not None:

@@ -158,6 +158,7 @@ class FusedLinearCrossEntropy(Technique):
     @override
     def attach(self, session: Session) -> None:
         self._reset()
+        session.told_by_loss(self, "_calls", "_computed", "_positions", "_bytes", "_reads")
         session.chain.add(Stage.SAVE, self._link)
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:

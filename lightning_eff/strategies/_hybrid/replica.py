@@ -55,6 +55,7 @@ class Replica:
         optimizers: the run's, with names.
         files: its checkpoints; from :meth:`divide` on.
         window: the gradients of an open accumulation window, for checkpoints; from :meth:`divide` on.
+        clipping: norms over all ranks; from :meth:`divide` on.
         replicated: every process holds the whole model.
         in_training_step: a pipeline's rank runs the module's own training step.
     """
@@ -78,6 +79,7 @@ class Replica:
         self.gathering: Gathering
         self.files: Files
         self.window: Window
+        self.clipping: Clipping
         self.pipeline: Any = None
         self.tensor: Any = None
         self.optimizers: list[NamedOptimizer] = []
@@ -171,8 +173,9 @@ class Replica:
                 for name, slot in self.plain.slots.items()
                 if name in self.held and not slot.is_parameter and slot.persistent and slot.dtype.is_floating_point
             ]
+        self.clipping = Clipping(self)
         if not self.replicated:
-            Clipping(self).install(self._patches, hooks)
+            self.clipping.install(self._patches, hooks)
         self._divided = True
         return self._model
 
@@ -338,7 +341,14 @@ class Replica:
                 batch,
                 accumulate=self.trainer.accumulate_grad_batches,
                 before_reduce=None if self.tensor is None else self.tensor.normalize_gradients,
+                told=self.trainer.strategy.told_by_loss,  # pyright: ignore[reportAttributeAccessIssue]
             )
+
+    def look(self, batch: Any, *args: Any) -> Any:
+        """A training step on a whole batch for what it returns, run by every rank of the pipeline together."""
+        with self.evaluation():
+            self._gather_roots()
+            return self.pipeline.look(lambda given: self._training_step(given, *args), batch)
 
     def _gather_roots(self) -> None:
         for root in self._roots:  # a stage's passes for shapes and evaluation do not go through its root

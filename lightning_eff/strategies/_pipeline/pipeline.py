@@ -23,10 +23,11 @@ from torchmetrics import Metric
 from lightning_eff._core import rng
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.blocks import find_stack, refuse_compiled_around
-from lightning_eff._core.steps import silent
+from lightning_eff._core.steps import looking_on, silent
 from lightning_eff.strategies._pipeline import layout as layouts
 from lightning_eff.strategies._pipeline._checks.module import check_compiled, check_module
 from lightning_eff.strategies._pipeline._checks.verify import Verification, no_reentrant
+from lightning_eff.strategies._pipeline._everywhere import sending
 from lightning_eff.strategies._pipeline._everywhere.leavings import Leavings
 from lightning_eff.strategies._pipeline._everywhere.lent import Lent
 from lightning_eff.strategies._pipeline._everywhere.lockstep import Lockstep
@@ -252,6 +253,21 @@ class Pipeline:
 
     # -- training
 
+    @property
+    def part(self) -> tuple[int, int]:
+        """The index of the micro-batch under way, and the number of them."""
+        return self._course.part
+
+    @property
+    def share_of_part(self) -> float:
+        """What its loss is multiplied by in the batch's."""
+        running, (index, number) = self._course.running, self.part
+        return 1 / number if running is None or running.weights is None else running.weights[index]
+
+    def from_loss(self, value: Any) -> Any:
+        """The value of the rank of the last stage, on all ranks; collective."""
+        return sending.broadcast(value, self.layout.last_rank, self.group, self.device)
+
     def run(
         self,
         step: Step,
@@ -260,6 +276,7 @@ class Pipeline:
         accumulate: int = 1,
         scale: float | Tensor = 1.0,
         before_reduce: Callable[[], None] | None = None,
+        told: Sequence[tuple[Any, str]] = (),
     ) -> Tensor:
         """Forward and backward passes of all micro-batches of a batch.
 
@@ -274,6 +291,7 @@ class Pipeline:
             accumulate: batches over which gradients are accumulated, >= 1.
             scale: the loss is multiplied by it before the backward passes (a gradient scaler's factor).
             before_reduce: called between the backward passes and the sum over shared gradients.
+            told: objects and names of their attributes, numbers that all ranks get from the last stage's rank.
 
         Returns:
             The mean loss, shape (), detached, the same on all pipeline ranks.
@@ -296,14 +314,15 @@ class Pipeline:
         kept = None if self._shared is None else self._shared.set_aside()
         unsplit = self.unsplit if self.splits_backward else ()
         try:
-            schedule, likes = self._schedules.of(name, step, microbatches, self.stages, unsplit=unsplit)
+            with looking_on():
+                schedule, likes = self._schedules.of(name, step, microbatches, self.stages, unsplit=unsplit)
             running = Running(step, microbatches, course.passes, scale / accumulate, weights, likes, recorders)
             course.running = running
             if is_last:
                 self._leavings.begin()
             self._execute(schedule, running)
         finally:
-            course.running = None
+            course.running, course.part = None, (0, 1)
             rng.restore(state)
         course.passes += 1
         if before_reduce is not None:
@@ -315,7 +334,10 @@ class Pipeline:
         losses = fetched(records, running.losses)
         total = weighted(losses, weights, records) if losses else 0.0
         left = self._leavings.found() if is_last else []
-        (loss, any_left), logged = self._agreement.share("train", records, [total, float(bool(left))])
+        numbers = [float(getattr(owner, name)) if is_last else 0.0 for owner, name in told]
+        (loss, any_left, *numbers), logged = self._agreement.share("train", records, [total, bool(left), *numbers])
+        for (owner, name), number in zip(told, numbers, strict=True):
+            setattr(owner, name, type(getattr(owner, name))(number))
         if any_left:
             self._leavings.share(left)
         replay(self.module, logged)
@@ -366,6 +388,16 @@ class Pipeline:
             output = step(batch)
         self._course.evaluations += 1
         return output
+
+    def look(self, step: Step, batch: Any) -> Any:
+        """Run a training step on the whole batch without gradients, on all pipeline ranks in lockstep.
+
+        Passes before the same training pass draw the same random numbers.
+        """
+        stream = Stream(self._course.seed, "look", self._course.passes, 0)
+        lent = nullcontext() if self._lent is None else self._lent.shown()
+        with rng.fork(), lent, Lockstep(self._ground, stream).view():
+            return step(batch)
 
     def end_evaluation(self) -> None:
         """Let go of what other ranks lent to this one."""
