@@ -4,7 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_eff._core import rng
 from lightning_eff._core._architecture.record import check_checkpoint, described
+from lightning_eff._core._needs.parts import Parts
 from lightning_eff._core._optim.written import look
 from lightning_eff._core._resume.resuming import Resume
 from lightning_eff._core._run._silent.silence import silence
@@ -32,7 +33,6 @@ from lightning_eff._core.progress import Progress
 from lightning_eff._core.steps import Step, StepChain
 from lightning_eff._core.surgery import Surgery
 
-T = TypeVar("T")
 _KEY = "lightning_eff"
 _OPEN: "WeakKeyDictionary[Trainer, Session]" = WeakKeyDictionary()
 
@@ -42,7 +42,7 @@ def is_open(trainer: Trainer) -> bool:
     return trainer in _OPEN
 
 
-class Session(Stacks):
+class Session(Stacks, Parts):
     """What techniques share in one run.
 
     Attributes:
@@ -73,6 +73,7 @@ class Session(Stacks):
         self._stepping: Any = trainer.strategy if getattr(trainer.strategy, "splits_batches", False) else module
         look = trainer.strategy.forward_step if self.divided else None  # pyright: ignore[reportAttributeAccessIssue]
         self.chain = StepChain(self._stepping.training_step, look)
+        self._told = []
         self.surgery = Surgery()
         self.patches = Patches()
         self.seed = 0
@@ -154,6 +155,7 @@ class Session(Stacks):
             setup(trainer)
             if self.divided and self.fitting:
                 self.check_verified(trainer.strategy)
+                self.begin_telling()
             for stack, state in learnt:  # a strategy may run steps of its own, in which no technique takes part
                 stack.load_state_dict(state)
             if self.fitting:
@@ -274,40 +276,6 @@ class Session(Stacks):
         return bool((stage := self.trainer.state.stage) and stage.evaluating)
 
     # -- what techniques ask for
-
-    @property
-    def divided(self) -> bool:
-        """Whether a pipeline runs the module's step on micro-batches, with some of its blocks in each process."""
-        return self._stepping is not self.module
-
-    @property
-    def sees_loss(self) -> bool:
-        """Whether this process computes the loss of training steps: in a pipeline, those of the last stage do."""
-        return not self.divided or self.trainer.strategy.sees_loss  # pyright: ignore[reportAttributeAccessIssue]
-
-    @property
-    def part(self) -> tuple[int, int]:
-        """Which equal part of the batch the module's step has at the moment, and of how many: in a pipeline, a micro-batch."""
-        return self.trainer.strategy.part if self.divided else (0, 1)  # pyright: ignore[reportAttributeAccessIssue]
-
-    @property
-    def share_of_part(self) -> float:
-        """What the loss of :attr:`part` is multiplied by in the batch's."""
-        return self.trainer.strategy.share_of_part if self.divided else 1.0  # pyright: ignore[reportAttributeAccessIssue]
-
-    def from_loss(self, value: T) -> T:
-        """In a pipeline, the value of the process that computes the loss; collective."""
-        return self.trainer.strategy.from_loss(value) if self.divided else value  # pyright: ignore[reportAttributeAccessIssue]
-
-    def told_by_loss(self, owner: Any, *names: str) -> None:
-        """In a pipeline, let these attributes, numbers, be those of the process that computes the loss, after each pass."""
-        if self.divided:
-            self.trainer.strategy.told_by_loss += [(owner, name) for name in names]  # pyright: ignore[reportAttributeAccessIssue]
-
-    @property
-    def own_step(self) -> Callable[..., Any]:
-        """The module's own ``training_step``, which no link stands around."""
-        return self.chain.original if self._stepping is self.module else self.module.training_step
 
     @property
     def optimizers(self) -> list[Optimizer]:

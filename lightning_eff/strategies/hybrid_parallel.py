@@ -185,8 +185,6 @@ class HybridParallelStrategy(ReachedStrategy):
         self._layout: layout.Layout | None = None
         self._replica: Replica | None = None
         self._watch: Watch | None = None
-        #: objects and their attributes, numbers that the last stage tells a pipeline's other ranks after each pass
-        self.told_by_loss: list[tuple[Any, str]] = []
         #: of torch's DDP, with which whole copies train
         self.ddp_options: dict[str, Any] = {"find_unused_parameters": True} if find_unused_parameters else {}
 
@@ -243,27 +241,9 @@ class HybridParallelStrategy(ReachedStrategy):
         return self.pipeline_parallel_size > 1
 
     @property
-    def sees_loss(self) -> bool:
-        """Whether this process computes the loss."""
-        pipeline = None if self._replica is None else self._replica.pipeline
-        return pipeline is None or pipeline.rank == pipeline.layout.last_rank
-
-    @property
-    def part(self) -> tuple[int, int]:
-        """In a pipeline's step, the index of the micro-batch under way and the number of them; else (0, 1)."""
-        pipeline = None if self._replica is None else self._replica.pipeline
-        return (0, 1) if pipeline is None else pipeline.part
-
-    @property
-    def share_of_part(self) -> float:
-        """What the loss of :attr:`part` is multiplied by in the batch's."""
-        pipeline = None if self._replica is None else self._replica.pipeline
-        return 1.0 if pipeline is None else pipeline.share_of_part
-
-    def from_loss(self, value: Any) -> Any:
-        """In a pipeline, the value of the rank that computes the loss; collective over the pipeline."""
-        assert self._replica is not None
-        return self._replica.pipeline.from_loss(value)
+    def pipeline(self) -> Any:
+        """The stages of this rank, once they are set up; None without pipeline parallelism."""
+        return None if self._replica is None else self._replica.pipeline
 
     @property
     def splits_backward(self) -> bool:
@@ -354,9 +334,10 @@ class HybridParallelStrategy(ReachedStrategy):
         return self._replica.clipping.norm(pairs)
 
     def forward_step(self, *args: Any) -> Any:
-        """In a pipeline, ``training_step`` on a whole batch without gradients, on all ranks at once."""
+        """``training_step`` on a whole batch without gradients, on all ranks that share a replica at once."""
         assert self._replica is not None
-        return self._replica.look(*args)
+        with self._replica.evaluation():
+            return super().training_step(*args) if self._replica.pipeline is None else self._replica.look(*args)
 
     def _evaluate(self, name: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._replica is not None

@@ -21,7 +21,9 @@ from lightning_eff.model.growth._shallower import Shallower
 MODES = ("batch", "sample")
 
 
-def drop_samples(entered: Tensor, left: Tensor, p: float, generator: Generator, *, dim: int, part: tuple[int, int] = (0, 1)) -> Tensor:
+def drop_samples(
+    entered: Tensor, left: Tensor, p: float, generator: Generator, *, dim: int, part: tuple[int, int] = (0, 1)
+) -> Tensor:
     """``h + (b / p)(f(h) - h)``, with ``b`` of 0 or 1 for each sample, 1 with probability ``p``.
 
     Args:

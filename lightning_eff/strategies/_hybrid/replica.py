@@ -55,7 +55,6 @@ class Replica:
         optimizers: the run's, with names.
         files: its checkpoints; from :meth:`divide` on.
         window: the gradients of an open accumulation window, for checkpoints; from :meth:`divide` on.
-        clipping: norms over all ranks; from :meth:`divide` on.
         replicated: every process holds the whole model.
         in_training_step: a pipeline's rank runs the module's own training step.
     """
@@ -79,18 +78,15 @@ class Replica:
         self.gathering: Gathering
         self.files: Files
         self.window: Window
-        self.clipping: Clipping
         self.pipeline: Any = None
         self.tensor: Any = None
         self.optimizers: list[NamedOptimizer] = []
         self._model: nn.Module = module
         self._roots: list[nn.Module] = []
-        self._patches = Patches()
-        self._structure = Structure(module)
+        self._patches, self._structure = Patches(), Structure(module)
         self._layer_sync: Any = trainer.strategy._layer_sync  # pyright: ignore[reportAttributeAccessIssue]
-        self._synced = self._divided = False
+        self._synced = self._divided = self._accumulating = self.in_training_step = False
         self._own_forward = "forward" in module.__dict__
-        self._accumulating = self.in_training_step = False
         self._reduced: set[int] = set()  # parameters whose gradients FSDP2 reduces
         self._stash = gradients.Stash(module)
         self._buffers: list[Tensor] = []
@@ -142,7 +138,6 @@ class Replica:
         if layout.model_parallel:
             group = self._group_over(PIPELINE, TENSOR)
             batch = batches.agreed_batch(self.trainer, module, group, self.device, fitting=self.fitting, who=self.who)
-        if layout.model_parallel:
             with self._structure.noting():
                 self._divide_model(None if deferred else batch)
         self._find_owners()
@@ -164,8 +159,7 @@ class Replica:
             self._patches.set(metric, "gather_all_tensors", over_replicas(data_group(self.mesh)))
         self.plain.release()
         self.files = Files(self.module, self.plain, self.gathering, self.device, whole=self.replicated, who=self.who)
-        reduces = self.pipeline is not None
-        self.window = Window(self.plain, self.gathering, self.held, self._roots, reduces_each_pass=reduces)
+        self.window = Window(self.plain, self.gathering, self.held, self._roots, reduces_each_pass=bool(self.pipeline))
         if self.layout.data > 1 and not self.replicated:
             current = self.plain.current()
             self._buffers = [
@@ -173,7 +167,7 @@ class Replica:
                 for name, slot in self.plain.slots.items()
                 if name in self.held and not slot.is_parameter and slot.persistent and slot.dtype.is_floating_point
             ]
-        self.clipping = Clipping(self)
+        self.clipping = Clipping(self)  # and norms over all ranks
         if not self.replicated:
             self.clipping.install(self._patches, hooks)
         self._divided = True
@@ -341,14 +335,12 @@ class Replica:
                 batch,
                 accumulate=self.trainer.accumulate_grad_batches,
                 before_reduce=None if self.tensor is None else self.tensor.normalize_gradients,
-                told=self.trainer.strategy.told_by_loss,  # pyright: ignore[reportAttributeAccessIssue]
             )
 
     def look(self, batch: Any, *args: Any) -> Any:
         """A training step on a whole batch for what it returns, run by every rank of the pipeline together."""
-        with self.evaluation():
-            self._gather_roots()
-            return self.pipeline.look(lambda given: self._training_step(given, *args), batch)
+        self._gather_roots()
+        return self.pipeline.look(lambda given: self._training_step(given, *args), batch)
 
     def _gather_roots(self) -> None:
         for root in self._roots:  # a stage's passes for shapes and evaluation do not go through its root

@@ -27,10 +27,10 @@ from lightning_eff._core.steps import looking_on, silent
 from lightning_eff.strategies._pipeline import layout as layouts
 from lightning_eff.strategies._pipeline._checks.module import check_compiled, check_module
 from lightning_eff.strategies._pipeline._checks.verify import Verification, no_reentrant
-from lightning_eff.strategies._pipeline._everywhere import sending
 from lightning_eff.strategies._pipeline._everywhere.leavings import Leavings
 from lightning_eff.strategies._pipeline._everywhere.lent import Lent
 from lightning_eff.strategies._pipeline._everywhere.lockstep import Lockstep
+from lightning_eff.strategies._pipeline._everywhere.telling import Telling
 from lightning_eff.strategies._pipeline._losses.losses import CutLosses, UncutLosses
 from lightning_eff.strategies._pipeline._losses.weights import Given, Weights, tell_of_statistics, weighted
 from lightning_eff.strategies._pipeline.batch import check_same, split
@@ -48,7 +48,7 @@ from lightning_eff.strategies._pipeline.view import learn_origins
 _CHECKED_PASSES = 2
 
 
-class Pipeline:
+class Pipeline(Telling):
     """One module over the ranks of a pipeline group.
 
     ``training_step`` runs once for each micro-batch and each stage of a rank, so a counter in it counts those; what it
@@ -253,21 +253,6 @@ class Pipeline:
 
     # -- training
 
-    @property
-    def part(self) -> tuple[int, int]:
-        """The index of the micro-batch under way, and the number of them."""
-        return self._course.part
-
-    @property
-    def share_of_part(self) -> float:
-        """What its loss is multiplied by in the batch's."""
-        running, (index, number) = self._course.running, self.part
-        return 1 / number if running is None or running.weights is None else running.weights[index]
-
-    def from_loss(self, value: Any) -> Any:
-        """The value of the rank of the last stage, on all ranks; collective."""
-        return sending.broadcast(value, self.layout.last_rank, self.group, self.device)
-
     def run(
         self,
         step: Step,
@@ -276,7 +261,6 @@ class Pipeline:
         accumulate: int = 1,
         scale: float | Tensor = 1.0,
         before_reduce: Callable[[], None] | None = None,
-        told: Sequence[tuple[Any, str]] = (),
     ) -> Tensor:
         """Forward and backward passes of all micro-batches of a batch.
 
@@ -291,7 +275,6 @@ class Pipeline:
             accumulate: batches over which gradients are accumulated, >= 1.
             scale: the loss is multiplied by it before the backward passes (a gradient scaler's factor).
             before_reduce: called between the backward passes and the sum over shared gradients.
-            told: objects and names of their attributes, numbers that all ranks get from the last stage's rank.
 
         Returns:
             The mean loss, shape (), detached, the same on all pipeline ranks.
@@ -305,7 +288,8 @@ class Pipeline:
         self.end_evaluation()
         microbatches, name = self._microbatches(batch)
         course = self._course
-        weights = self._weights.of(microbatches)
+        weights = None if self.evenly else self._weights.of(microbatches)
+        self.evenly = False
         microbatches = self._weights.defined(microbatches, weights)
         recorders = Recorders(self.module, self.local_stages, who=self.who)
         assert self._leavings is not None
@@ -334,10 +318,9 @@ class Pipeline:
         losses = fetched(records, running.losses)
         total = weighted(losses, weights, records) if losses else 0.0
         left = self._leavings.found() if is_last else []
-        numbers = [float(getattr(owner, name)) if is_last else 0.0 for owner, name in told]
-        (loss, any_left, *numbers), logged = self._agreement.share("train", records, [total, bool(left), *numbers])
-        for (owner, name), number in zip(told, numbers, strict=True):
-            setattr(owner, name, type(getattr(owner, name))(number))
+        told = self.numbers_told()
+        (loss, any_left, *told), logged = self._agreement.share("train", records, [total, bool(left), *told])
+        self.take_numbers(told)
         if any_left:
             self._leavings.share(left)
         replay(self.module, logged)
@@ -394,10 +377,14 @@ class Pipeline:
 
         Passes before the same training pass draw the same random numbers.
         """
+        self.end_evaluation()
         stream = Stream(self._course.seed, "look", self._course.passes, 0)
         lent = nullcontext() if self._lent is None else self._lent.shown()
-        with rng.fork(), lent, Lockstep(self._ground, stream).view():
-            return step(batch)
+        try:
+            with rng.fork(), lent, Lockstep(self._ground, stream).view():
+                return step(batch)
+        finally:
+            self.end_evaluation()  # weights may move before the next one
 
     def end_evaluation(self) -> None:
         """Let go of what other ranks lent to this one."""
