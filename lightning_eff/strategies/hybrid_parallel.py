@@ -334,10 +334,10 @@ class HybridParallelStrategy(ReachedStrategy):
         return self._replica.clipping.norm(pairs)
 
     def forward_step(self, *args: Any) -> Any:
-        """``training_step`` on a whole batch without gradients, on all ranks that share a replica at once."""
+        """In a pipeline, ``training_step`` on a whole batch without gradients, on all ranks at once."""
         assert self._replica is not None
         with self._replica.evaluation():
-            return super().training_step(*args) if self._replica.pipeline is None else self._replica.look(*args)
+            return self._replica.look(*args)
 
     def _evaluate(self, name: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._replica is not None

@@ -73,6 +73,5 @@ class Parts:
 
     @property
     def apart_step(self) -> Callable[..., Any]:
-        """As :attr:`own_step`, for passes without a graph, which all processes that share a module make at once."""
-        strategy: Any = self.trainer.strategy
-        return self.own_step if getattr(strategy, "whole_steps", True) else strategy.forward_step
+        """As :attr:`own_step`, for passes without a graph, which all ranks of a pipeline make at once."""
+        return self.trainer.strategy.forward_step if self.divided else self.own_step  # pyright: ignore[reportAttributeAccessIssue]
