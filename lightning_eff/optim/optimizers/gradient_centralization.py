@@ -98,13 +98,7 @@ class GradientCentralization(Technique):
 
     saves: ClassVar[str] = "steps, by the paper's claim: better conditioned gradients at hardly any cost"
     paper: ClassVar[str] = "Yong et al. 2020, arXiv:2004.01461"
-    refuses: ClassVar[Reasons] = dict.fromkeys(
-        (
-            Part.SHARD,
-            Part.PIPELINE,
-        ),
-        "",
-    )
+    refuses: ClassVar[Reasons] = dict.fromkeys((Part.SHARD, Part.TENSOR, Part.PIPELINE), "")
     survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"strength": Uniform(0.25, 1.0)})
     control: ClassVar[Control] = Control(
