@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
-from torch.distributed.tensor import DeviceMesh, DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 
 def gradient_square(strategy: Strategy, pairs: Sequence[tuple[nn.Parameter, Tensor | None]]) -> Tensor:
