@@ -54,8 +54,11 @@ $(VENV)/.docs: $(STAMP)
 
 # One torch thread per worker: tests are small, and more threads than cores slow all of them down.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal $(if $(K),--technique $(K))
-test: $(STAMP)  ## run the suite; K=name for one technique's own tests, PYTEST_ARGS="-k name" for a part, JOBS=0 without workers
-	$(PYTEST) $(PYTEST_ARGS)
+test: $(STAMP)  ## ten minutes: every technique; K=name for all tests of one, PYTEST_ARGS="-k name" for a part, JOBS=0 without workers
+	$(PYTEST) -m 'not slow$(if $(K),, and not full)' $(PYTEST_ARGS)
+
+test-full: $(STAMP)  ## run everything but the slow tests, half an hour on two cores; K, PYTEST_ARGS and JOBS as for test
+	$(PYTEST) -m 'not slow' $(PYTEST_ARGS)
 
 test-all: $(STAMP)  ## run everything, the slow tests too: hours; K, PYTEST_ARGS and JOBS as for test
 	$(PYTEST) -m '' $(PYTEST_ARGS)

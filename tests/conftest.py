@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.overrides import _get_current_function_mode_stack
 
-from tests import processes, selection
+from tests import full, processes, selection
 
 if os.environ.get("LIGHTNING_EFF_TEST_ACCELERATOR", "cpu") != "cpu":  # there, some operations add in no fixed order
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -43,7 +43,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With ``--technique NAME``, only its own tests; the slow ones stay behind their marker."""
+    """With ``--technique NAME``, only its own tests; the slow ones, and those that take long, stay behind their markers."""
+    full.mark(items)
     name = selection.chosen(config)
     if name is not None:
         kept = selection.own(items, name)

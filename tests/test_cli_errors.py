@@ -274,6 +274,11 @@ CONFIGS: dict[str, tuple[list[str], dict[str, Any] | str, str]] = {
         {},
         "no such file; .* Did you mean 'baseline.yaml'",
     ),
+    "no such file, nor one like it": (
+        ["fit", "--config", "examples/gpt/zzz.yaml"],
+        {},
+        r"no such file; expected a config in YAML\.$",
+    ),
     "no YAML": (FIT, "trainer: [1", "recipe.yaml: this is no YAML at line 1, column"),
     "no mapping": (FIT, "- trainer", "recipe.yaml: got a list; expected a mapping"),
     "no checkpoint": ([*FIT, "--ckpt_path", "nowhere.ckpt"], {}, "nowhere.ckpt"),

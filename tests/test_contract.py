@@ -7,6 +7,7 @@ arms.
 import copy
 import inspect
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -247,6 +248,21 @@ def test_resume_equals_uninterrupted(name: str, undisturbed: Callable[[], Undist
     case, run = case_of(name), undisturbed()
     some = third_of(name)
     assert resume_from_every_step(case.model, lambda: [case.active()], run.directory, whole=run.final, third=some) == {}
+
+
+@every_and_examples
+def test_can_be_pickled_and_copied_before_and_after_a_fit(name: str, undisturbed: Callable[[], Undisturbed]) -> None:
+    """As ``ddp_spawn`` does before, and whoever trains twice does after; a copy knows what the run did, and not the run."""
+    ways = (lambda technique: pickle.loads(pickle.dumps(technique)), copy.deepcopy)
+    for technique, trained in ((case_of(name).active(), False), (undisturbed().technique, True)):
+        for made in ways:
+            again = made(technique)
+            assert repr(again) == repr(technique)
+            if trained:
+                assert again.summary() == technique.summary()
+                told, known = ({k: str(float(v)) for k, v in t.report().items()} for t in (again, technique))
+                assert told == known
+            assert not [key for key, value in vars(again).items() if isinstance(value, pl.Trainer | pl.LightningModule)]
 
 
 BY_THE_CLOCK = ("LoaderTuning",)  # all that it reports follows from measured seconds

@@ -27,6 +27,46 @@ CLASSES = {name: cls for name, cls in CLASSES.items() if inspect.isclass(cls)}
 IN_YAML = {name: cls for name, cls in CLASSES.items() if issubclass(cls, Callback | Precision | Strategy | Optimizer)}
 
 
+#: techniques of which no argument stands out, so that all are given by name
+BY_NAME = {
+    "ActivationOffload",
+    "AugMix",
+    "AutoAssist",
+    "CoMixup",
+    "CompoundGrowth",
+    "DataDrivenInit",
+    "DropIn",
+    "EfficiencyMonitor",
+    "Fastformer",
+    "Fixup",
+    "FusedLinearCrossEntropy",
+    "GatedPositionalAttention",
+    "MetaInit",
+    "OptimizerOffload",
+    "ReZero",
+    "RobustImportanceSampling",
+    "StochasticRoundingBF16",
+    "TFixup",
+    "ZerO",
+}
+
+
+def test_the_main_argument_can_be_given_by_position() -> None:
+    by_name = set[str]()
+    for name, cls in CLASSES.items():
+        first = next(iter(inspect.signature(cls).parameters.values()), None)
+        if first is not None and first.kind is first.KEYWORD_ONLY:
+            by_name.add(name)
+    assert by_name == BY_NAME
+    for name, value, argument in (
+        ("LabelSmoothing", 0.2, "epsilon"),
+        ("SequenceLengthWarmup", 32, "start"),
+        ("LoRA", 4, "rank"),
+        ("PatchDropout", 0.25, "ratio"),
+    ):
+        assert repr(CLASSES[name](value)) == f"{name}({argument}={value})"
+
+
 @pytest.mark.parametrize("name", sorted(CLASSES))
 def test_has_tests_of_its_own(name: str) -> None:
     """A file called after its module, or files of the same room that speak of it."""

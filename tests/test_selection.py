@@ -1,10 +1,12 @@
 """``make test K=name``: whose tests those are, and what is said of a name that nothing has."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from benchmarks.suite_growth import Timed, grown, kind, read
+from tests import full
 from tests.cases import ALL
 from tests.plugins import PLUGINS
 from tests.selection import modules, named
@@ -66,3 +68,30 @@ def test_reports_are_counted_by_kind_and_grown(tmp_path: Path) -> None:
     then = grown(seconds, {"techniques": 9, "plugins": 5, "own": 20}, 100, stacks_now=1e9)
     assert then["fixed"] == 14.5 and then["contract, each technique alone"] == pytest.approx(2 * 90 / 9)
     assert then["contract of plugins"] == 14.0 and then["own tests"] == 55.0 and 0 < then["pairs"] < 5
+
+
+def test_what_takes_longest_is_left_to_the_full_suite() -> None:
+    seconds = {"a.py::quick": 1.0, "a.py::mean[x]": 1.0, "a.py::mean[y]": 5.0, "b.py::long": 9.0}
+    seconds |= {full.STAYS[1]: 20.0, **{f"{full.PAIRS}[{i}]": 4.0 for i in range(5)}}
+    assert full.longest(seconds, budget=40.0) == ["b.py::long"], "all but two stacks are left out as it is"
+    assert full.longest(seconds, budget=30.0) == ["a.py::mean", "b.py::long"]
+    assert full.longest(seconds, budget=0.0) == ["a.py::mean", "a.py::quick", "b.py::long"], (
+        "what stays is never left out"
+    )
+
+
+def test_every_test_that_is_left_out_exists() -> None:
+    for name in full.listed():
+        file, _, function = name.partition("::")
+        assert f"def {function}(" in (Path(__file__).parents[1] / file).read_text(), f"{name}: run python -m tests.full"
+
+
+def test_every_technique_keeps_tests_of_its_own() -> None:
+    """Of the file that is called after it, ``make test`` runs a test, as of the contract."""
+    root, found = Path(__file__).parent, modules()
+    of = {path.stem: path for path in root.rglob("test_*.py")}
+    for name in {*ALL, *PLUGINS}:
+        path = of[f"test_{found[name]}"]
+        functions = re.findall(r"^def (test_\w+)\(", path.read_text(), re.MULTILINE)
+        assert {f"tests/{path.relative_to(root)}::{one}" for one in functions} - full.listed(), name
+    assert full.listed().isdisjoint(full.STAYS)

@@ -3,10 +3,12 @@
 import ast
 import importlib
 import inspect
+import os
 import re
 import subprocess
 import sys
 import textwrap
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -146,6 +148,22 @@ def test_the_readme_is_short() -> None:
 
 
 # -- pages
+
+
+def test_the_citation_names_this_version() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert (cited["title"], cited["version"], cited["license"]) == (
+        "lightning_eff",
+        project["version"],
+        project["license"],
+    )
+
+
+def test_the_workflow_runs_what_a_change_has_to_pass() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    assert [step["run"] for step in workflow["jobs"]["check"]["steps"] if "run" in step] == [".ci/run"]
+    assert os.access(ROOT / ".ci/run", os.X_OK)
 
 
 def test_a_link_out_of_the_site_becomes_a_path_and_others_stay() -> None:

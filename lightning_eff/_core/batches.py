@@ -36,6 +36,14 @@ def lies_at(path: str, key: str | int) -> bool:
     return f"[{key!r}]" in path or re.search(rf"\.{re.escape(key)}(\W|$)", path) is not None
 
 
+def top_key(path: str) -> str | int:
+    """The name or position in the batch itself of what lies at ``path``, as :func:`tensors` tells it."""
+    match = re.match(r"\[(\d+)\]|\[(['\"])(.*?)\2\]|\.(\w+)", path)
+    if match is None:
+        return 0
+    return int(match[1]) if match[1] else match[3] or match[4]
+
+
 def num_samples(batch: Any) -> int:
     """The number of samples B: what the run says of its batches, in the order of :mod:`lightning_eff._core._samples.counting`.
 

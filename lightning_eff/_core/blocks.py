@@ -24,6 +24,7 @@ from lightning_eff._core._stack.finding import Candidate as Candidate
 from lightning_eff._core._stack.finding import candidates as candidates
 from lightning_eff._core._stack.finding import find_stack as find_stack
 from lightning_eff._core._stack.finding import find_stages as find_stages
+from lightning_eff._core._stack.finding import listed as listed
 from lightning_eff._core._stack.finding import refuse_compiled_around as refuse_compiled_around
 from lightning_eff._core._stack.finding import signature as signature
 from lightning_eff._core._stack.finding import stacks as stacks

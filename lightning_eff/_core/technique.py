@@ -241,8 +241,13 @@ class Technique(Callback):
         return self._session is not None and self._session.techniques[0] is self
 
     def __getstate__(self) -> dict[str, Any]:
-        run = ("_session", "_past", *BATCH_HOOKS)  # in a fit, a hook that does nothing is None
-        return {key: value for key, value in self.__dict__.items() if key not in run}
+        own = ("_session", "_past", *BATCH_HOOKS)  # in a fit, a hook that does nothing is None
+        run = self._session or self._past
+        return {
+            key: value
+            for key, value in self.__dict__.items()
+            if key not in own and (run is None or getattr(value, "__dict__", {}).get("session") is not run)
+        }
 
 
 def techniques_of(trainer: Trainer) -> list[Technique]:

@@ -130,14 +130,19 @@ class Budget:
 
     @classmethod
     def parse(cls, text: "str | float | Budget") -> "Budget":
-        """``"120s"``, ``"2m"``, ``"1h"`` of wall-clock, ``"120rs"`` of reference-system time; a number is seconds.
+        """``"120s"``, ``"2m"``, ``"1h"`` of wall-clock, ``"120rs"`` of reference-system time; a Python number is seconds.
 
         Raises:
-            ValueError: for anything else, or less than nothing.
+            ValueError: for anything else, less than nothing, or a text without a unit.
         """
         if isinstance(text, Budget):
             return text
         value, unit = _amount(text, "rs|s|min|m|h")
+        if unit is None and isinstance(text, str) and 0 < value < math.inf:
+            raise ValueError(
+                f"Got budget {text!r} without a unit. Write '{text.strip()}s' for seconds, '{text.strip()}m' for minutes or"
+                f" '{text.strip()}h' for hours."
+            )
         seconds = value * _UNITS[unit or "s"]
         if not 0 < seconds < math.inf:
             raise ValueError(

@@ -81,7 +81,7 @@ class GradientNoiseScale(Technique):
     search_space: ClassVar[SearchSpace | None] = SearchSpace(pointless=_gains_nothing)
     control: ClassVar[Control] = Control("the baseline: it trains as without it")
 
-    def __init__(self, *, half_life: float = 50.0, every: int = 1) -> None:
+    def __init__(self, half_life: float = 50.0, *, every: int = 1) -> None:
         if isinstance(half_life, bool) or not isinstance(half_life, int | float) or not 0 < half_life < float("inf"):
             raise ValueError(f"{WHO}({half_life=}): expected a number of measured steps above 0.")
         if isinstance(every, bool) or not isinstance(every, int) or every < 0:

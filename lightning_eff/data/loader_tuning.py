@@ -89,8 +89,8 @@ class LoaderTuning(Technique):
 
     def __init__(
         self,
-        *,
         num_batches: int | None = 50,
+        *,
         waiting: float = 0.02,
         least_gain: float = 0.05,
         max_workers: int | None = None,

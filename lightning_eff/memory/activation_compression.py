@@ -111,8 +111,8 @@ class ActivationCompression(Technique):
 
     def __init__(
         self,
-        *,
         bits: Bits = 4,
+        *,
         method: Method = "group",
         group_size: int = 256,
         stochastic_rounding: bool = True,

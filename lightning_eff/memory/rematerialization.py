@@ -120,8 +120,8 @@ class Rematerialization(Technique):
 
     def __init__(
         self,
-        *,
         policy: Policy = "full",
+        *,
         memory_budget: int | float | str | None = None,
         layers: str | None = None,
         offload: bool = False,

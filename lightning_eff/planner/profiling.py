@@ -6,7 +6,7 @@ profiled on any machine; every count is then a straight line in the number of sa
 
 import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
+from lightning_eff._core._stack.chains import Feeding, watched
 from lightning_eff._core.batches import num_samples, num_tokens
-from lightning_eff._core.blocks import BlockStack, candidates, find_stack, hidden_of, split_output
+from lightning_eff._core.blocks import BlockStack, Candidate, candidates, find_stack, hidden_of, split_output
 from lightning_eff.planner._launch.abilities import carries_pairs, fp8_share, widths
 from lightning_eff.planner._launch.arguments import check_precision
 from lightning_eff.planner.counting import Counter, Work, storage_key
@@ -198,12 +199,12 @@ def profile_module(
             f"plan: {type(module).__name__} optimizes manually; expected automatic optimization, since a plan follows one"
             " forward and one backward pass a step. There is no way round it."
         )
-    found = find_stack(module, layers, who="plan") if layers or candidates(module) else None
-    stack = BlockStack(found) if found else None
-    blocks = stack.blocks if stack else []
     if precision.weight_bytes == 2:
         with fake_mode or nullcontext():
             _halve(module)
+    found = _stack(module, layers, _fitted(batch, _SIZES[0], precision, fake_mode), fake_mode)
+    stack = BlockStack(found) if found else None
+    blocks = stack.blocks if stack else []
     counted = [_count(module, blocks, batch, _SIZES[0], precision, fake_mode)]
     like = _likes(counted[0], blocks)
     counted.append(_second(module, stack, like, batch, precision, fake_mode))
@@ -252,6 +253,22 @@ def profile_module(
         paired=carries_pairs(module, blocks),
         fp8_share=fp8_share(blocks),
     )
+
+
+def _stack(
+    module: LightningModule, layers: str | None, batch: Any, fake_mode: FakeTensorMode | None
+) -> Candidate | None:
+    """The stack that a plan divides; none where all lists of blocks run side by side, which a step on ``batch`` shows."""
+    found = candidates(module)
+    feeding = {c.path: Feeding() for c in found}
+    with fake_mode or nullcontext(), ExitStack() as scope, suppress(Exception):  # what it raises, the count tells
+        for c in found:
+            scope.enter_context(watched(c.named_blocks.values(), feeding[c.path].seen))
+        _step(module)(batch)
+    apart = {path for path, one in feeding.items() if one.verdict is False}
+    if not layers and apart.issuperset(feeding):
+        return None
+    return find_stack(module, layers, who="plan", without=lambda: apart, named=True)
 
 
 def _halve(module: nn.Module) -> None:
@@ -318,14 +335,9 @@ def _second(
     return _count(module, stack.blocks, batch, _SIZES[1], precision, fake_mode)
 
 
-def _count(
-    module: LightningModule,
-    blocks: list[nn.Module],
-    batch: Any,
-    size: int,
-    precision: Precision,
-    fake_mode: FakeTensorMode | None,
-) -> Counter:
+def _fitted(batch: Any, size: int, precision: Precision, fake_mode: FakeTensorMode | None) -> Any:
+    """``batch`` with ``size`` samples, as the step is handed it."""
+
     def fitted(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
@@ -335,12 +347,24 @@ def _count(
             value = value.to(torch.bfloat16)
         return value if fake_mode is None else fake_mode.from_tensor(value)
 
+    with fake_mode or nullcontext():
+        return tree_map(fitted, batch)
+
+
+def _count(
+    module: LightningModule,
+    blocks: list[nn.Module],
+    batch: Any,
+    size: int,
+    precision: Precision,
+    fake_mode: FakeTensorMode | None,
+) -> Counter:
     counter = Counter(module, blocks, hidden_of, lambda output: split_output(output)[0])
     mixed = torch.autocast("cpu", torch.bfloat16) if "mixed" in precision.name else nullcontext()
     module.train()
     step = _step(module)
     with fake_mode or nullcontext(), torch.enable_grad():
-        inputs = tree_map(fitted, batch)
+        inputs = _fitted(batch, size, precision, fake_mode)
         try:
             with counter.counting():
                 with mixed:

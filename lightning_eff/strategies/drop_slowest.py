@@ -105,7 +105,7 @@ class DropSlowest(Technique):
         "EfficientSAM": "it compares losses of two passes, of which a micro-batch that is left out has none",
     }
 
-    def __init__(self, *, slowest: int = 1, grace: float = 0.1) -> None:
+    def __init__(self, slowest: int = 1, *, grace: float = 0.1) -> None:
         if isinstance(slowest, bool) or not isinstance(slowest, int) or slowest < 0:
             raise ValueError(
                 f"DropSlowest({slowest=}): expected an integer >= 0, how many ranks may be left behind. 0 waits for all."

@@ -173,7 +173,7 @@ class JointSpar(Technique):
     }
     needs_optimizer: ClassVar[bool] = True
 
-    def __init__(self, *, share: float = 0.7, floor: float | None = None, rate: float = 0.1) -> None:
+    def __init__(self, share: float = 0.7, *, floor: float | None = None, rate: float = 0.1) -> None:
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share <= 1.0:
             raise ValueError(
                 f"{WHO}({share=}): expected the share of the layers that is drawn, in (0, 1]; 1 draws all."

@@ -53,7 +53,7 @@ class LocalSGD(Apart):
         "LatestWeightAveraging": "its snapshots would be of each rank's own weights, and rank 0's alone would be saved",
     }
 
-    def __init__(self, *, interval: int = 8, warmup_steps: int | float = 0) -> None:
+    def __init__(self, interval: int = 8, *, warmup_steps: int | float = 0) -> None:
         self._take(interval, warmup_steps)
 
     @override

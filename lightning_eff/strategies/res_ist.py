@@ -134,8 +134,8 @@ class ResIST(Apart):
 
     def __init__(
         self,
-        *,
         interval: int = 50,
+        *,
         warmup_steps: int | float = 1,
         least: int = 1,
         scaled: bool = True,

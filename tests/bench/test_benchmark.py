@@ -277,6 +277,13 @@ def test_budgets_that_are_none(text: str) -> None:
         Budget.parse(text)
 
 
+def test_a_text_without_a_unit_is_no_budget() -> None:
+    with pytest.raises(
+        ValueError, match=r"'4' without a unit\. Write '4s' for seconds, '4m' for minutes or '4h' for hours"
+    ):
+        Budget.parse("4")
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

@@ -75,6 +75,13 @@ def test_a_skipped_first_step_decides_nothing() -> None:
     assert callback._scorer.checked is True
 
 
+def test_the_model_whose_losses_lie_otherwise_is_named() -> None:
+    with pytest.raises(LossNotVisible, match=r"in the training_step of model=Tokens\(\.\.\.\) do not lie"):
+        train(Tokens(time_major=False), TEXTS, eff.RHOLoss(keep=0.5, model=Tokens(time_major=True)))
+    with pytest.raises(LossNotVisible, match="in the training_step do not lie"):
+        train(Tokens(time_major=True), TEXTS, eff.RHOLoss(keep=0.5, model=Tokens(time_major=False)))
+
+
 class Columns(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()

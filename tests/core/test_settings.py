@@ -19,6 +19,10 @@ from lightning_eff._core.technique import Technique
         (lambda: LabelSmoothing(epsilon=0.2), "LabelSmoothing(epsilon=0.2)"),
         (lambda: LoRA(4, names=["a", "b"]), "LoRA(rank=4, names=['a', 'b'])"),
         (lambda: ReplaceOptimizer(Muon, lr=0.02), "ReplaceOptimizer(optimizer=Muon, lr=0.02)"),
+        (
+            lambda: ReplaceOptimizer("lion", lr=1e-4, weight_decay=0.1),
+            "ReplaceOptimizer(optimizer='lion', lr=0.0001, weight_decay=0.1)",
+        ),
         (lambda: LearningRateSchedule(shape="cosine"), "LearningRateSchedule(shape='cosine')"),
     ],
 )

@@ -17,6 +17,7 @@ from lightning_eff import (
     Muon,
     ProgressiveLayerDropping,
     ProgressiveStacking,
+    Rematerialization,
     ReplaceOptimizer,
     StochasticDepth,
     TFixup,
@@ -133,6 +134,14 @@ def test_a_shorter_chain_is_taken_before_longer_heads() -> None:
     technique = LayerFreezing(start=0.2)
     fit(module, technique)
     assert technique._where == "2 blocks of 'chain'"
+
+
+def test_of_equally_long_lists_the_chain_is_taken_also_by_what_takes_any_list(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level("INFO"):
+        fit(Heads(chain=4, head=lambda: nn.Sequential(nn.Linear(D, D))), Rematerialization(policy="full"))
+    assert "blocks found at 'chain'" in caplog.text
 
 
 def test_a_named_list_of_heads_is_refused_in_the_first_step_and_the_chain_is_named() -> None:

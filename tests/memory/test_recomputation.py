@@ -327,6 +327,35 @@ def test_calls_start_from_the_nearest_input_that_is_kept() -> None:
     assert calls == [2] * 6 and engine.reruns == 6
 
 
+class Asking(Residual):
+    """Does as attention does: something else where it is given one tensor twice."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x) if x is y else x + y
+
+
+class Twice(Chain):
+    def __init__(self, shift: int) -> None:
+        super().__init__([Asking(8) for _ in range(6)])
+        self.shift = shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, x)
+            x = x + self.shift if self.shift else x  # a block's input is then kept, rather than made by the one before
+        return x
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_a_tensor_that_is_passed_twice_stays_one(shift: int) -> None:
+    torch.manual_seed(0)
+    net, x = Twice(shift), torch.randn(16, 8)
+    expected = outcome(net, x)
+    for items in PLANS.values():
+        with following(net, items):
+            assert_same(expected, outcome(net, x))
+
+
 def test_frozen_blocks_and_inputs_without_gradient() -> None:
     net, x = Chain([Residual(8) for _ in range(6)]), torch.randn(16, 8)
     for frozen in ([0, 1], [2, 3], [5], [0, 2, 4]):

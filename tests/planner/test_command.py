@@ -226,6 +226,19 @@ def test_no_data_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "names no data" in capsys.readouterr().err
 
 
+def test_a_module_of_the_other_package_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Alike but for the names in the config that is proposed, which its own LightningCLI reads."""
+    told: list[str] = []
+    for home in ("tests", "tests.pl"):
+        path = tmp_path / f"{home}.yaml"
+        named = {"model": f"{home}.models.TinyGPT", "data": f"{home}.cli_data.Sequences"}
+        path.write_text(yaml.safe_dump({key: {"class_path": name} for key, name in named.items()}))
+        main(["--config", str(path), "--gpus", "4", "--gpu", "h200", "--timeline", "none"])
+        told.append(capsys.readouterr().out.replace(f"{home}.yaml", "config.yaml"))
+    assert "The fastest layouts" in told[0]
+    assert told[1].replace("pytorch_lightning", "lightning.pytorch") == told[0]
+
+
 def test_out_of_memory_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--config", recipe(tmp_path), "--gpus", "2", "--gpu", "h200", "--assume", "usable_memory=1e-5"]
     main(argv)

@@ -126,6 +126,30 @@ def test_no_stack_of_blocks() -> None:
     assert profile.after.forward.slope.linear_flops == 2 * (64 * 96 + 96 * 10)
 
 
+class Experts(GPT):
+    """As many heads of the layers' own class as there are layers, or more, which all read the last hidden state."""
+
+    def __init__(self, heads: int, layers: int = 2) -> None:
+        super().__init__(max(layers, 1), 16, 2, 32, 8)
+        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(heads))
+        if not layers:
+            self.stack = nn.ModuleList()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + sum(head(self.tokens(batch)).mean() for head in self.heads)
+
+
+@pytest.mark.parametrize("make", [profiled, lambda module, batch: fake(lambda: module, batch)])
+def test_lists_whose_blocks_run_side_by_side_are_no_stack(make: Any) -> None:
+    batch = torch.zeros(2, 8, dtype=torch.long)
+    for heads in (2, 5):
+        assert make(Experts(heads), batch).stack == "stack"
+    assert make(Experts(5, layers=0), batch).stack is None
+    with pytest.raises(ValueError, match=r"^plan\(layers='heads'\): .* side by side.*Stacks: 'stack' \(2 x Layer\)"):
+        profiled(Experts(5), batch, layers="heads")
+
+
 class Peeking(GPT):
     """Looks at a value."""
 

@@ -61,7 +61,7 @@ def hazard(cls: Any, schedule: str = "1F1B", *, batches: list[Any] | None = None
 EXACT = ("Noise", "Norms", "Conditioned", "Mixed", "InPlace", "Checkpointed", "Segmented", "Shrinking", "Shared")
 EXACT += ("Detached", "Acting", "Second", "Views", "Unused", "Between", "Spare")
 REFUSED = ("Skips", "Summed", "Hooked", "Regularised", "Twice", "Dropping", "TwoOutputs", "Manual", "OwnBackward")
-REFUSED += ("Reentrant", "Quiet", "Noted", "Nothing", "Infinite")
+REFUSED += ("Beside", "Reentrant", "Quiet", "Noted", "Nothing", "Infinite")
 
 _MASKED = {**hazards.batch(seed=1), "mask": torch.arange(hazards.LENGTH).expand(8, -1) < 2}
 _BATCHES = {"Shrinking": [hazards.batch(8, 16)], "Spare": [hazards.batch(), _MASKED]}
@@ -96,6 +96,11 @@ def _setup(module: nn.Module, schedule: str = "1F1B", **kwargs: Any) -> Pipeline
 
 
 # -- other models
+
+
+@case
+def longer_heads() -> Any:
+    return hazard(hazards.Headed)
 
 
 @case

@@ -58,6 +58,18 @@ def batch(size: int = 8, length: int = LENGTH, seed: int = 0) -> dict[str, Tenso
     }
 
 
+class Headed(Plain):
+    """More heads side by side than blocks that feed one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.through(self.enter(x))
+        return self.leave(torch.stack([head(h) for head in self.heads]).mean(0).mean(1))
+
+
 class Noise(Plain):
     """Draws outside the blocks, before and after them, by torch and by Python's and NumPy's generators."""
 

@@ -49,6 +49,13 @@ class Hooked(Plain):
         return super().training_step(batch, batch_idx) + 0.01 * torch.stack(self.found).sum()
 
 
+class Beside(Plain):
+    """Blocks that all read the same hidden state, and are averaged."""
+
+    def through(self, h: Tensor) -> Tensor:
+        return torch.stack([block(h) for block in self.blocks]).mean(0)
+
+
 class Quiet(Plain):
     """The head sees the first block's output without a gradient."""
 

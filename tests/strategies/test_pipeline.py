@@ -90,6 +90,10 @@ def test_hazards_that_work(two: Results, name: str) -> None:
     close(result(two, name))
 
 
+def test_the_stack_is_the_longest_list_whose_blocks_feed_one_another(two: Results) -> None:
+    close(result(two, "longer_heads"))
+
+
 def test_a_value_that_a_stage_let_go_of_is_not_read_in_silence(two: Results) -> None:
     assert result(two, "used_too_late") == [True, False]
 
@@ -108,6 +112,7 @@ SAYS = {
     "Summed": ("'blocks.0.", "sum over the hidden states"),
     "Quiet": ("the loss in stage 1", "depends on what earlier blocks returned"),
     "Hooked": ("'blocks.0.", "hook"),
+    "Beside": ("block 1 of 'blocks' is not fed by block 0", "pipeline_parallel_size=1"),
     "Regularised": ("'blocks.0.", "self.parameters()"),
     "Noted": ("the loss of the first micro-batch would be", "uncut it is"),
     "Twice": ("block 0 of 'blocks' was called where block 4",),

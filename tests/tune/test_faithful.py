@@ -66,6 +66,19 @@ def test_validation_data_that_are_drawn_anew_are_the_same_draws_in_both(tmp_path
     assert MEASURED in str(noisy._unfaithful(Choices(techniques={"tests.tune.tasks.ScaledLog": {}})))
 
 
+def test_a_module_of_the_other_package_is_looked_at_and_tried(tmp_path: Path) -> None:
+    """Its trials run under pytorch_lightning's Trainer, and the callbacks of the search act there."""
+    file = Path(config(tmp_path))
+    file.write_text(file.read_text().replace("tests.tune.tasks.", "tests.pl.tasks."))
+    tuner = Tuner(str(file), target="val_loss", budget=30, include=["Lookahead"], out=tmp_path / "out", threads=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_eff.tune.tuner.Places", Here)
+        look = tuner.look()
+    assert set(look.space.techniques) == {"Lookahead"} and look.found.base_rate == pytest.approx(3e-3)
+    trials = Trials(look.recipes, look.found, Here(), tmp_path, target="val_loss", budget=30, seed=0, threads=1)  # pyright: ignore[reportArgumentType]
+    assert trials._unfaithful(Choices(techniques={"Lookahead": {}})) is None
+
+
 def test_of_what_crashes_alone_nothing_is_known(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor where the baseline crashes with its weights; trials side by side keep these in files of their own."""
     own = {"status": "finished", "ahead": 0, "metrics": {"val_loss": 1.0}}

@@ -20,33 +20,34 @@ _PASSES = 12
 _KNOWN: "WeakKeyDictionary[nn.Module, tuple[Any, dict[str, bool]]]" = WeakKeyDictionary()
 
 
-def side_by_side(module: nn.Module, *, always: bool = False) -> frozenset[str]:
+def side_by_side(module: nn.Module, *, always: bool = False, batch: Any = None) -> frozenset[str]:
     """The paths of the lists whose blocks were seen to run side by side.
 
     Args:
         module: the LightningModule, or any module.
         always: look even where only one list of composite blocks could be meant, which the first step tells soon enough.
+        batch: of the module's own data; None to make some up.
     """
     found = stacks(module)
     lists = [c for c in found if isinstance(c.container, nn.ModuleList)]
     if not lists or not (always or not found[0].composite or (len(found) > 1 and found[0] in lists)):
         return frozenset()
-    return frozenset(path for path, chain in verdicts(module, lists).items() if not chain)
+    return frozenset(path for path, chain in verdicts(module, lists, batch=batch).items() if not chain)
 
 
-def verdicts(module: nn.Module, found: Sequence[Candidate]) -> dict[str, bool]:
+def verdicts(module: nn.Module, found: Sequence[Candidate], *, batch: Any = None) -> dict[str, bool]:
     """By path, whether the blocks of each list are a chain; lists of which nothing was seen are left out."""
-    key = tuple((c.path, c.length) for c in found)
+    key = (batch is None, *((c.path, c.length) for c in found))
     if module in _KNOWN and _KNOWN[module][0] == key:
         return _KNOWN[module][1]
-    told = {} if _is_elsewhere(module) else _look(module, found)
+    told = {} if batch is None and _is_elsewhere(module) else _look(module, found, batch)
     _KNOWN[module] = (key, told)
     return told
 
 
-def _look(module: nn.Module, found: Sequence[Candidate]) -> dict[str, bool]:
+def _look(module: nn.Module, found: Sequence[Candidate], batch: Any) -> dict[str, bool]:
     told: dict[str, bool] = {}
-    for number, (_, call) in enumerate(attempts(module, None, blocks=False)):
+    for number, (_, call) in enumerate(attempts(module, batch, blocks=False)):
         feeding = {c.path: Feeding() for c in found}
         with as_it_was(module), ExitStack() as scope:
             scope.enter_context(aside(module))

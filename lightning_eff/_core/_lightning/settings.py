@@ -28,10 +28,13 @@ def changed_settings(init: Callable[..., None], args: Sequence[Any], kwargs: Map
     except TypeError:  # ``init`` raises it better
         return {}
     own, *_ = signature.parameters
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            given |= given.pop(name, {})
     return {
         name: _text(value)
         for name, value in given.items()
-        if name != own and not _equal(value, signature.parameters[name].default)
+        if name != own and not (name in signature.parameters and _equal(value, signature.parameters[name].default))
     }
 
 

@@ -147,10 +147,11 @@ class Scorer:
             self._again = None if unfit is None else again
             told = self._lies_by_sample(session.seed, step, batch, size)
             if told == _MOVED:
+                other = "" if step.module is session.module else f" of model={type(step.module).__name__}(...)"
                 problem = LossNotVisible(
-                    f"{self.who}: the loss values in training_step do not lie sample by sample: those of some samples changed"
-                    f" as others of the {size} were replaced. Expected (B, T) values flattened with the batch first, and a"
-                    f" loss of each sample that does not depend on the others'.{_ADVICE}"
+                    f"{self.who}: the loss values in the training_step{other} do not lie sample by sample: those of some"
+                    f" samples changed as others of the {size} were replaced. Expected (B, T) values flattened with the batch"
+                    f" first, and a loss of each sample that does not depend on the others'.{_ADVICE}"
                 )
         every = agree(session, problem, told)
         if _SKIPPED not in every:

@@ -12,7 +12,6 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_eff._core import rng
 from lightning_eff._core._branches.side_by_side import side_by_side
-from lightning_eff._core._stack.finding import listed, stacks
 from lightning_eff._core._stack.running import running
 from lightning_eff._core._stack.verifying import Verifying
 from lightning_eff._core.blocks import BlockStack, Candidate, find_stack, find_stages
@@ -45,14 +44,12 @@ class Stacks:
         Raises:
             ValueError: if there is no such stack, or its blocks run side by side.
         """
-        without = functools.partial(side_by_side, self.module, always=parts) if chain else tuple
-        found = find_stack(self.module, layers, who=who, in_runs=True, copies=copies, without=without)
-        if parts and self.fitting and found.path in without():
-            chains = [c for c in stacks(self.module) if c.path not in without()]
-            raise ValueError(
-                f"{who}(layers={layers!r}): the blocks of {found} run side by side, and {who} needs blocks that each feed"
-                f" the next one. Leave layers out, or name a stack. Stacks: {listed(chains)}."
-            )
+        ties = functools.partial(side_by_side, self.module, always=parts)
+        without = ties if chain else tuple
+        named = parts and self.fitting
+        found = find_stack(
+            self.module, layers, who=who, in_runs=True, copies=copies, without=without, ties=ties, named=named
+        )
         return self._stack(found, who, chain=chain)
 
     def stages(self, layers: str | Sequence[str] | None, *, who: str) -> list[BlockStack]:

@@ -51,7 +51,7 @@ def share(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
 
 def _address(t: Tensor) -> int | None:
     try:
-        return t.untyped_storage().data_ptr() or None
+        return t.untyped_storage()._cdata  # of fake and meta tensors, too, whose addresses are all 0
     except (RuntimeError, NotImplementedError):  # tensors without memory
         return None
 

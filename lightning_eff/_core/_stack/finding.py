@@ -220,6 +220,8 @@ def find_stack(
     in_runs: bool = False,
     copies: bool = False,
     without: Apart = tuple,
+    ties: Apart = tuple,
+    named: bool = False,
 ) -> Candidate:
     """The stack at the dotted path ``layers``, or the longest one in ``module``.
 
@@ -231,13 +233,23 @@ def find_stack(
             or by its own, and looked for where no container is of composite blocks alone.
         copies: blocks are to be copies of others, for the message.
         without: asked for the paths of lists that are no stacks, because their blocks run side by side.
+        ties: the same, asked only where stacks are equally long.
+        named: a list at ``layers`` may be none of these either.
 
     Raises:
         ValueError: if there is none, if the longest is not the only one of its length, or if the path names none; the
             message lists the candidates.
     """
     if layers is not None:
-        return _named(module, layers, who=who, in_runs=in_runs, without=without)
+        found = _named(module, layers, who=who, in_runs=in_runs, without=without)
+        if not named or found.path not in (apart := without()):
+            return found
+        chains = [c for c in stacks(module) if c.path not in apart]
+        way_out = "Leave layers out, or name a stack" if chains else "Leave layers out"
+        raise ValueError(
+            f"{who}(layers={layers!r}): the blocks of {found} run side by side, and {who} needs blocks that each feed"
+            f" the next one. {way_out}. Stacks: {listed(chains)}."
+        )
     every = stacks(module) if in_runs else candidates(module)
     apart = without()
     found = [c for c in every if c.path not in apart]
@@ -256,7 +268,7 @@ def find_stack(
             f" nn.Sequential of at least two blocks of one class. Give its dotted path as layers=, {_OWN_CONTAINER}, or take"
             " the technique out."
         )
-    return _only_longest(found, f"stacks of blocks in {type(module).__name__}", who=who)
+    return _only_longest(found, f"stacks of blocks in {type(module).__name__}", who=who, ties=ties)
 
 
 def side_by_side_only(module: nn.Module, found: Sequence[Candidate], *, who: str) -> str:
@@ -281,10 +293,14 @@ def _long(found: Sequence[Candidate]) -> list[Candidate]:
     return sorted((c for c in found if c.length > 1), key=lambda c: -c.length)
 
 
-def _only_longest(found: Sequence[Candidate], what: str, *, who: str) -> Candidate:
-    """The first, which none may equal in length."""
+def _only_longest(found: Sequence[Candidate], what: str, *, who: str, ties: Apart = tuple) -> Candidate:
+    """The first, which none may equal in length; or the only one of the longest whose blocks follow one another."""
     best = [c for c in found if (c.composite, c.length) == (found[0].composite, found[0].length)]
     if len(best) > 1:
+        apart = ties()
+        chains = [c for c in best if c.path not in apart]
+        if len(chains) == 1:
+            return chains[0]
         equal = listed(best)
         raise ValueError(
             f"{who}: {len(best)} {what} are equally long: {equal}. Say which one by layers=, e.g."

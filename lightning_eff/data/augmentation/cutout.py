@@ -74,8 +74,8 @@ class Cutout(ImageAugmentation):
 
     def __init__(
         self,
-        *,
         length: float = 0.5,
+        *,
         prob: float = 1.0,
         until: float = 1.0,
         keys: Sequence[str | int] | None = None,

@@ -91,7 +91,7 @@ class LabelSmoothing(Technique):
     control: ClassVar[Control] = Control("hard labels: the baseline for as many seconds")
     conflicts: ClassVar[Mapping[str, str]] = {}
 
-    def __init__(self, *, epsilon: float = 0.1, labels: Sequence[str | int] | None = None) -> None:
+    def __init__(self, epsilon: float = 0.1, *, labels: Sequence[str | int] | None = None) -> None:
         check_number(epsilon, who=WHO, name="epsilon", low=0, high=1, what="below 1; 0 is plain training")
         if epsilon == 1:
             raise ValueError(

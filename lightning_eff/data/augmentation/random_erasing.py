@@ -107,8 +107,8 @@ class RandomErasing(ImageAugmentation):
 
     def __init__(
         self,
-        *,
         prob: float = 0.5,
+        *,
         area: Sequence[float] = (0.02, 0.4),
         ratio: Sequence[float] = (0.3, 3.3),
         fill: str = "normal",

@@ -129,8 +129,8 @@ class AttentionWindowWarmup(Technique):
 
     def __init__(
         self,
-        *,
         start: int = 64,
+        *,
         until: float = 0.8,
         multiple_of: int = 64,
         evaluate: Literal["full", "present"] = "full",

@@ -112,8 +112,8 @@ class EfficientTrain(SmallerImages):
 
     def __init__(
         self,
-        *,
         stages: Sequence[Sequence[float]] = _STAGES,
+        *,
         multiple_of: int = 4,
         keys: Sequence[str | int] | None = None,
     ) -> None:

@@ -104,8 +104,8 @@ class FixRes(SmallerImages):
 
     def __init__(
         self,
-        *,
         scale: float = 0.7,
+        *,
         until: float = 0.85,
         norms: Literal["all", "last"] = "all",
         classifier: str | None = None,

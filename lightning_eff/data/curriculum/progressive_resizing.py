@@ -96,8 +96,8 @@ class ProgressiveResizing(SmallerImages):
 
     def __init__(
         self,
-        *,
         scale: float = 0.5,
+        *,
         until: float = 0.8,
         hold: float = 0.625,
         multiple_of: int = 4,

@@ -125,8 +125,8 @@ class SequenceLengthWarmup(Technique):
 
     def __init__(
         self,
-        *,
         start: int = 64,
+        *,
         until: float = 0.3,
         multiple_of: int = 8,
         mode: Literal["reshape", "truncate"] = "reshape",

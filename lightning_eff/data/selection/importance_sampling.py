@@ -95,8 +95,8 @@ class ImportanceSampling(Technique):
 
     def __init__(
         self,
-        *,
         presample: float = 3.0,
+        *,
         score: Literal["gradient_bound", "loss"] = "gradient_bound",
         threshold: float | None = None,
         smoothing: float = 0.9,

@@ -92,8 +92,8 @@ class LossBiasedSampling(Choosing):
 
     def __init__(
         self,
-        *,
         presample: float = 3.0,
+        *,
         k: float = 0.5,
         start: float = 0.0,
         sample_loss: SampleLoss | None = None,

@@ -101,8 +101,8 @@ class OrderedSGD(Choosing):
 
     def __init__(
         self,
-        *,
         keep: float | Sequence[tuple[float, float]] | Literal["accuracy"] = "accuracy",
+        *,
         sample_loss: SampleLoss | None = None,
     ) -> None:
         check_sample_loss("OrderedSGD", sample_loss)

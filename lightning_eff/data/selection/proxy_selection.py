@@ -83,8 +83,8 @@ class ProxySelection(Choosing):
 
     def __init__(
         self,
-        *,
         keep: float = 0.5,
+        *,
         depth: float = 0.5,
         layers: str | None = None,
         sample_loss: SampleLoss | None = None,

@@ -103,8 +103,8 @@ class RHOLoss(Choosing):
 
     def __init__(
         self,
-        *,
         keep: float = 0.1,
+        *,
         irreducible: str | os.PathLike[str] | Sequence[float] | Tensor | None = None,
         model: LightningModule | None = None,
         epochs: int = 1,

@@ -110,8 +110,8 @@ class SelectiveBackprop(Technique):
 
     def __init__(
         self,
-        *,
         keep: float = 0.5,
+        *,
         beta: float = 1.0,
         start: float = 0.0,
         end: float = 1.0,

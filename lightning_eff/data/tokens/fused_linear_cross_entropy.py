@@ -142,7 +142,6 @@ class FusedLinearCrossEntropy(Technique):
         self._saved: list[list[Any]] = []  # the heads of a checkpoint, until its run goes on
         self._window: Window | None = None
         self._checked = False
-        self.nodes: weakref.WeakSet[Node] = weakref.WeakSet()
         self._told: set[tuple[str, str]] = set()
         self._first_read = ""
         self._begin()
@@ -159,6 +158,7 @@ class FusedLinearCrossEntropy(Technique):
     def attach(self, session: Session) -> None:
         self._reset()
         session.told_by_loss(self, "_calls", "_computed", "_positions", "_bytes", "_reads")
+        self.nodes: weakref.WeakSet[Node] = weakref.WeakSet()
         session.chain.add(Stage.SAVE, self._link)
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
@@ -277,7 +277,7 @@ class FusedLinearCrossEntropy(Technique):
 
     @override
     def detach(self, session: Session) -> None:
-        self.nodes.clear()
+        self.__dict__.pop("nodes", None)  # a set of weak references cannot be pickled
         if self._window is not None:
             self._window.close()
         self._window = None

@@ -129,8 +129,8 @@ class MaskGuidedTokens(Technique):
 
     def __init__(
         self,
-        *,
         keep: float = 0.5,
+        *,
         reuse: int = 0,
         full_first: int = 0,
         full_last: int = 1,

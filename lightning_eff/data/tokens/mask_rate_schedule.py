@@ -169,8 +169,8 @@ class MaskRateSchedule(Technique):
 
     def __init__(
         self,
-        *,
         start: float = 0.3,
+        *,
         end: float = 0.15,
         until: float = 1.0,
         mask_token_id: int | None = None,

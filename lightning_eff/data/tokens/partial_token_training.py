@@ -125,8 +125,8 @@ class PartialTokenTraining(Technique):
 
     def __init__(
         self,
-        *,
         ratio: float = 0.25,
+        *,
         reconstruction_weight: float = 1.0,
         decoder_layers: int = 1,
         decoder_width: int | None = None,

@@ -81,7 +81,7 @@ class PatchDropout(Technique):
     needs_budget: ClassVar[bool] = True
 
     def __init__(
-        self, *, ratio: float = 0.5, until: float = 1.0, per_image: bool = True, layers: str | None = None
+        self, ratio: float = 0.5, *, until: float = 1.0, per_image: bool = True, layers: str | None = None
     ) -> None:
         if not 0.0 <= ratio < 1.0:
             raise ValueError(

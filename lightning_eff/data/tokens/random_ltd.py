@@ -103,8 +103,8 @@ class RandomLTD(Technique):
 
     def __init__(
         self,
-        *,
         start: float = 0.0625,
+        *,
         until: float = 0.67,
         multiple_of: int = 16,
         full_first: int = 1,

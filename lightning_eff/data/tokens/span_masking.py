@@ -129,8 +129,8 @@ class SpanMasking(Technique):
 
     def __init__(
         self,
-        *,
         ratio: float = 0.5,
+        *,
         mask_token_id: int | None = None,
         hidden: float = 1.0,
         random: float = 0.0,

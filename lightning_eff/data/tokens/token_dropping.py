@@ -123,8 +123,8 @@ class TokenDropping(Technique):
 
     def __init__(
         self,
-        *,
         keep: float = 0.5,
+        *,
         beta: float = 0.995,
         special_ids: Sequence[int] | None = None,
         padding_ids: Sequence[int] | None = None,

@@ -112,3 +112,7 @@ class Call:
         self.versions = [p._version for p in block.parameters]
         self.surroundings = Surroundings(block.modules, device)
         self.buffers: list[Any] = []
+
+    def replace(self, argument: Any, other: Any) -> None:
+        """Put ``other`` wherever ``argument`` stands: a tensor may be passed several times."""
+        self.arguments = [other if a is argument else a for a in self.arguments]

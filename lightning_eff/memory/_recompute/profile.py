@@ -91,10 +91,8 @@ class Profiler:
         def forward() -> tuple[Any, list[Tensor | None]]:
             set_random_state(device, state)
             torch.clear_autocast_cache()
-            new = [
-                leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-                for leaf in leaves
-            ]
+            once = {id(t): t.detach().requires_grad_(t.requires_grad) for t in leaves if isinstance(t, Tensor)}
+            new = [once.get(id(leaf), leaf) for leaf in leaves]  # what is passed twice stays one tensor
             again_args, again_kwargs = tree_unflatten(new, spec)
             output = run(*again_args, **again_kwargs)
             torch.clear_autocast_cache()

@@ -141,19 +141,24 @@ class Recomputation:
         if last is not None and (last.path[0] is not block.path[0] or last.block.index >= block.index):
             last = None
         arguments: list[Any] = []
+        noted: dict[int, Kept | Linked] = {}  # a tensor that is passed twice stays one, which attention asks
         linked = False
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
                 arguments.append(leaf)
+                continue
+            if id(leaf) in noted:
+                arguments.append(noted[id(leaf)])
                 continue
             position = None if last is None else self._position(leaf)
             linked |= position is not None
             if position is None:
                 storage = leaf.untyped_storage()
                 self._storages[storage._cdata] = storage.nbytes()
-                arguments.append(Kept(leaf, leaf.requires_grad))
+                noted[id(leaf)] = Kept(leaf, leaf.requires_grad)
             else:
-                arguments.append(Linked(position, leaf.requires_grad))
+                noted[id(leaf)] = Linked(position, leaf.requires_grad)
+            arguments.append(noted[id(leaf)])
         device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
         call = Call(block, run, arguments, spec, device)
         call.previous = last if linked else None
@@ -162,10 +167,10 @@ class Recomputation:
     def _send(self, call: Call) -> None:
         """Let the hidden state that a segment starts from go to the host."""
         assert self._offloading is not None, "a plan that offloads comes with an Offloading"
-        for i, argument in enumerate(call.arguments):
+        for argument in call.arguments:
             if isinstance(argument, Kept) and argument.value.is_floating_point() and can_leave(argument.value):
                 ticket = self._offloading.put(call.block.index, argument.value)
-                call.arguments[i] = Away(ticket, argument.requires_grad)
+                call.replace(argument, Away(ticket, argument.requires_grad))
                 return
 
     def _position(self, tensor: Tensor) -> int | None:
@@ -232,10 +237,13 @@ class Recomputation:
                 " expected them as they were, because the block runs again. Step the optimizer after the backward pass."
             )
         inputs: list[Any] = []
-        for i, argument in enumerate(call.arguments):
-            if isinstance(argument, Away):
-                argument = call.arguments[i] = Kept(argument.ticket.get(), argument.requires_grad)
-            if isinstance(argument, Kept):
+        made: dict[int, Tensor] = {}
+        for argument in dict.fromkeys(a for a in call.arguments if isinstance(a, Away)):
+            call.replace(argument, Kept(argument.ticket.get(), argument.requires_grad))
+        for argument in call.arguments:
+            if id(argument) in made:
+                inputs.append(made[id(argument)])
+            elif isinstance(argument, Kept):
                 value, version = argument.value, argument.version
                 if value._version != version:
                     raise RuntimeError(
@@ -244,9 +252,11 @@ class Recomputation:
                         f" {value._version}; expected version {version} instead, because the block runs again from it."
                         " Change a copy of it."
                     )
-                inputs.append(detached(value, argument.requires_grad))
+                made[id(argument)] = detached(value, argument.requires_grad)
+                inputs.append(made[id(argument)])
             elif isinstance(argument, Linked):
-                inputs.append(detached(outputs[argument.position], argument.requires_grad))
+                made[id(argument)] = detached(outputs[argument.position], argument.requires_grad)
+                inputs.append(made[id(argument)])
             else:
                 inputs.append(argument)
         return inputs
@@ -289,9 +299,9 @@ class Recomputation:
 
 def _keep(call: Call, inputs: list[Any]) -> None:
     """Keep what the call is to be run from once more, so that it needs no call before it."""
-    for i, argument in enumerate(call.arguments):
+    for argument, value in list(zip(call.arguments, inputs, strict=True)):
         if isinstance(argument, Linked):
-            call.arguments[i] = Kept(inputs[i], argument.requires_grad)
+            call.replace(argument, Kept(value, argument.requires_grad))
     call.previous = None
 
 

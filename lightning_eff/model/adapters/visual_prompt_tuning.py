@@ -4,6 +4,7 @@ The rule is ``[E_i, Z_i] = L_i([E_i-1, P_i])`` for block L_i, E the class token 
 train; Z_i is let go (deep). Or ``[E_i, Z_i] = L_i([E_i-1, Z_i-1])`` from ``Z_0 = P`` on (shallow).
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
@@ -14,6 +15,7 @@ from typing_extensions import override
 
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._branches.probing import aside, attempts
+from lightning_eff._core._branches.side_by_side import side_by_side
 from lightning_eff._core._needs.needs import Part
 from lightning_eff._core.blocks import find_stack, hidden_of
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
@@ -147,7 +149,8 @@ class VisualPromptTuning(Adapter):
     def change(self, surgeon: Surgeon) -> None:
         root = surgeon.root
         trained = self.begin(root)
-        stack = find_stack(root, self.layers, who=WHO)
+        apart = functools.partial(side_by_side, root, always=True, batch=surgeon.batch)
+        stack = find_stack(root, self.layers, who=WHO, without=apart, named=True)
         blocks = [m for m in stack.container._modules.values() if m is not None]
         if len({*map(id, blocks)}) < len(blocks):
             raise ValueError(f"{WHO}: {stack} has a block several times; expected as many as there are places.")

@@ -97,7 +97,7 @@ class A3Attention(SelectedKeys):
     control: ClassVar[Control] = SLOWER
     conflicts: ClassVar[Mapping[str, str]] = {**OUTSIDE, **SOME_KEYS}
 
-    def __init__(self, *, search: float | None = 0.5, cut: float = 0.05) -> None:
+    def __init__(self, search: float | None = 0.5, *, cut: float = 0.05) -> None:
         number = isinstance(search, int | float) and not isinstance(search, bool)
         if search is not None and (not number or not 0.0 < search < math.inf):
             raise ValueError(f"{WHO}({search=}): expected a share of the keys > 0, such as 0.5, or None for no search.")

@@ -153,7 +153,7 @@ class DOTAAttention(Architecture):
     refuses: ClassVar[Reasons] = {**Architecture.refuses, Part.SHARD: ""}
     needs_automatic_optimization: ClassVar[bool] = True
 
-    def __init__(self, *, share: float = 0.25, rank: int = 8, weight: float = 0.1) -> None:
+    def __init__(self, share: float = 0.25, *, rank: int = 8, weight: float = 0.1) -> None:
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share <= 1.0:
             raise ValueError(f"{WHO}({share=}): expected a share of the keys in (0, 1]; 1 is plain training.")
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
@@ -230,4 +230,4 @@ class DOTAAttention(Architecture):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_error": 0.0}
+        return {**super().__getstate__(), "_error": float(self._error)}

@@ -117,7 +117,7 @@ class ELSAAttention(SelectedKeys):
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"p": Uniform(0.5, 4.0, log=True)}, no_sequences)
     control: ClassVar[Control] = SLOWER
 
-    def __init__(self, *, p: float = 1.0, bits: int = 64, correction: float = 0.127) -> None:
+    def __init__(self, p: float = 1.0, *, bits: int = 64, correction: float = 0.127) -> None:
         if isinstance(p, bool) or not isinstance(p, int | float) or not 0.0 <= p < math.inf:
             raise ValueError(f"{WHO}({p=}): expected a number >= 0, in mean attention weights; 0 is plain training.")
         if isinstance(bits, bool) or not isinstance(bits, int) or bits < 1:

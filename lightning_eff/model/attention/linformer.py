@@ -160,7 +160,7 @@ class Linformer(Architecture):
     refuses: ClassVar[Reasons] = {**Architecture.refuses, Part.PIPELINE: ""}
     _count = 0
 
-    def __init__(self, *, rank: int = 256, length: int | None = None) -> None:
+    def __init__(self, rank: int = 256, *, length: int | None = None) -> None:
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
             raise ValueError(f"{WHO}({rank=}): expected an integer >= 1, such as 256; 0 is plain training.")
         if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):

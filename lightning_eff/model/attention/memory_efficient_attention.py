@@ -107,7 +107,7 @@ class MemoryEfficientAttention(ReplacedAttention):
     }
     turn: ClassVar[int] = 0  # what others leave of a call
 
-    def __init__(self, *, chunk: int = 128, kernel: Literal["auto", "chunks", "torch"] = "auto") -> None:
+    def __init__(self, chunk: int = 128, *, kernel: Literal["auto", "chunks", "torch"] = "auto") -> None:
         if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
             raise ValueError(f"{WHO}({chunk=}): expected an integer >= 1, queries and keys at a time, such as 128.")
         if kernel not in ("auto", CHUNKS, "torch"):

@@ -138,7 +138,7 @@ class Performer(ReplacedAttention):
     }
     _features = 0
 
-    def __init__(self, *, features: int | None = None, redraw: int | None = 1000) -> None:
+    def __init__(self, features: int | None = None, *, redraw: int | None = 1000) -> None:
         for name, value, least in (("features", features, 0), ("redraw", redraw, 1)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise ValueError(f"{WHO}({name}={value!r}): expected an integer >= {least}, or None.")

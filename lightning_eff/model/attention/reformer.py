@@ -100,7 +100,7 @@ class Reformer(ReplacedAttention):
         ),
     }
 
-    def __init__(self, *, buckets: int = 32, rounds: int = 1) -> None:
+    def __init__(self, buckets: int = 32, *, rounds: int = 1) -> None:
         even = isinstance(buckets, int) and not isinstance(buckets, bool) and (buckets in (0, 1) or buckets % 2 == 0)
         if not even or buckets < 0:
             raise ValueError(

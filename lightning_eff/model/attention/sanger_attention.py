@@ -75,7 +75,7 @@ class SangerAttention(SelectedKeys):
     control: ClassVar[Control] = SLOWER
     conflicts: ClassVar[Mapping[str, str]] = {**OUTSIDE, **SOME_KEYS}
 
-    def __init__(self, *, threshold: float = 0.002, bits: int = 4) -> None:
+    def __init__(self, threshold: float = 0.002, *, bits: int = 4) -> None:
         if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not threshold < 1.0:
             raise ValueError(
                 f"{WHO}({threshold=}): expected an attention weight below 1, such as 0.002, or -math.inf for all of them."

@@ -164,7 +164,7 @@ class ChannelsLast(Technique):
     needs_automatic_optimization: ClassVar[bool] = False
     sparse_gradients: ClassVar[bool] = True
 
-    def __init__(self, *, dims: Sequence[int] = (2, 3)) -> None:
+    def __init__(self, dims: Sequence[int] = (2, 3)) -> None:
         if not isinstance(dims, list | tuple) or any(d not in _KINDS for d in dims) or len(set(dims)) < len(dims):
             raise ValueError(
                 f"ChannelsLast({dims=}): expected a list of 2 (images), 3 (volumes and videos) or both; [] is plain training."

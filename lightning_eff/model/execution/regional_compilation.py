@@ -139,8 +139,8 @@ class RegionalCompilation(Technique):
 
     def __init__(
         self,
-        *,
         mode: Mode | None = None,
+        *,
         layers: str | None = None,
         dynamic: bool | None = None,
         backend: str | None = "inductor",

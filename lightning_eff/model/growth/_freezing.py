@@ -1,7 +1,7 @@
 """Blocks that take no gradient for a while, and the backward pass that ends behind them: what freezing techniques share."""
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -17,13 +17,13 @@ from lightning_eff._core.technique import Technique
 Node = Any  # torch.autograd.graph.Node
 
 
-def nodes_below(roots: Iterable[Node | None], *, stop: Iterable[Node | None] = ()) -> set[Node]:
+def nodes_below(roots: Iterable[Node | None], *, stop: Container[Node] = ()) -> set[Node]:
     """The nodes of autograd's graph that ``roots`` were computed from, with themselves, as far as ``stop`` and without it."""
-    end, found = {node for node in stop if node is not None}, set[Node]()
+    found = set[Node]()
     todo = [node for node in roots if node is not None]
     while todo:
         node = todo.pop()
-        if node not in found and node not in end:
+        if node not in found and node not in stop:
             found.add(node)
             todo += [f for f, _ in node.next_functions if f is not None]
     return found
@@ -32,6 +32,28 @@ def nodes_below(roots: Iterable[Node | None], *, stop: Iterable[Node | None] = (
 def leaves_of(nodes: Iterable[Node]) -> set[int]:
     """Ids of the parameters among ``nodes``."""
     return {id(node.variable) for node in nodes if hasattr(node, "variable")}
+
+
+def made_below(entered: Iterable[Iterable[Node]], of_loss: Iterable[Node]) -> dict[int, int]:
+    """By the ids of parameters, the first block whose input, or an earlier one's, has in it all that was made of them.
+
+    What goes past a block on a residual branch has entered it, too. A weight that is used elsewhere, as a tied embedding is by
+    the head, is not among them.
+
+    Args:
+        entered: for each block, the nodes of the hidden states that it was given.
+        of_loss: the nodes that the loss was computed from.
+    """
+    depth: dict[Node, int] = {}
+    for index, nodes in enumerate(entered):
+        depth |= dict.fromkeys(nodes_below(nodes, stop=depth), index)
+    found: dict[int, int | None] = {}
+    for user in of_loss:
+        for node, _ in user.next_functions:
+            if hasattr(node, "variable"):
+                last, at = found.get(id(node.variable), -1), depth.get(user)
+                found[id(node.variable)] = None if last is None or at is None else max(last, at)
+    return {key: index for key, index in found.items() if index is not None}
 
 
 def used_beside(root: nn.Module, blocks: Iterable[nn.Module]) -> set[int]:
@@ -49,9 +71,9 @@ def used_beside(root: nn.Module, blocks: Iterable[nn.Module]) -> set[int]:
 class Freezing(Technique):
     """Says at each optimizer step which blocks take gradients, over all stacks of the class that most blocks are of.
 
-    What was computed below a stack, and enters the rest by its hidden state alone (embeddings, a stem), is frozen with the
-    stack's first block. It is found in the graph of the first training step. A tied embedding is used by the head, too: it
-    goes on training there, and takes nothing from below.
+    What was computed below a block (embeddings, a stem, layers between the blocks) is frozen with that block, also where a
+    residual branch leads past the block: only a part of its gradient would be left. It is found in the graph of the first
+    training step. A tied embedding is used by the head, too: it goes on training there, and takes nothing from below.
     """
 
     needs: ClassVar[Need] = Need.BLOCKS
@@ -62,7 +84,7 @@ class Freezing(Technique):
 
     def _reset(self) -> None:
         self._stacks: list[BlockStack] = []
-        self._below: list[list[str]] | None = None  # parameters below each stack
+        self._below: list[list[str]] | None = None  # parameters below each block, and below none before it
         self._plan: tuple[int, list[int]] = (0, [])
         self._length = 0
         self._share = 0.0  # of the module's parameters, that are frozen
@@ -139,11 +161,13 @@ class Freezing(Technique):
         beside = used_beside(session.module, frozen)
         parameters = [p for block in frozen for p in block.parameters() if id(p) not in beside]
         named = dict(session.module.named_parameters())
-        for i, stack in enumerate(self._stacks):
+        first = 0
+        for stack in self._stacks:
             stack.still = min(still, stack.active)
             still -= stack.still
-            if stack.still and self._below is not None:
-                parameters += [named[name] for name in self._below[i] if name in named]
+            for names in (self._below or [])[first : first + stack.still]:
+                parameters += [named[name] for name in names if name in named]
+            first += len(stack)
         held_now = self._stacks[0].held = list(dict.fromkeys(parameters))
         self._share = sum(p.numel() for p in held_now) / sum(p.numel() for p in named.values())
         for stack in self._stacks:
@@ -156,34 +180,33 @@ class Freezing(Technique):
             )
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
-        """Find what stands below each stack, in the first pass that has a graph."""
+        """Find what stands below each block, in the first pass that has a graph."""
         if self._below is not None:
             return proceed(batch)
-        entered: dict[int, list[Tensor]] = {}  # by stack; also what passes that only look hand in
+        blocks = [block for stack in self._stacks for block in stack.blocks]
+        entered: list[list[Tensor]] = [[] for _ in blocks]  # also what passes that only look hand in
 
         def note(i: int) -> Any:
             def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                entered.setdefault(i, []).append(hidden_of(args, kwargs))
+                entered[i].append(hidden_of(args, kwargs))
 
             return hook
 
-        handles = [
-            stack.blocks[0].register_forward_pre_hook(note(i), with_kwargs=True) for i, stack in enumerate(self._stacks)
-        ]
+        handles = [block.register_forward_pre_hook(note(i), with_kwargs=True) for i, block in enumerate(blocks)]
         try:
             output = proceed(batch)
         finally:
             for handle in handles:
                 handle.remove()
         loss = output.get("loss") if isinstance(output, Mapping) else output
-        if isinstance(loss, Tensor) and loss.grad_fn is not None and len(entered) == len(self._stacks):
+        firsts = [sum(map(len, self._stacks[:i])) for i in range(len(self._stacks))]
+        if isinstance(loss, Tensor) and loss.grad_fn is not None and all(entered[i] for i in firsts):
             self._refuse_hidden_blocks(loss)
+            of_loss = nodes_below([loss.grad_fn])
+            nodes = [[h.grad_fn for h in hidden if h.grad_fn in of_loss] for hidden in entered]
+            below = made_below(nodes, of_loss)
             named = list(step.module.named_parameters())
-            self._below, of_loss = [], nodes_below([loss.grad_fn])
-            for i in range(len(self._stacks)):
-                nodes = [hidden.grad_fn for hidden in entered[i] if hidden.grad_fn in of_loss]
-                only = leaves_of(nodes_below(nodes)) - leaves_of(nodes_below([loss.grad_fn], stop=nodes))
-                self._below.append([name for name, p in named if id(p) in only])
+            self._below = [[name for name, p in named if below.get(id(p)) == i] for i in range(len(blocks))]
         return output
 
     def _refuse_hidden_blocks(self, loss: Tensor) -> None:

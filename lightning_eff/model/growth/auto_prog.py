@@ -120,8 +120,8 @@ class AutoProg(Progressive):
 
     def __init__(
         self,
-        *,
         num_stages: int = 4,
+        *,
         depth: float = 0.5,
         resolution: float = 0.5,
         until: float = 0.75,

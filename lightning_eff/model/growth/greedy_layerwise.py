@@ -67,7 +67,7 @@ class GreedyLayerwise(Freezing):
     }
     sparse_gradients: ClassVar[bool] = True
 
-    def __init__(self, *, until: float = 0.5, layers: str | Sequence[str] | None = None) -> None:
+    def __init__(self, until: float = 0.5, *, layers: str | Sequence[str] | None = None) -> None:
         if not 0.0 <= until <= 1.0:
             raise ValueError(
                 f"GreedyLayerwise(until={until}): expected a share of the budget in [0, 1], in which blocks train one by"

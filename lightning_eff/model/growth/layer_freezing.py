@@ -21,9 +21,9 @@ class LayerFreezing(Freezing):
     """Freeze ever more blocks from the bottom up, as training goes on; their backward pass is not run any more.
 
     From ``start`` to ``end``, as fractions ``u`` of the budget, the number of frozen blocks grows linearly from 0 to
-    ``depth * L`` of ``L``; the last block always trains. With the first block freezes what lies below it and enters the rest
-    through it alone, such as embeddings or a stem; it is found in the first training step's graph. A tied embedding goes on
-    training as the head that it is, too, and takes no gradient from below any more.
+    ``depth * L`` of ``L``; the last block always trains. With each block freezes what lies below it, such as embeddings, a
+    stem, or layers between the blocks; it is found in the first training step's graph. A tied embedding goes on training as
+    the head that it is, too, and takes no gradient from below any more.
 
     Frozen parameters have no gradient, and so no optimizer moves them, by momentum or decay. The backward pass ends behind
     the last frozen block, and nothing of the frozen ones is kept for it: of a step with all but a few blocks frozen, little
@@ -66,8 +66,8 @@ class LayerFreezing(Freezing):
 
     def __init__(
         self,
-        *,
         start: float = 0.5,
+        *,
         end: float = 1.0,
         depth: float = 1.0,
         layers: str | Sequence[str] | None = None,

@@ -89,7 +89,7 @@ class ProgressiveLayerDropping(Dropping):
     )
     needs_budget: ClassVar[bool] = True
 
-    def __init__(self, *, theta_min: float = 0.5, gamma: float = 100.0, layers: str | None = None) -> None:
+    def __init__(self, theta_min: float = 0.5, *, gamma: float = 100.0, layers: str | None = None) -> None:
         if not 0.0 < theta_min <= 1.0:
             raise ValueError(
                 f"ProgressiveLayerDropping(theta_min={theta_min}): expected a probability in (0, 1], that with which"

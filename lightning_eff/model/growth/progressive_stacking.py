@@ -97,8 +97,8 @@ class ProgressiveStacking(Stacking):
 
     def __init__(
         self,
-        *,
         stages: Sequence[tuple[float, int]] = ((0.0, 3), (0.25, 6), (0.5, 12)),
+        *,
         layers: str | None = None,
         copy_optimizer_state: bool = True,
         init: str = "stack",

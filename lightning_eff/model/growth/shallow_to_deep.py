@@ -121,8 +121,8 @@ class ShallowToDeep(Stacking):
 
     def __init__(
         self,
-        *,
         group: int = 6,
+        *,
         until: float = 0.5,
         rate: str | None = "inverse_sqrt",
         warmup: float = 0.1,

@@ -119,7 +119,7 @@ class StochasticDepth(Dropping):
     conflicts: ClassVar[Mapping[str, str]] = {"ProgressiveLayerDropping": "both say how likely each block is dropped"}
     reshaping: ClassVar[bool] = True
 
-    def __init__(self, *, drop: float = 0.5, mode: str = "batch", layers: str | Sequence[str] | None = None) -> None:
+    def __init__(self, drop: float = 0.5, *, mode: str = "batch", layers: str | Sequence[str] | None = None) -> None:
         if not 0.0 <= drop < 1.0:
             raise ValueError(
                 f"StochasticDepth(drop={drop}): expected a probability in [0, 1), that with which the last block is"

@@ -157,4 +157,4 @@ class GatedPositionalAttention(Architecture):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_gates": []}
+        return {**super().__getstate__(), "_gates": [gate.detach().clone() for gate in self._gates]}

@@ -63,7 +63,7 @@ class LayerScale(BranchScale):
     by_channel: ClassVar[bool] = True
 
     def __init__(
-        self, *, init: float | None = None, branches: Sequence[str] | None = None, force: bool = False
+        self, init: float | None = None, *, branches: Sequence[str] | None = None, force: bool = False
     ) -> None:
         number = isinstance(init, int | float) and not isinstance(init, bool) and math.isfinite(init)
         if init is not None and not number:

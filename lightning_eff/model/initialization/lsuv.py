@@ -99,8 +99,8 @@ class LSUV(OfMaps):
 
     def __init__(
         self,
-        *,
         tolerance: float = 0.1,
+        *,
         iterations: int = 10,
         maps: Sequence[str] | None = None,
         attention: Sequence[Mapping[str, Any]] | None = None,

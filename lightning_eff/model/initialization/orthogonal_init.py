@@ -60,8 +60,8 @@ class OrthogonalInit(OfMaps):
 
     def __init__(
         self,
-        *,
         gain: float = 1.0,
+        *,
         maps: Sequence[str] | None = None,
         attention: Sequence[Mapping[str, Any]] | None = None,
         force: bool = False,

@@ -61,7 +61,7 @@ class SkipInit(BranchScale):
     )
     conflicts: ClassVar[Mapping[str, str]] = conflicts("SkipInit", zero=True)
 
-    def __init__(self, *, alpha: float | str = 0.0, branches: Sequence[str] | None = None, force: bool = False) -> None:
+    def __init__(self, alpha: float | str = 0.0, *, branches: Sequence[str] | None = None, force: bool = False) -> None:
         number = isinstance(alpha, int | float) and not isinstance(alpha, bool) and math.isfinite(alpha)
         if not number and alpha != "depth":
             raise ValueError(f"SkipInit({alpha=}): expected a finite number, or 'depth' for 1/sqrt(d) of d branches.")

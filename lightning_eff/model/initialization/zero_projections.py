@@ -80,7 +80,7 @@ class ZeroProjections(Initialization):
     turn: ClassVar[Turn] = Turn.ENDS
 
     def __init__(
-        self, *, scale: float = 0.0, head: bool = True, branches: Sequence[str] | None = None, force: bool = False
+        self, scale: float = 0.0, *, head: bool = True, branches: Sequence[str] | None = None, force: bool = False
     ) -> None:
         if not 0.0 <= scale <= 1.0:
             raise ValueError(

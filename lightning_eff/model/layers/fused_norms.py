@@ -86,7 +86,7 @@ class FusedNorms(Technique):
     needs_automatic_optimization: ClassVar[bool] = False
     sparse_gradients: ClassVar[bool] = True
 
-    def __init__(self, *, names: Sequence[str] | None = None) -> None:
+    def __init__(self, names: Sequence[str] | None = None) -> None:
         self.names = check_names(names, who=WHO, what="norms", example="layers.*.input_layernorm")
         self._reset()
 

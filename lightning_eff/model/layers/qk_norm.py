@@ -73,7 +73,7 @@ class QKNorm(Architecture):
     stays: ClassVar[str] = "queries and keys are normed, which no weights of the plain map do"
     _count = 0
 
-    def __init__(self, *, names: Sequence[str] | None = None) -> None:
+    def __init__(self, names: Sequence[str] | None = None) -> None:
         self.names = check_names(names, who=WHO, what="maps of queries or keys", example="layers.3.*")
 
     @property

@@ -100,7 +100,7 @@ class RMSNormalization(Architecture):
     stays: ClassVar[str] = "a LayerNorm subtracts the mean, which no gain or bias of it undoes"
     _count = 0
 
-    def __init__(self, *, names: Sequence[str] | None = None) -> None:
+    def __init__(self, names: Sequence[str] | None = None) -> None:
         self.names = check_names(names, who=WHO, what="LayerNorms", example="blocks.*.norm1")
 
     @property

@@ -119,8 +119,8 @@ class BlockSparsity(Masked):
 
     def __init__(
         self,
-        *,
         sparsity: float = 0.8,
+        *,
         size: int = 16,
         start: float = 0.1,
         distribution: Distribution = "uniform",

@@ -120,8 +120,8 @@ class EarlyBird(ActsLate, Masked):
 
     def __init__(
         self,
-        *,
         sparsity: float = 0.5,
+        *,
         of: Of | None = None,
         window: int = 5,
         distance: float = 0.1,

@@ -96,8 +96,8 @@ class GraSP(Scored):
 
     def __init__(
         self,
-        *,
         sparsity: float = 0.8,
+        *,
         batches: int = 1,
         temperature: float = 200.0,
         names: Sequence[str] | None = None,

@@ -67,8 +67,8 @@ class LotteryTickets(Masked):
 
     def __init__(
         self,
-        *,
         rounds: int = 4,
+        *,
         share: float = 0.2,
         rewind: float = 0.0,
         scope: Scope = "global",

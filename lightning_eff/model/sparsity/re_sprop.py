@@ -113,8 +113,8 @@ class ReSprop(Technique):
 
     def __init__(
         self,
-        *,
         sparsity: float = 0.9,
+        *,
         warmup: float = 0.1,
         threshold: float | None = None,
         names: Sequence[str] | None = None,

@@ -86,8 +86,8 @@ class RigL(Rewired):
 
     def __init__(
         self,
-        *,
         sparsity: float = 0.8,
+        *,
         distribution: Distribution = "erk",
         interval: int = 100,
         fraction: float = 0.3,

@@ -103,8 +103,8 @@ class SemiStructuredSparsity(OtherWeights):
 
     def __init__(
         self,
-        *,
         decay: float = 2e-4,
+        *,
         tiles: bool = False,
         until: float = 1.0,
         names: Sequence[str] | None = None,

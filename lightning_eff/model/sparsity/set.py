@@ -55,8 +55,8 @@ class SET(Rewired):
 
     def __init__(
         self,
-        *,
         sparsity: float = 0.8,
+        *,
         distribution: Distribution = "erk",
         interval: int = 100,
         fraction: float = 0.3,

@@ -65,8 +65,8 @@ class SNIP(Scored):
 
     def __init__(
         self,
-        *,
         sparsity: float = 0.8,
+        *,
         batches: int = 1,
         names: Sequence[str] | None = None,
         dense: Sequence[str] = (),

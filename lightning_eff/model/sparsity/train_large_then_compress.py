@@ -134,8 +134,8 @@ class TrainLargeThenCompress(Masked):
 
     def __init__(
         self,
-        *,
         sparsity: float = 0.6,
+        *,
         bits: int | None = 8,
         window: int = 100,
         gain: float = 0.01,

@@ -86,8 +86,8 @@ class LatestWeightAveraging(SnapshotWindow):
 
     def __init__(
         self,
-        *,
         window: int = 6,
+        *,
         interval: Literal["epoch"] | int = "epoch",
         start: float = 0.0,
         offload: bool = False,

@@ -62,7 +62,7 @@ class Lookahead(ActsLate, AveragedWeights):
     conflicts: ClassVar = rivals("ExponentialMovingAverage", "LatestWeightAveraging")
     recomputes = False
 
-    def __init__(self, *, interval: int = 5, alpha: float = 0.5) -> None:
+    def __init__(self, interval: int = 5, *, alpha: float = 0.5) -> None:
         if not is_count(interval):
             raise ValueError(f"Lookahead({interval=}): expected a number of optimizer steps >= 1. 5 is the paper's.")
         if not 0.0 < alpha <= 1.0:

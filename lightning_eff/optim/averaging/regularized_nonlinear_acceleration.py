@@ -113,8 +113,8 @@ class RegularizedNonlinearAcceleration(SnapshotWindow):
 
     def __init__(
         self,
-        *,
         window: int = 6,
+        *,
         interval: Literal["epoch"] | int = "epoch",
         regularization: float = 1e-4,
         start: float = 0.0,

@@ -178,8 +178,8 @@ class ScheduleFree(AveragedWeights):
 
     def __init__(
         self,
-        *,
         momentum: float | None = 0.9,
+        *,
         lr_factor: float = 1.0,
         warmup_steps: int = 0,
         power: float = 0.0,
@@ -327,6 +327,7 @@ class ScheduleFree(AveragedWeights):
     def detach(self, session: Session) -> None:
         super().detach(session)
         self._warming.release()
+        self._wrapper = None
         if self._multiples is not None:
             unwatch(self._multiples.optimizer, self._multiples)
             self._multiples = None

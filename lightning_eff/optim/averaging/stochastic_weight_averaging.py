@@ -82,8 +82,8 @@ class StochasticWeightAveraging(ActsLate, AveragedWeights):
 
     def __init__(
         self,
-        *,
         start: float = 0.75,
+        *,
         rate: float = 0.5,
         low: float | None = None,
         cycle: Literal["epoch"] | int = "epoch",

@@ -150,8 +150,8 @@ class TrainableWeightAveraging(SnapshotWindow):
 
     def __init__(
         self,
-        *,
         window: int = 10,
+        *,
         start: float = 0.5,
         until: float = 0.9,
         lr: float = 0.3,

@@ -25,6 +25,9 @@ _NOT_HIDDEN = re.compile(
     r"(\w*_)?(embed|embedding|embeddings|embedder|emb|embd|wte|wpe|lm_head|head|classifier|unembed|score|logits|output_projection)"
     r"|tok(ens?)?(_emb\w*|_type\w*)?|pos(ition\w*|_emb\w*|_table)?|cls(_token)?|(\w*_)?relative_attention_bias|A_log|router"
 )
+_EMBEDDED = re.compile(r"(\w*_)?(embed|embedding|embeddings|embedder|emb|embd|wte)|tok(ens?)?(_emb\w*)?")
+_POSITION = re.compile(r"(\w*_)?pos(ition\w*|_\w+)?|wpe|(\w*_)?relative_attention_bias")
+_HEAD = re.compile(r"(\w*_)?(lm_head|head|classifier|unembed|score|logits|output_projection)")
 _FUSED_QKV = re.compile(r"(\w*_)?(qkv(_?proj\w*)?|c_attn|in_proj|in_proj_weight|Wqkv|W_pack|attn_qkv)")
 _FUSED_PAIR = re.compile(r"gate_up_proj|fused_gate_up|w12")
 
@@ -129,10 +132,12 @@ def hidden_matrices(module: nn.Module, split: Split = "auto") -> dict[str, Layou
     """The hidden matrices of any module, by the parameter's name in ``module.named_parameters()``.
 
     They are the weights of linear layers, of attention's fused input projection, of convolutions whose groups are one, and
-    stacks of experts' matrices. In a network with a stack of blocks that follow one another, they are those in its lists of
-    blocks. In any other network they are all but the first and the last. A list whose blocks run side by side, such as the
-    heads of an attention, is no stack, and its matrices count like those outside of it. Embeddings, what is tied to one,
-    heads, positions and other tables are never among them.
+    stacks of experts' matrices. Embeddings, what is tied to one, heads, positions and other tables are never among them.
+
+    In a network with a stack of blocks that follow one another, everything in the blocks counts. Of what lies outside of the
+    stack, or in a network without one, the first reads the input, unless an embedding was recognised, and the last writes the
+    output, unless a head was. Those two are left out. A list whose blocks run side by side, such as the heads of an
+    attention, is no stack.
 
     Args:
         module: a LightningModule, or any.
@@ -142,11 +147,11 @@ def hidden_matrices(module: nn.Module, split: Split = "auto") -> dict[str, Layou
     owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for path, owner in module.named_modules(remove_duplicate=False):
         for own, p in owner._parameters.items():
-            if p is not None:
+            if p is not None and p.ndim > 1:
                 owners.setdefault(id(p), []).append((f"{path}.{own}" if path else own, owner, own))
     maps: dict[str, tuple[str, Layout]] = {}
     for name, p in module.named_parameters():
-        held = owners[id(p)]
+        held = owners.get(id(p), [])
         if p.ndim < 2 or any(isinstance(owner, nn.Embedding | nn.EmbeddingBag) for _, owner, _ in held):
             continue
         path, owner, own = next((one for one in held if one[0] == name), held[0])
@@ -158,15 +163,18 @@ def hidden_matrices(module: nn.Module, split: Split = "auto") -> dict[str, Layou
     found = {
         n: layout for n, (path, layout) in maps.items() if _within(path, inside) and _is_hidden(_below(path, inside))
     }
-    outside = [n for n, (path, _) in maps.items() if not _within(path, inside) and _is_hidden(path)]
-    if found and (len(outside) <= 2 or _has_stack(module, lists)):
-        return found
-    # no stack: what reads the input comes first, and what writes the output last
     hidden = [n for n, (path, _) in maps.items() if _is_hidden(path)]
-    ends = {
-        m for end in (*hidden[:1], *hidden[-1:]) for m in hidden if m == end or _alike(maps[m][0], maps[end][0], inside)
-    }
-    return {n: maps[n][1] for n in hidden if n not in ends}
+    beside = [n for n in hidden if not _within(maps[n][0], inside)]
+    stacked = bool(found) and (len(beside) <= 2 or _has_stack(module, lists))
+    outside = beside if stacked else hidden
+    ends: set[str] = set()
+    if not any(_is_input(held) for held in owners.values()):
+        ends.update(outside[:1])
+    if not any(_is_head(held) for held in owners.values()):
+        ends.update(outside[-1:])
+    ends |= {n for n in outside if any(_alike(maps[n][0], maps[end][0], inside) for end in ends)}
+    kept = {n for n in outside if n not in ends} | (found.keys() if stacked else set())
+    return {n: layout for n, (_, layout) in maps.items() if n in kept}
 
 
 def _has_stack(module: nn.Module, lists: Sequence[Candidate]) -> bool:
@@ -177,6 +185,24 @@ def _has_stack(module: nn.Module, lists: Sequence[Candidate]) -> bool:
     size = sum(p.numel() for p in module.parameters() if p.ndim > 1)
     most = [c.composite and 2 * sum(p.numel() for p in c.container.parameters() if p.ndim > 1) >= size for c in lists]
     return any(told.get(c.path, large) for c, large in zip(lists, most, strict=True))
+
+
+def _is_input(held: Sequence[tuple[str, nn.Module, str]]) -> bool:
+    """Whether a parameter embeds the input: a table that is looked up, or what is named as one; positions alone do not."""
+    return any(
+        (isinstance(owner, nn.Embedding | nn.EmbeddingBag) or any(_EMBEDDED.fullmatch(part) for part in parts))
+        and not any(_POSITION.fullmatch(part) for part in parts)
+        for path, owner, _ in held
+        for parts in [path.split(".")]
+    )
+
+
+def _is_head(held: Sequence[tuple[str, nn.Module, str]]) -> bool:
+    """Whether a parameter writes the output: what is named as a head, or a table that a linear layer shares."""
+    tied = any(isinstance(owner, nn.Embedding) for _, owner, _ in held) and any(
+        is_linear(owner) for _, owner, _ in held
+    )
+    return tied or any(_HEAD.fullmatch(part) for path, _, _ in held for part in path.split("."))
 
 
 def _is_hidden(name: str) -> bool:

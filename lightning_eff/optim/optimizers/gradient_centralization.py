@@ -106,7 +106,7 @@ class GradientCentralization(Technique):
     )
     needs_automatic_optimization: ClassVar[bool] = False
 
-    def __init__(self, *, strength: float = 1.0) -> None:
+    def __init__(self, strength: float = 1.0) -> None:
         if not 0.0 <= strength <= 1.0:
             raise ValueError(
                 f"GradientCentralization(strength={strength}): expected a number in [0, 1], the share of each output's mean"

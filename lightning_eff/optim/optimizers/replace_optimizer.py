@@ -21,7 +21,9 @@ from lightning_eff._core.optimizers import evaluates_anew, rewrite_configured
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, Technique
+from lightning_eff.optim.optimizers._matrices import hidden_matrices
 from lightning_eff.optim.optimizers._replacing.assignment import Share, check_not_taken, group_of, shares
+from lightning_eff.optim.optimizers._replacing.kinds import kinds_of
 from lightning_eff.optim.optimizers._replacing.making import made, making
 from lightning_eff.optim.optimizers._replacing.modes import Modes
 
@@ -137,21 +139,27 @@ class ReplaceOptimizer(Technique):
     of its optimizer.
 
     Args:
-        optimizer: how the other one is made from parameters: a function or class, as LightningCLI's ``OptimizerCallable``; in
-            YAML a class path with ``init_args``, of this package, torch or any other. From Python that mapping or a class
-            path will do as well. None leaves the module's own, for ``group_lr`` alone.
+        optimizer: the other optimizer, as a class (``Muon``), a name ("muon"; of this package, then of ``torch.optim``, in any
+            case), a class path ("schedulefree.AdamWScheduleFree"), or a function of parameters, such as
+            ``functools.partial(Muon, lr=0.02)``. In YAML it is a class path with ``init_args``; that mapping works in Python
+            too. None keeps the module's optimizer, for ``group_lr`` alone.
         parameters: "matrices" for the hidden matrices of any module (linear maps and convolutions of blocks; never embeddings,
             heads, positions), "all", or a list of patterns of parameter names, as in ``["blocks.*.weight"]``, and of kinds
             as in ``group_lr``.
         lr: the rate of the other optimizer, >= 0, before the module's schedule; None for that it is made with.
         group_lr: rates, >= 0, by kind of parameter ("embedding", "head", "vector", "matrix" or "other") or by pattern of names,
             whichever optimizer has them; the first that matches counts.
+        **settings: for the other optimizer, such as ``weight_decay=0.1``.
+
+    Example:
+        >>> ReplaceOptimizer("muon", lr=0.02, weight_decay=0.1)
+        ReplaceOptimizer(optimizer='muon', lr=0.02, weight_decay=0.1)
 
     Raises:
         ValueError: for other values; at setup, for a module without a hidden matrix, with several optimizers or none, or with
             manual optimization; for an optimizer that does not take such groups or evaluates the loss anew; for a pattern or
             a kind that matches nothing.
-        TypeError: if ``optimizer`` is made already, or makes none.
+        TypeError: if ``optimizer`` is made already, or makes none; for ``settings`` without an optimizer.
 
     Sources:
         Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Wen et al. 2025, arXiv:2509.02046, for
@@ -186,13 +194,19 @@ class ReplaceOptimizer(Technique):
 
     def __init__(
         self,
-        optimizer: Callable[[Any], Optimizer] | None = None,
+        optimizer: Callable[[Any], Optimizer] | str | None = None,
         parameters: str | Sequence[str] = "matrices",
         lr: float | None = None,
         *,
         group_lr: Mapping[str, float] | None = None,
+        **settings: Any,
     ) -> None:
-        self._make = None if optimizer is None else making(optimizer)
+        if optimizer is None and settings:
+            raise TypeError(
+                f"ReplaceOptimizer({next(iter(settings))}=...): there is no optimizer to give it to. Name one, such as"
+                " ReplaceOptimizer('muon', lr=0.02)."
+            )
+        self._make = None if optimizer is None else making(optimizer, settings)
         if isinstance(parameters, str) and parameters not in ("matrices", "all"):
             raise ValueError(
                 f"ReplaceOptimizer({parameters=}): expected 'matrices', 'all', or a list of patterns: [{parameters!r}]."
@@ -359,24 +373,43 @@ class ReplaceOptimizer(Technique):
 
 
 def _told(own: str, schedulers: list[str], combined: CombinedOptimizer, module: nn.Module) -> str:
-    """What went where, a line for each group."""
+    """What went where, a line for each group, and the matrices that stay with the module's optimizer."""
     names = {id(p): name for name, p in module.named_parameters()}
     lines = ["ReplaceOptimizer:"]
     of = {id(group): part for part in combined.parts for group in part.param_groups}
+    total = sum(p.numel() for group in combined.param_groups for p in group["params"])
     for group, how in zip(combined.param_groups, combined.following, strict=True):
         who = type(of[id(group)]).__name__
         who += f" ({group['algorithm']})" if isinstance(group.get("algorithm"), str) else ""
-        held = [names.get(id(p), "?") for p in group["params"]]
+        held = group["params"]
         origin = combined.origins.param_groups[how.origin]
         full = group.get("initial_lr", group.get("lr"))
-        rate = "a rate of its own" if full is None else f"rate {float(full):g}"
+        rate = "no learning rate" if full is None else f"learning rate {float(full):g}"
         was = (
             f" ({own} had {float(origin.get('initial_lr', origin['lr'])):g})"
             if not how.settings or how.ratio != 1
             else ""
         )
+        matrices, weights = sum(p.ndim > 1 for p in held), sum(p.numel() for p in held)
         lines.append(
-            f"  {who}, {rate}{was}{f' under {schedulers[0]}' if schedulers else ''}: {len(held)} tensors,"
-            f" {sum(p.numel() for p in group['params']):,} weights: {', '.join(held[:4])}{', ...' if len(held) > 4 else ''}"
+            f"  {who}, {rate}{was}{f' under {schedulers[0]}' if schedulers else ''}: {len(held)} tensors"
+            f" ({matrices} matrices), {weights:,} weights, {weights / max(total, 1):.1%} of the parameters:"
+            f" {_listed([names.get(id(p), '?') for p in held])}"
         )
+    if len(combined.parts) > 1:
+        kinds = kinds_of(module, hidden_matrices(module))
+        stay = [names.get(id(p), "?") for g in combined.parts[0].param_groups for p in g["params"] if p.ndim > 1]
+        by_kind: dict[str, list[str]] = {}
+        for name in stay:
+            by_kind.setdefault(kinds.get(name, "other"), []).append(name)
+        lines += [f"  {own} keeps these matrices ({kind}): {_listed(found)}" for kind, found in by_kind.items()]
     return "\n".join(lines)
+
+
+def _listed(names: Sequence[str], most: int = 12) -> str:
+    """The names; those that differ in numbers alone stand once, with how many there are."""
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(".".join("*" if part.isdecimal() else part for part in name.split(".")), []).append(name)
+    found = [f"{pattern} ({len(each)})" if len(each) > 1 else each[0] for pattern, each in alike.items()]
+    return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")

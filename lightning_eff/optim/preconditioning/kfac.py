@@ -104,8 +104,8 @@ class KFAC(Preconditioner):
 
     def __init__(
         self,
-        *,
         damping: float = 1e-3,
+        *,
         kl_clip: float | None = 1e-3,
         decay: float = 0.95,
         every: int = 10,

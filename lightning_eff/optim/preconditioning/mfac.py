@@ -105,7 +105,7 @@ class MFAC(Preconditioner):
     )
     conflicts: ClassVar = rivals()
 
-    def __init__(self, *, num_gradients: int = 128, damping: float = 1e-3, norm: Norm = "gradient") -> None:
+    def __init__(self, num_gradients: int = 128, *, damping: float = 1e-3, norm: Norm = "gradient") -> None:
         if isinstance(num_gradients, bool) or not isinstance(num_gradients, int) or num_gradients < 0:
             raise ValueError(
                 f"MFAC({num_gradients=}): expected an integer >= 1, the gradients that are kept, or 0 for plain training."

@@ -100,8 +100,8 @@ class SampledQuasiNewton(Preconditioner):
 
     def __init__(
         self,
-        *,
         method: Method = "lbfgs",
+        *,
         num_directions: int = 4,
         interval: int = 10,
         radius: float = 0.05,

@@ -83,8 +83,8 @@ class EfficientSAM(Uphill):
 
     def __init__(
         self,
-        *,
         rho: float = 0.05,
+        *,
         beta: float = 0.6,
         gamma: float = 0.5,
         adaptive: bool = False,

@@ -74,8 +74,8 @@ class KSAM(Uphill):
 
     def __init__(
         self,
-        *,
         rho: float = 0.05,
+        *,
         keep: float = 0.25,
         adaptive: bool = False,
         sample_loss: SampleLoss | None = None,

@@ -103,7 +103,7 @@ class LookSAM(Uphill):
     )
     conflicts: ClassVar = rivals("SharpnessAwareMinimization")
 
-    def __init__(self, *, rho: float = 0.05, interval: int = 5, alpha: float = 0.7, adaptive: bool = False) -> None:
+    def __init__(self, rho: float = 0.05, *, interval: int = 5, alpha: float = 0.7, adaptive: bool = False) -> None:
         check_rho("LookSAM", rho)
         if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
             raise ValueError(

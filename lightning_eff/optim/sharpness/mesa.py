@@ -92,8 +92,8 @@ class MESA(Trajectory):
 
     def __init__(
         self,
-        *,
         weight: float = 0.8,
+        *,
         temperature: float = 5.0,
         decay: float = 0.9995,
         start: float = 0.025,

@@ -95,8 +95,8 @@ class SAF(Trajectory):
 
     def __init__(
         self,
-        *,
         weight: float = 0.3,
+        *,
         temperature: float = 5.0,
         lag: int = 3,
         start: float = 0.025,

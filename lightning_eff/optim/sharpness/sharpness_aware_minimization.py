@@ -64,7 +64,7 @@ class SharpnessAwareMinimization(Uphill):
         "the baseline for as many seconds with its learning rate decayed to zero, in up to twice the steps"
     )
 
-    def __init__(self, *, rho: float = 0.05, adaptive: bool = False, interval: int = 1) -> None:
+    def __init__(self, rho: float = 0.05, *, adaptive: bool = False, interval: int = 1) -> None:
         check_rho("SharpnessAwareMinimization", rho)
         if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
             raise ValueError(

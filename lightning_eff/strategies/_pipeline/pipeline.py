@@ -11,6 +11,7 @@ Qi et al. 2024, arXiv:2401.10241; DualPipeV, after DeepSeek-AI 2024, arXiv:2412.
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -21,6 +22,7 @@ from torch.distributed import ProcessGroup
 from torchmetrics import Metric
 
 from lightning_eff._core import rng
+from lightning_eff._core._branches.side_by_side import side_by_side
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.blocks import find_stack, refuse_compiled_around
 from lightning_eff._core.steps import looking_on, silent
@@ -106,7 +108,7 @@ class Pipeline(Telling):
         self.schedule = schedule_name(schedule, who=who)
         self.splits_backward = self.schedule in SPLIT_BACKWARD
         check_module(module, who=who)
-        found = find_stack(module, layers, who=who)
+        found = find_stack(module, layers, who=who, without=partial(side_by_side, module))
         refuse_compiled_around(module, found.path, who=who, way_out="Compile the blocks one by one (block.compile()).")
         self.stack = Stack(found, who=who)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core import rng
+from lightning_eff._core._stack.chains import Feeding
 from lightning_eff.strategies._pipeline.between import RETURNED, Between, version_of
 from lightning_eff.strategies._pipeline.stack import Stack
 from lightning_eff.strategies._pipeline.streams import Stream
@@ -112,6 +113,7 @@ class Pass(Run):
 
     Attributes:
         entered: by index, the hidden state that entered each block that ran, if ``learn``.
+        feeding: whether each block was fed by the one before it, if ``learn``.
         learnt: by index, whence each block had its hidden state, where a :class:`.between.Between` is there to tell.
     """
 
@@ -133,6 +135,7 @@ class Pass(Run):
         self.expected = 0
         self.entered: dict[int, Tensor] = {}
         self.learnt: dict[int, int] = {}
+        self.feeding = Feeding()
         self.entry: Tensor | None = None
         self.received = received
         self._placed: tuple[Tensor, int] | None = None
@@ -179,6 +182,7 @@ class Pass(Run):
         output = block(*args, **kwargs)
         if self.learn:
             self.stack.note(index, output)
+            self.feeding.seen(index, args, kwargs, output)
         if self.marks is not None:
             self.marks.left(index)
         self.stream.leave(index)

@@ -16,13 +16,14 @@ from tests.models import TinyClassifier, make_batch
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> str:
+def config(tmp_path: Path, request: pytest.FixtureRequest) -> str:
+    home = getattr(request, "param", "tests")
     path = tmp_path / "config.yaml"
     techniques = [{"class_path": "SampleSubset", "init_args": {"samples": 0.5}}]  # left out here
     recipe = {
         "trainer": {"accelerator": "cpu", "max_steps": 3, "callbacks": techniques},
-        "model": {"class_path": "tests.models.TinyClassifier"},
-        "data": {"class_path": "tests.cli_data.Classes"},
+        "model": {"class_path": f"{home}.models.TinyClassifier"},
+        "data": {"class_path": f"{home}.cli_data.Classes"},
     }
     path.write_text(yaml.safe_dump(recipe))
     return str(path)
@@ -44,6 +45,7 @@ def test_text_is_selected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert len(first) == 7 and first != read(out, "indices", who="").values.tolist()
 
 
+@pytest.mark.parametrize("config", ["tests", "tests.pl"], ids=["lightning", "pytorch_lightning"], indirect=True)
 def test_samples_are_selected_by_a_modules_scores(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

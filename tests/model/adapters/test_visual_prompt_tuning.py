@@ -129,6 +129,30 @@ def test_one_written_by_hand_and_what_comes_behind_sees_no_prompts(deep: bool) -
         torch.testing.assert_close(net.eval()(images), net.train()(images), rtol=1e-4, atol=1e-5)
 
 
+class Towers(Patches):
+    """More towers side by side than blocks that feed one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True) for _ in range(4))
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.cut(images).flatten(2).mT + self.place
+        for block in self.blocks:
+            x = block(x)
+        return self.head(torch.cat([tower(x) for tower in self.towers], 1).mean(1))
+
+
+@pytest.mark.parametrize("deep", [True, False])
+def test_towers_side_by_side_are_no_stack(deep: bool) -> None:
+    net: Any = eff.apply(Towers(), VisualPromptTuning(2, deep=deep))
+    assert [name for name, _ in net.named_parameters() if "prompts" in name] == [
+        f"blocks.{i}.prompts" for i in range(3 if deep else 1)
+    ]
+    with pytest.raises(ValueError, match=r"layers='towers'\): .* side by side.*Stacks: 'blocks' \(3 x Tr"):
+        eff.apply(Towers(), VisualPromptTuning(2, deep=deep, layers="towers"))
+
+
 @pytest.mark.parametrize("name", ["beit", "dinov2", "vit_msn"])
 def test_on_models_of_others(name: str) -> None:
     net, losses, steps = families.train(name, VisualPromptTuning(3))

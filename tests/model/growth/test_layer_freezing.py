@@ -129,6 +129,53 @@ def test_trains_as_a_module_that_is_frozen_by_hand(kind: str, name: str) -> None
         assert technique.report() == {"block": -1, "parameters_frozen": 0.0}
 
 
+class Split(TinyGPT):
+    """Residual branches and norms outside the blocks, and each layer in two lists that take turns."""
+
+    def __init__(self) -> None:
+        super().__init__(num_layers=0)
+
+        def several(make: Callable[[], nn.Module]) -> nn.ModuleList:
+            return nn.ModuleList([make() for _ in range(4)])
+
+        self.first, self.first_norms = several(self._network), several(lambda: nn.LayerNorm(16))
+        self.second, self.second_norms = several(self._network), several(lambda: nn.LayerNorm(16))
+
+    @staticmethod
+    def _network() -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.position.weight[: ids.shape[1]]
+        for norm, block, other_norm, other in zip(
+            self.first_norms, self.first, self.second_norms, self.second, strict=True
+        ):
+            x = x + block(norm(x))
+            x = x + other(other_norm(x))
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("layers", ["first", "second"])
+def test_what_a_residual_branch_leads_past_a_frozen_block_is_frozen_too(
+    layers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would train on the part of its gradient that goes past the block, in silence."""
+    monkeypatch.setitem(MODELS, "split", (Split, "tiny_gpt", 4))
+
+    def by_hand(u: float, net: Any) -> list[nn.Parameter]:
+        count = num_frozen(u, num_blocks=4, start=0.25, end=0.75, depth=1.0)
+        there = [net.first_norms, net.first, net.second_norms, net.second]
+        whole = count - 1 if layers == "first" else count
+        depths = [count, count, whole, whole]
+        below = [net.embed, net.position] if count else []
+        frozen = [part for parts, depth in zip(there, depths, strict=True) for part in list(parts)[: max(depth, 0)]]
+        return [p for part in [*below, *frozen] for p in part.parameters()]
+
+    expected, _ = train("split", ByHand(by_hand))
+    found, _ = train("split", LayerFreezing(start=0.25, end=0.75, layers=layers))
+    assert differences(expected, found) == []
+
+
 class Flops(pl.Callback):
     """Of each step."""
 

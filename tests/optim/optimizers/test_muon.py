@@ -245,6 +245,25 @@ def test_the_hidden_matrices_of_other_modules() -> None:
     assert layouts[encoder.layers[0].self_attn.in_proj_weight].parts == (16, 16, 16)
 
 
+def test_an_end_counts_where_an_embedding_or_a_head_stands_there() -> None:
+    width = 8
+
+    def net(**parts: nn.Module) -> set[str]:
+        return matrices_of(nn.ModuleDict(parts))
+
+    table, head = nn.Embedding(9, width), nn.Linear(width, 9)
+    first, last = nn.Linear(width, width), nn.Linear(width, width)
+    assert net(embed=table, a=first, b=last, head=head) == {"a.weight", "b.weight"}
+    assert net(table=table, a=first, b=last) == {"a.weight"}, "the last one writes the output"
+    assert net(a=first, b=last, head=head) == {"b.weight"}, "the first one reads the input"
+    assert net(position=nn.Embedding(5, width), a=first, b=last, head=head) == {"b.weight"}, "positions embed no input"
+    stack = nn.Sequential(*(nn.TransformerEncoderLayer(width, 2) for _ in range(2)))
+    inside = net(layers=stack)
+    assert len(inside) == 8
+    assert net(embed=table, layers=stack, pooler=last, head=head) == inside | {"pooler.weight"}
+    assert net(stem=first, layers=stack, out=last) == inside
+
+
 def test_mixture_of_experts_and_state_space_models() -> None:
     from transformers import MambaConfig, MambaForCausalLM, MixtralConfig, MixtralForCausalLM
 

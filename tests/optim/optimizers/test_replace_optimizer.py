@@ -18,7 +18,7 @@ from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedulers
 
-from lightning_eff import ExactResume, Muon, ReplaceOptimizer, cli
+from lightning_eff import ExactResume, Lion, Muon, ReplaceOptimizer, cli
 from lightning_eff._core._optim.combined import CombinedOptimizer
 from lightning_eff._core.optimizers import copy_state, keeps_state
 from lightning_eff.optim.optimizers._matrices import hidden_matrices
@@ -184,6 +184,7 @@ def test_an_optimizer_is_a_class_path_a_mapping_or_a_function() -> None:
     ends = []
     for optimizer in (
         "torch.optim.SGD",
+        "sgd",
         {"class_path": "torch.optim.SGD"},
         {"class_path": "SGD", "init_args": {"lr": 0.1}},
         lambda params: torch.optim.SGD(params),
@@ -195,6 +196,21 @@ def test_an_optimizer_is_a_class_path_a_mapping_or_a_function() -> None:
         run(net, ReplaceOptimizer(optimizer, lr=0.1), max_steps=2)
         ends.append(flat(net))
     assert all(torch.equal(ends[0], end) for end in ends)
+
+
+@pytest.mark.parametrize(("optimizer", "rate"), [(Muon, 0.02), ("muon", 0.02), (Lion, 1e-4), ("lion", 1e-4)])
+def test_settings_of_the_other_optimizer_are_given_as_keywords(optimizer: Any, rate: float) -> None:
+    ends = []
+    known: Any = {"muon": Muon, "lion": Lion}.get(optimizer, optimizer)
+    for technique in (
+        ReplaceOptimizer(optimizer, lr=rate, weight_decay=0.3),
+        ReplaceOptimizer(functools.partial(known, weight_decay=0.3), lr=rate),
+    ):
+        net = module("tiny_gpt")
+        run(net, technique, max_steps=2)
+        (part,) = [part for part in net.optimizers().parts if isinstance(part, known)]
+        ends.append({(g["lr"], g["weight_decay"]) for g in part.param_groups})
+    assert ends[0] == ends[1] == {(rate, 0.3)}
 
 
 @pytest.mark.parametrize("path", ["pytorch_optimizer.Lion", "pytorch_optimizer.SOAP", "lightning_eff.Muon"])
@@ -568,8 +584,14 @@ def test_what_went_where_is_printed(caplog: pytest.LogCaptureFixture) -> None:
         technique = ReplaceOptimizer(Muon, group_lr={"embedding": 0.3})
         run(FourGroups(lambda optimizer: _lambdas(optimizer, 1.0)), technique, max_steps=1)
     (text,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("ReplaceOptimizer:")]
-    assert "AdamW, rate 0.3 (AdamW had 0.03) under LambdaLR: 2 tensors, 1,488 weights: net.embed.weight" in text
-    assert "Muon (muon), rate 0.02 (AdamW had 0.01) under LambdaLR: 8 tensors" in text
+    adamw = (
+        "AdamW, learning rate 0.3 (AdamW had 0.03) under LambdaLR: 2 tensors (2 matrices), 1,488 weights, 16.4% of the"
+    )
+    assert f"{adamw} parameters: net.embed.weight, net.position.weight" in text
+    muon = "Muon (muon), learning rate 0.02 (AdamW had 0.01) under LambdaLR: 8 tensors (8 matrices)"
+    assert muon in text and "parameters: net.blocks.*.qkv.weight (2), net.blocks.*.proj.weight (2)," in text
+    assert "AdamW keeps these matrices (embedding): net.embed.weight, net.position.weight" in text
+    assert "AdamW keeps these matrices (head): net.head.weight" in text
     assert technique.report()["tensors"] == 8
     assert "Muon" in technique.summary()
 
@@ -707,6 +729,15 @@ def test_an_argument_that_the_optimizer_has_not_is_refused_at_once(optimizer: An
 def test_a_value_that_the_optimizer_does_not_take_is_named_and_not_the_parameters(optimizer: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"ReplaceOptimizer: .*{message}"):
         run(FourGroups(), ReplaceOptimizer(optimizer))
+
+
+def test_a_setting_or_a_name_that_does_not_exist_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"Lion has no argument 'wd'.* Did you mean 'weight_decay'\?"):
+        ReplaceOptimizer("lion", wd=0.1)
+    with pytest.raises(ValueError, match=r"no class is found at 'mun' \(did you mean 'Muon'\?\)"):
+        ReplaceOptimizer("mun")
+    with pytest.raises(TypeError, match=r"weight_decay=\.\.\.\): there is no optimizer to give it to"):
+        ReplaceOptimizer(weight_decay=0.1)
 
 
 def test_a_tied_head_is_named() -> None:

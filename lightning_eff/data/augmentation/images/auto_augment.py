@@ -97,8 +97,8 @@ class AutoAugment(Policy):
 
     def __init__(
         self,
-        *,
         policy: str = "imagenet",
+        *,
         mean: float | Sequence[float] = 0.0,
         std: float | Sequence[float] = 1.0,
         scale: float = 1.0,

@@ -171,8 +171,8 @@ class DiffAugment(Technique):
 
     def __init__(
         self,
-        *,
         policy: Sequence[str] = ("color", "translation", "cutout"),
+        *,
         span: float = 2.0,
         discriminator: str | None = None,
         until: float = 1.0,

@@ -99,9 +99,9 @@ class RandAugment(Policy):
 
     def __init__(
         self,
-        *,
         num_operations: int = 2,
         magnitude: float = 9.0,
+        *,
         operations: Sequence[str] | None = None,
         mean: float | Sequence[float] = 0.0,
         std: float | Sequence[float] = 1.0,

@@ -7,7 +7,7 @@ import torch
 from torch import Generator, Tensor
 from typing_extensions import override
 
-from lightning_eff._core.batches import lies_at, tensors
+from lightning_eff._core.batches import lies_at, tensors, top_key
 from lightning_eff.data.augmentation._boxes import numbers
 from lightning_eff.data.augmentation._mixing import Mixing, draw_shares
 
@@ -59,6 +59,13 @@ class Convex(Mixing):
             raise ValueError(
                 f"{who}: found no images in the batch, and no other tensor (B, ...) of floating point beside the labels:"
                 f" {held}; expected one, because ids of tokens have no mean. {self.mend}"
+            )
+        if self.keys is None and len(named) > 1 and not any(t.ndim == 4 for _, t in tensors(batch)):
+            held = ", ".join(f"{path} {tuple(t.shape)}" for path, t in named)
+            keys = list(dict.fromkeys(top_key(path) for path, _ in named))
+            raise ValueError(
+                f"{who}: the batch has several tensors that could be mixed: {held}. Name those that hold what a sample is, such"
+                f" as {who}(keys={keys})."
             )
         if self.keys is not None and (found := self._named(batch, self.keys)) and all(t.ndim != 4 for t in found):
             return found

@@ -69,8 +69,8 @@ class CutMix(Mixing):
 
     def __init__(
         self,
-        *,
         alpha: float = 1.0,
+        *,
         prob: float = 1.0,
         until: float = 1.0,
         per_sample: bool = False,

@@ -104,8 +104,8 @@ class ManifoldMixup(Convex):
 
     def __init__(
         self,
-        *,
         alpha: float = 2.0,
+        *,
         depths: Sequence[int] = (0, 1, 2),
         layers: str | Sequence[str] | None = None,
         prob: float = 1.0,

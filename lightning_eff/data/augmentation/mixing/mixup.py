@@ -66,8 +66,8 @@ class Mixup(Convex):
 
     def __init__(
         self,
-        *,
         alpha: float = 0.2,
+        *,
         prob: float = 1.0,
         until: float = 1.0,
         per_sample: bool = False,

@@ -124,8 +124,8 @@ class SaliencyMix(ByGradients):
 
     def __init__(
         self,
-        *,
         alpha: float = 1.0,
+        *,
         prob: float = 1.0,
         saliency: Literal["fine_grained", "gradient"] = "fine_grained",
         until: float = 1.0,

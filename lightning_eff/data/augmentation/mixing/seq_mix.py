@@ -151,8 +151,8 @@ class SeqMix(Convex):
 
     def __init__(
         self,
-        *,
         alpha: float = 0.1,
+        *,
         prob: float = 1.0,
         until: float = 1.0,
         per_sample: bool = False,

@@ -136,8 +136,8 @@ class StyleMix(Mixing):
 
     def __init__(
         self,
-        *,
         encoder: Codec,
+        *,
         decoder: Codec,
         alpha: float = 1.0,
         content_weight: float = 0.7,

@@ -180,8 +180,8 @@ class TokenMix(Mixing):
 
     def __init__(
         self,
-        *,
         teacher: Teacher,
+        *,
         alpha: float = 1.0,
         block: int = 14,
         patch: int | None = None,

@@ -125,8 +125,8 @@ class TransMix(Mixing):
 
     def __init__(
         self,
-        *,
         alpha: float = 1.0,
+        *,
         attention: float = 1.0,
         prob: float = 1.0,
         until: float = 1.0,

@@ -152,8 +152,8 @@ class EDA(Augmentation):
 
     def __init__(
         self,
-        *,
         alpha: float = 0.1,
+        *,
         synonyms: Mapping[int, Sequence[int]] | None = None,
         operations: Sequence[str] | None = None,
         prob: float = 0.8,

@@ -100,8 +100,8 @@ class TokenNoise(Augmentation):
 
     def __init__(
         self,
-        *,
         rate: float = 0.1,
+        *,
         noise: str = "unigram",
         blank_token_id: int | None = None,
         special_tokens: Sequence[int] | None = None,

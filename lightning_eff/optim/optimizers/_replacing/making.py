@@ -17,16 +17,22 @@ from lightning_eff.optim.optimizers._matrices import parameters_of
 Making = Callable[[Any], Optimizer]
 
 
-def making(optimizer: Any) -> Making:
+def making(optimizer: Any, settings: Mapping[str, Any]) -> Making:
     """The function of parameters that makes the optimizer.
 
     Args:
-        optimizer: such a function (a class is one), a class path, or a mapping with ``class_path`` and ``init_args``.
+        optimizer: such a function (a class is one), a name, a class path, or a mapping with ``class_path`` and ``init_args``.
+        settings: keyword arguments for it.
 
     Raises:
-        ValueError: for a path that leads to no optimizer, or an argument that it has not.
+        ValueError: for a name or path that leads to no optimizer, or an argument that it does not have.
         TypeError: for something else, such as an optimizer that is made already.
     """
+    make = _making(optimizer)
+    return _checked(functools.partial(make, **settings)) if settings else make
+
+
+def _making(optimizer: Any) -> Making:
     if isinstance(optimizer, Mapping):
         unknown = sorted(set(optimizer) - {"class_path", "init_args"})
         if unknown or "class_path" not in optimizer:
@@ -80,16 +86,36 @@ def _name(make: Making) -> str:
 def _imported(path: str) -> Making:
     home, _, name = path.rpartition(".")
     try:
-        found: Any = getattr(importlib.import_module(home), name) if home else getattr(torch.optim, name)
+        found: Any = getattr(importlib.import_module(home), name) if home else _by_name(name)
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"ReplaceOptimizer: no class is found at {path!r} ({error}); expected a class path, such as lightning_eff.Muon,"
-            " torch.optim.SGD or pytorch_optimizer.Lion, and its package installed."
+            f"ReplaceOptimizer: no class is found at {path!r} ({error}). Give a name or a class path, such as 'muon',"
+            " 'torch.optim.SGD' or 'pytorch_optimizer.Lion', and install its package."
         ) from error
     if not inspect.isclass(found) or Optimizer not in inspect.getmro(found):
         raise ValueError(f"ReplaceOptimizer: {path!r} is no torch.optim.Optimizer; expected the class path of one.")
     make: Any = found
     return make
+
+
+def _by_name(name: str) -> Any:
+    """The optimizer of this package or of ``torch.optim`` that is called so, in whichever case.
+
+    Raises:
+        AttributeError: if there is none.
+    """
+    ours: Any = importlib.import_module("lightning_eff")
+    known = {
+        found.lower(): (home, found)
+        for home, names in ((torch.optim, dir(torch.optim)), (ours, ours.__all__))
+        for found in names
+        if not found.startswith("_")
+    }
+    if name.lower() not in known:
+        near = difflib.get_close_matches(name.lower(), known, n=1)
+        raise AttributeError(f"did you mean {known[near[0]][1]!r}?" if near else "no optimizer is called so")
+    home, found = known[name.lower()]
+    return getattr(home, found)
 
 
 def made(make: Making, groups: list[dict[str, Any]], module: nn.Module) -> Optimizer:

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_eff._core import rng
+from lightning_eff._core._stack.chains import Feeding
+from lightning_eff._core.blocks import candidates, listed
 from lightning_eff._core.steps import silent
 from lightning_eff.strategies._pipeline._checks.sideways import check_sideways
 from lightning_eff.strategies._pipeline._checks.splitting import splits
@@ -140,7 +142,20 @@ class Verification:
             with uncut(self.stack, self._stream(), learn=True) as run:
                 output = self.step(self.batch)
             run.finished()
+            self._chained(run.feeding)
             return loss_of(output, who=self.who), recorder.take(), run.entered
+
+    def _chained(self, feeding: Feeding) -> None:
+        """Raise ``ValueError`` if a block is not fed by the one before it."""
+        feeding.end()
+        apart = next((pair for pair, fed in feeding.links.items() if fed is False), None)
+        if apart is not None:
+            others = listed([c for c in candidates(self.module) if c.path != self.stack.path])
+            raise ValueError(
+                f"{self.who}: block {apart[1]} of {self.stack.path!r} is not fed by block {apart[0]}, and a pipeline needs"
+                f" blocks that each feed the next one. Name another stack by layers=, or use pipeline_parallel_size=1."
+                f" Candidates: {others}."
+            )
 
     def _cut(self) -> tuple[Through, dict[str, Record]]:
         """All stages one after the other; what a stage does not run is NaN to it."""

@@ -115,8 +115,8 @@ class SuperMix(Mixing):
 
     def __init__(
         self,
-        *,
         teacher: Teacher,
+        *,
         k: int = 2,
         alpha: float = 3.0,
         mask: int = 8,

@@ -1,0 +1,78 @@
+"""What `make test` leaves to `make test-full`: the tests that took longest, in a list that a report is made into.
+
+    make test-full PYTEST_ARGS="--junitxml report.xml"
+    python -m tests.full report.xml
+
+Seconds are of the processor, as ``tests/conftest.py`` notes them. What stays is the most tests that fit into ten minutes on two
+cores. Of every technique its run with a resume stays, and so do two stacks of pairs.
+"""
+
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+LIST = Path(__file__).with_name("full.txt")
+SECONDS = 900.0  # of the processor; workers take a quarter more for collecting tests and waiting
+STACKS = 2
+PAIRS = "tests/test_pairs.py::test_stack_trains_and_resumes"
+STAYS = (PAIRS, *(f"tests/{file}.py::test_resume_equals_uninterrupted" for file in ("test_contract", "test_plugins")))
+_HEAD = "# Written by `python -m tests.full report.xml`: the tests that only `make test-full` runs.\n"
+
+
+@cache
+def listed() -> frozenset[str]:
+    """The test functions that take long, by file and name."""
+    return frozenset(line for line in LIST.read_text().splitlines() if line and not line.startswith("#"))
+
+
+def mark(items: Iterable[pytest.Item]) -> None:
+    """Give the marker ``full`` to the tests that are listed, and to all but the first stacks of pairs."""
+    stacks = 0
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        if name == PAIRS and item.get_closest_marker("slow") is None:
+            stacks += 1
+        if name in listed() or (name == PAIRS and stacks > STACKS):
+            item.add_marker(pytest.mark.full)
+
+
+def longest(seconds: Mapping[str, float], budget: float = SECONDS) -> list[str]:
+    """The test functions to leave out, so that the others take no more than ``budget``: those of the longest mean first.
+
+    Args:
+        seconds: of each test, by its path, function and parameters.
+        budget: for all that stay.
+    """
+    of: dict[str, list[float]] = defaultdict(list)
+    for test, taken in seconds.items():
+        of[test.partition("[")[0]].append(taken)
+    of[PAIRS] = of.pop(PAIRS, [])[:STACKS]
+    whole = sum(sum(taken) for taken in of.values())
+    found: list[str] = []
+    for name in sorted(of, key=lambda name: sum(of[name]) / max(len(of[name]), 1), reverse=True):
+        if whole <= budget:
+            break
+        if name not in STAYS:
+            found.append(name)
+            whole -= sum(of[name])
+    return sorted(found)
+
+
+def read(report: Path) -> dict[str, float]:
+    """Processor seconds of each test of a report of ``--junitxml``, by its path, function and parameters."""
+    found: dict[str, float] = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        taken = case.find("properties/property[@name='processor_seconds']")
+        seconds = case.get("time", "0") if taken is None else taken.get("value", "0")
+        found[f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"] = float(seconds)
+    return found
+
+
+if __name__ == "__main__":
+    LIST.write_text(_HEAD + "".join(f"{test}\n" for test in longest(read(Path(sys.argv[1])))))
+    print(f"{len(LIST.read_text().splitlines()) - 1} entries in {LIST}")
