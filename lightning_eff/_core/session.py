@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_eff._core import rng
 from lightning_eff._core._architecture.record import check_checkpoint, described
+from lightning_eff._core._needs.parts import Parts
 from lightning_eff._core._optim.written import look
 from lightning_eff._core._resume.resuming import Resume
 from lightning_eff._core._run._silent.silence import silence
@@ -41,7 +42,7 @@ def is_open(trainer: Trainer) -> bool:
     return trainer in _OPEN
 
 
-class Session(Stacks):
+class Session(Stacks, Parts):
     """What techniques share in one run.
 
     Attributes:
@@ -70,7 +71,9 @@ class Session(Stacks):
         self.progress = Progress(trainer)
         # where a strategy runs the module's step on parts of a batch, techniques have the whole batch before it is divided
         self._stepping: Any = trainer.strategy if getattr(trainer.strategy, "splits_batches", False) else module
-        self.chain = StepChain(self._stepping.training_step)
+        look = trainer.strategy.forward_step if self.divided else None  # pyright: ignore[reportAttributeAccessIssue]
+        self.chain = StepChain(self._stepping.training_step, look)
+        self._told = []
         self.surgery = Surgery()
         self.patches = Patches()
         self.seed = 0
@@ -150,6 +153,9 @@ class Session(Stacks):
                 technique.on_model(self)
             learnt = [(stack, stack.state_dict()) for stack in self._stacks.values()]
             setup(trainer)
+            if self.divided and self.fitting:
+                self.check_verified(trainer.strategy)
+                self.begin_telling()
             for stack, state in learnt:  # a strategy may run steps of its own, in which no technique takes part
                 stack.load_state_dict(state)
             if self.fitting:
@@ -183,6 +189,9 @@ class Session(Stacks):
             self.patches.set(loop.epoch_loop, "on_run_start", self.loaders.beginning(loop.epoch_loop.on_run_start))
             self.patches.set(strategy, "process_dataloader", self.loaders.wrap(strategy.process_dataloader))
             self.patches.set(self._stepping, "training_step", self._training(self._stepping.training_step))
+            if self.divided:
+                step = self.verifying_whole(self.chain.of_parts(module.training_step))
+                self.patches.set(module, "training_step", step)
             self.patches.set(loop, "run", self._counted(loop.run))
             self.patches.set(module, "configure_optimizers", thawing(module.configure_optimizers, self._stacks))
         for technique in self.working:
@@ -228,7 +237,8 @@ class Session(Stacks):
             except Exception as error:
                 missing = self.missing_blocks()
                 self.end_step()
-                self.explain(error, missing, lambda: original(*args, **kwargs))
+                if not self.divided:  # no pass of a pipeline by one rank alone
+                    self.explain(error, missing, lambda: original(*args, **kwargs))
                 raise
             self.verify(output)
             if output is None or not self.module.automatic_optimization:
@@ -266,11 +276,6 @@ class Session(Stacks):
         return bool((stage := self.trainer.state.stage) and stage.evaluating)
 
     # -- what techniques ask for
-
-    @property
-    def own_step(self) -> Callable[..., Any]:
-        """The module's own ``training_step``, which no link stands around."""
-        return self.chain.original if self._stepping is self.module else self.module.training_step
 
     @property
     def optimizers(self) -> list[Optimizer]:

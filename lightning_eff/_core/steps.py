@@ -1,5 +1,6 @@
 """The step chain: one wrapper on the instance's ``training_step``, to which each technique adds a link at a stage."""
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -217,6 +218,7 @@ class Step:
         versions: how many versions of each sample a link has put one after the other into the batch, all of the plain ones
             first.
         asking: the link that acts at the moment, or the name of the technique that runs the step outside of training.
+        seen: in a pipeline, called with what the user's step returns for each micro-batch, before its backward pass.
     """
 
     chain: "StepChain"
@@ -229,6 +231,7 @@ class Step:
     given: Any = None
     versions: int = 1
     asking: "Link | str | None" = None
+    seen: list[Callable[[Any], None]] = field(default_factory=list)
 
     def pick(self, batch: Any, index: Tensor, size: int) -> Any:
         """The samples ``index`` of ``batch``, which has ``size``: what the rest of the chain trains on, by its indices too."""
@@ -249,7 +252,7 @@ class Step:
         start = time.perf_counter()
         with torch.no_grad(), rng.fork(), silent(self.module), looking_on():
             try:
-                output = self.chain.call(self, batch, stages=stages, around=lambda: around)
+                output = self.chain.call(self, batch, stages=stages, around=lambda: around, looks=True)
             except RuntimeError as error:
                 self._explain(error)
                 raise
@@ -301,11 +304,18 @@ class Step:
 
 @dataclass
 class StepChain:
-    """The links of a run, in the order of their stages, around the original ``training_step``."""
+    """The links of a run, in the order of their stages, around the original ``training_step``.
+
+    Attributes:
+        original: runs the user's step on a batch, in a pipeline on its micro-batches and with their backward passes.
+        look: of a pipeline: runs the user's step on a whole batch, without gradients and on all its ranks at once.
+    """
 
     original: Callable[..., Any]
+    look: Callable[..., Any] | None = None
     links: list[tuple[Stage, Link, int]] = field(default_factory=list)
     cost: Cost = field(default_factory=Cost)
+    _divided: "tuple[Step, Around | None] | None" = None  # the pass of a pipeline that is under way
 
     def add(self, stage: Stage, link: Link, order: int = 0) -> None:
         """Add a link; links of one stage wrap each other by ``order``, the smaller the outer, else in the order they came."""
@@ -317,13 +327,30 @@ class StepChain:
         return self.call(step, batch, stages=tuple(Stage), around=lambda: step.around)
 
     def call(
-        self, step: Step, batch: Any, *, stages: tuple[Stage, ...], around: Callable[[], Around | None] = lambda: None
+        self,
+        step: Step,
+        batch: Any,
+        *,
+        stages: tuple[Stage, ...],
+        around: Callable[[], Around | None] = lambda: None,
+        looks: bool = False,
     ) -> Any:
-        """The user's step on ``batch`` behind the links of ``stages``, inside what ``around()`` is by then."""
+        """The user's step on ``batch`` behind the links of ``stages``, inside what ``around()`` is by then.
+
+        Args:
+            looks: the pass is for what it returns alone, without gradients.
+        """
 
         def own(batch: Any) -> Any:
             step.given = batch
-            return self.original(batch, *step.rest)
+            return (self.look if looks and self.look is not None else self.original)(batch, *step.rest)
+
+        def divided(batch: Any) -> Any:
+            self._divided = step, around()
+            try:
+                return own(batch)
+            finally:
+                self._divided = None
 
         def proceed_from(position: int) -> Proceed:
             def proceed(batch: Any) -> Any:
@@ -335,9 +362,27 @@ class StepChain:
                             return link(step, batch, proceed_from(index + 1))
                         finally:
                             step.asking = asked
+                if self.look is not None and not looks:
+                    return divided(batch)
                 wrapper = around()
                 return own(batch) if wrapper is None else wrapper(own, batch)
 
             return proceed
 
         return proceed_from(0)(batch)
+
+    def of_parts(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The module's own step in a pipeline, which runs on micro-batches: inside what a link put around it."""
+
+        @functools.wraps(original)
+        def training_step(batch: Any, *rest: Any) -> Any:
+            if self._divided is None or looking():
+                return original(batch, *rest)
+            step, wrapper = self._divided
+            step.given = batch
+            output = original(batch, *rest) if wrapper is None else wrapper(lambda b: original(b, *rest), batch)
+            for see in step.seen:
+                see(output)
+            return output
+
+        return training_step

@@ -8,7 +8,9 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_eff._core._needs.needs import Part, Reasons
+from lightning_eff._core._needs.needs import Need, Part, Reasons
+from lightning_eff._core._needs.offers import is_plain
+from lightning_eff._core._optim.squares import gradient_square, square, total
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
@@ -47,8 +49,10 @@ class GradientNoiseScale(Technique):
     progress that the true gradient would.
 
     Small gradients are those of accumulated micro-batches (``accumulate_grad_batches``), of DDP's ranks, or of both. Where
-    there is neither, those of two consecutive steps stand in, whose weights differ by a step and whose sizes may: an estimate,
-    for which one gradient is held, also in checkpoints. The summary says which it was. Windows cut short by the epoch's
+    there is neither, and under FSDP2, tensor and pipeline parallelism, those of two consecutive steps stand in, whose weights
+    differ by a step and whose sizes may. This is an estimate, for which one gradient is held. Checkpoints hold it, too, unless
+    it lies in pieces on several processes: then two steps with a checkpoint between them are left out. The summary says which
+    gradients were compared. Windows cut short by the epoch's
     end, those of micro-batches of different sizes, and those with a batch for which ``training_step`` returned None, are
     left out. The noise scale grows over training; ``BatchSizeWarmup`` follows it.
 
@@ -60,8 +64,8 @@ class GradientNoiseScale(Technique):
         every: measure each so many steps, >= 1.
 
     Raises:
-        ValueError: for other values; at setup, with manual optimization, and under strategies of several processes that do not
-            exchange gradients in every step as DDP does.
+        ValueError: for other values; at setup, with manual optimization, and under strategies that do not exchange exact
+            gradients in every step, such as ``LocalSGD`` and ``CompressedDDPStrategy``.
 
     Sources:
         McCandlish et al. 2018, arXiv:1812.06162, appendix A.
@@ -69,6 +73,7 @@ class GradientNoiseScale(Technique):
 
     saves: ClassVar[str] = "nothing by itself: it tells which batch pays"
     paper: ClassVar[str] = "McCandlish et al. 2018, arXiv:1812.06162"
+    needs: ClassVar[Need] = Need.PIECES
     refuses: ClassVar[Reasons] = {
         Part.COMPRESSED: "the technique compares gradients with their exact mean over processes"
     }
@@ -89,6 +94,7 @@ class GradientNoiseScale(Technique):
         self._steps = 0
         self._batch = 0
         self._source = ""
+        self._pieces = False  # of gradients, on several processes
         self._hooks: dict[int, RemovableHandle] = {}
         self._armed = self._measuring = False
         self._norms: list[Tensor] = []  # squares of this pass's gradients
@@ -107,6 +113,7 @@ class GradientNoiseScale(Technique):
     @override
     def attach(self, session: Session) -> None:
         self._reset()
+        self._pieces = not is_plain(session.trainer.strategy)
         session.chain.add(Stage.SAVE, self._link)
         backward = session.trainer.strategy.backward
 
@@ -127,10 +134,10 @@ class GradientNoiseScale(Technique):
         """The backward pass of a step begins: each gradient is seen before it is added to others, or exchanged."""
         self._passes += 1
         step = session.trainer.global_step
-        pairs = session.replicas.count == 1 and session.trainer.accumulate_grad_batches == 1
+        pairs = self._pieces or (session.replicas.count == 1 and session.trainer.accumulate_grad_batches == 1)
         self._measuring = (step // 2 if pairs else step) % self.every == 0
         self._norms = []
-        if not self._measuring:
+        if not self._measuring or self._pieces:
             return
         for p in session.module.parameters():
             if p.requires_grad and id(p) not in self._hooks:
@@ -139,14 +146,14 @@ class GradientNoiseScale(Technique):
 
     def _see(self, gradient: Tensor) -> None:
         if self._armed:
-            self._norms.append(_square(gradient))
+            self._norms.append(square(gradient))
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_after_backward(trainer, pl_module)
-        if self._session is None or self.neutral or not self._measuring or not self._norms:
+        if self._session is None or self.neutral or not self._measuring or not (self._norms or self._pieces):
             return
-        self._parts.append((self._size, _total(self._norms)))
+        self._parts.append((self._size, total(self._norms or [torch.zeros((), device=pl_module.device)])))
         window = trainer.accumulate_grad_batches
         over = (trainer.fit_loop.epoch_loop.batch_idx + 1) % window == 0
         if over and self._passes == window:  # none of its batches was passed over
@@ -163,7 +170,7 @@ class GradientNoiseScale(Technique):
         sizes, squares = zip(*self._parts, strict=True)
         alike = len(set(sizes)) == 1
         small = torch.stack(squares).double().mean() * len(squares) ** 2  # the loss was divided by the window
-        world = trainer.world_size
+        world = self.session.replicas.count
         if world > 1:
             told = torch.stack([small, small.new_tensor(float(sizes[0])), small.new_tensor(float(sizes[0] ** 2))])
             told = trainer.strategy.reduce(told, reduce_op="mean")
@@ -172,9 +179,12 @@ class GradientNoiseScale(Technique):
             alike = alike and float(mean_square) == float(mean) ** 2
             if not alike:
                 return
-        gradients = [p.grad for p in module.parameters() if p.grad is not None]
-        large = _total([_square(g) for g in gradients])
         b, count = sizes[0], len(sizes) * world
+        large = gradient_square(trainer.strategy, [(p, p.grad) for p in module.parameters()])
+        if self._pieces:
+            if alike:
+                self._pair(trainer, module, b * count, large)
+            return
         if count > 1:
             self._source = "micro-batches" if world == 1 else "ranks" if len(sizes) == 1 else "micro-batches and ranks"
             if alike:
@@ -182,30 +192,29 @@ class GradientNoiseScale(Technique):
             return
         self._pair(trainer, module, b, small)
 
-    def _pair(self, trainer: Trainer, module: LightningModule, b: int, square: Tensor) -> None:
+    def _pair(self, trainer: Trainer, module: LightningModule, b: int, of_now: Tensor) -> None:
         """One gradient a step: this and the last one are the small ones."""
         step, before = trainer.global_step, self._before
         if step % 2 == 0:
             self._before = (
                 step,
                 b,
-                square,
+                of_now,
                 [None if p.grad is None else p.grad.detach().clone() for p in module.parameters()],
             )
             return
         self._before = None
         if before is None or before[0] != step - 1:
             return
-        pairs = [(p.grad, g) for p, g in zip(module.parameters(), before[3], strict=True)]
-        if all(now is None or then is None for now, then in pairs):  # other parameters train since
-            return
+        pairs = [(p, p.grad, g) for p, g in zip(module.parameters(), before[3], strict=True)]
+        if not self._pieces and all(now is None or then is None for _, now, then in pairs):
+            return  # other parameters train since
         # one that a step has no gradient of, as an expert without a token, has a gradient of zero
-        some = [(now, then) for now, then in pairs if now is not None or then is not None]
         self._source, b_before = "consecutive steps", before[1]
         now, then = 2 * b / (b + b_before), 2 * b_before / (b + b_before)  # 1 where the two have as many samples
-        weighed = [[w * g for w, g in ((now, new), (then, old)) if g is not None] for new, old in some]
-        both = [pair[0] if len(pair) == 1 else pair[0] + pair[1] for pair in weighed]
-        small, large = float((square + before[2]) / 2), float(_total([_square(g) for g in both])) / 4
+        weighed = [(p, [w * g for w, g in ((now, new), (then, old)) if g is not None]) for p, new, old in pairs]
+        both = [(p, sum(found[1:], found[0]) if found else None) for p, found in weighed]
+        small, large = float((of_now + before[2]) / 2), float(gradient_square(trainer.strategy, both)) / 4
         # of a mean over b the noise is tr / b, and so of two such squares that of their harmonic mean
         self._take(small, large, b if b == b_before else 2 / (1 / b + 1 / b_before), b + b_before, trainer)
 
@@ -243,7 +252,8 @@ class GradientNoiseScale(Technique):
         return {**kept, "parts": parts, "passes": self._passes, "before": self._saved_before()}
 
     def _saved_before(self) -> list[Any] | None:
-        """The gradient that waits for the next step's; only one process pairs steps."""
+        """The gradient that waits for the next step's; the run that saves lets go of pieces, as the resumed one lacks them."""
+        self._before = None if self._pieces else self._before
         if self._before is None:
             return None
         step, b, square, gradients = self._before
@@ -291,15 +301,3 @@ class GradientNoiseScale(Technique):
             f"critical batch {self.critical_batch:,.0f} samples, a step has {self._batch:,}: {share:.0%} of what the true"
             f" gradient would gain ({of})"
         )
-
-
-def _square(gradient: Tensor) -> Tensor:
-    """The sum of squares, shape (), in float32 or finer."""
-    values = gradient.detach()
-    values = values.coalesce().values() if values.is_sparse else values
-    return torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32)) ** 2
-
-
-def _total(squares: list[Tensor]) -> Tensor:
-    """Their sum, shape (), in float64."""
-    return torch.stack([s.double() for s in squares]).sum()

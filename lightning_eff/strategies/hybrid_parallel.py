@@ -5,7 +5,7 @@ On torch's own engine: ``torch.distributed.pipelining``'s schedules (Narayanan e
 arXiv:1909.08053).
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -15,7 +15,7 @@ from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -241,6 +241,11 @@ class HybridParallelStrategy(ReachedStrategy):
         return self.pipeline_parallel_size > 1
 
     @property
+    def pipeline(self) -> Any:
+        """The stages of this rank, once they are set up; None without pipeline parallelism."""
+        return None if self._replica is None else self._replica.pipeline
+
+    @property
     def splits_backward(self) -> bool:
         """Whether the gradients of weights come in a backward pass of their own."""
         from lightning_eff.strategies._pipeline.order import SPLIT_BACKWARD, schedule_name
@@ -322,6 +327,17 @@ class HybridParallelStrategy(ReachedStrategy):
         step = super().training_step if self._replica.pipeline is None else self._replica.run_pipeline
         with self._replica.looking():
             return step(*args, **kwargs)
+
+    def gradient_norm(self, pairs: Iterable[tuple[nn.Parameter, Tensor | None]]) -> Tensor:
+        """The norm over all ranks of gradients, or tensors laid out as these are, each beside its parameter; collective."""
+        assert self._replica is not None
+        return self._replica.clipping.norm(pairs)
+
+    def forward_step(self, *args: Any) -> Any:
+        """In a pipeline, ``training_step`` on a whole batch without gradients, on all ranks at once."""
+        assert self._replica is not None
+        with self._replica.evaluation():
+            return self._replica.look(*args)
 
     def _evaluate(self, name: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._replica is not None

@@ -50,10 +50,8 @@ def test_reasons_of_its_own_go_before_needs() -> None:
     assert refused(Need.BATCH, {}, [*Part]) == dict.fromkeys((Part.FLAT, Part.ENGINE, Part.UNKNOWN), UNTRIED)
     assert refused(Need.WHOLE, {}, [Part.FLAT]) == {Part.FLAT: f"the technique {WORDS[Need.WHOLE]}"}
     own = {Part.TENSOR: "heads differ", Part.PIPELINE: ""}
-    assert refused(Need.BLOCKS, own, [Part.TENSOR, Part.PIPELINE, Part.FLAT]) == {
-        Part.TENSOR: "heads differ",
-        Part.FLAT: UNTRIED,
-    }
+    assert refused(Need.WHOLE, own, [Part.TENSOR, Part.PIPELINE]) == {Part.TENSOR: "heads differ"}
+    assert refused(Need.BLOCKS, own, [Part.TENSOR, Part.FLAT]) == {Part.TENSOR: "heads differ", Part.FLAT: UNTRIED}
 
 
 @pytest.mark.parametrize(
@@ -74,7 +72,8 @@ def test_reasons_of_its_own_go_before_needs() -> None:
     ],
 )
 def test_a_refusal_says_why_and_what_to_do(strategy: Any, message: str | None) -> None:
-    assert refusal("T(a=1)", Need.BLOCKS, {}, strategy()) == message
+    reasons = {Part.PIPELINE: "the technique decides which blocks run"}
+    assert refusal("T(a=1)", Need.BLOCKS, reasons, strategy()) == message
 
 
 @pytest.mark.parametrize(("num_replicas", "every"), [(4, [0, 1, 2, 3]), (2, [0, 0, 1, 1]), (1, [0, 0, 0, 0])])

@@ -72,7 +72,10 @@ def observe_norms() -> dict[str, Any]:
             q.grad = p.grad.clone()
         with Kernels() as kernels:
             norm = gradients.global_norm(
-                params, coordinates={"data": dist.get_rank()}, counts=lambda p: True, device=torch.device("cpu")
+                [(p, p.grad) for p in params],
+                coordinates={"data": dist.get_rank()},
+                counts=lambda p: True,
+                device=torch.device("cpu"),
             )
             gradients.clip_by_norm(params, norm, 0.5)
             gradients.clip_by_value(params, 0.1)

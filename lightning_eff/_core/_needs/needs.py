@@ -54,10 +54,10 @@ UNMET: Mapping[Need, frozenset[Part]] = {
     Need.BATCH: _FOREIGN,
     Need.MODULE: frozenset({Part.ENGINE, Part.UNKNOWN}),
     Need.SAVED: frozenset({Part.UNKNOWN}),
-    Need.STEP: _FOREIGN | {Part.PIPELINE},
-    Need.CALLS: _FOREIGN | {Part.PIPELINE},
-    Need.BLOCKS: _FOREIGN | {Part.PIPELINE},
-    Need.LAYERS: _FOREIGN | {Part.PIPELINE, Part.TENSOR},
+    Need.STEP: _FOREIGN,
+    Need.CALLS: _FOREIGN,
+    Need.BLOCKS: _FOREIGN,
+    Need.LAYERS: _FOREIGN | {Part.TENSOR},
     Need.PIECES: _FOREIGN,
     Need.WHOLE: frozenset(Part) - PLAIN,
     Need.DDP: frozenset(Part),
@@ -67,6 +67,10 @@ Reasons = Mapping[Part, str]
 UNTRIED = "the technique is not tested there"
 #: For a technique that runs the module in evaluation mode before or between steps, where FSDP2 has parameters in pieces.
 APART: Reasons = {Part.SHARD: "the technique runs the module apart from training steps"}
+#: For a technique that mixes what the network computes for samples.
+WITHIN: Reasons = {Part.PIPELINE: "the technique mixes hidden states of samples that are in different micro-batches"}
+#: For a technique that takes gradients in the batch by a pass of its own.
+BACKWARD: Reasons = {**APART, Part.PIPELINE: "the technique takes gradients apart from training steps"}
 DIFFERS = "the technique's steps there were found to differ from those of a whole module"
 #: Needs that a division of another kind might meet: nobody has tried.
 _UNKNOWN_OF = Need.BATCH | Need.STEP | Need.CALLS | Need.BLOCKS | Need.PIECES | Need.SAVED

@@ -89,8 +89,8 @@ def losses_of(
 def chain_of(session: Session, reference: nn.Module | None) -> tuple[StepChain, Any, bool]:
     """The unchanged step of the run's module, or of another's, in no links; the module; and whether it takes an index."""
     if reference is None:
-        original = session.own_step
-        return StepChain(session._evaluation(original), cost=session.chain.cost), session.module, takes_index(original)
+        step = session._evaluation(session.apart_step)
+        return StepChain(step, cost=session.chain.cost), session.module, takes_index(session.own_step)
     step = getattr(reference, "training_step", _no_step)
     return StepChain(step, cost=session.chain.cost), reference, takes_index(step)
 

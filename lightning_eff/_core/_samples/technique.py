@@ -150,27 +150,42 @@ class SampleChooser(Technique):
                 " that choose among a batch's samples."
             )
         parts: list[tuple[Tensor, Tensor]] = []
-        gradients: list[tuple[Tensor, Tensor]] = []
+        gradients: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         weigh = None if weights is None else mixed(weights)
 
         def change(call: TargetCall) -> Tensor:
             if self.wants_losses and not done:
                 parts.append(_by_sample(call, size))
             if self.wants_gradients and not done:
-                gradients.append(_gradients(call, size))
+                at, share = session.part[0], session.share_of_part
+                number = sum(part == at for part, _ in gradients)
+                gradients[at, number] = _gradients(call, size, share)
             return call.plain() if weigh is None else weigh(call)
 
         done = False
         assert self._targets is not None
         output = self._targets.run(step, batch, proceed, change)
         done = True  # what gradient checkpointing runs again has been seen
-        if parts:
-            # sum_k s_ik / n_ik
-            self.on_losses(indices, torch.stack([s / n.clamp(min=1e-12) for s, n in parts]).sum(dim=0))
-        if gradients:
-            squares, sums = zip(*gradients, strict=True)
-            self.on_gradients(indices, torch.stack(squares).sum(dim=0).sqrt(), torch.cat(sums, dim=1))
+        # sum_k s_ik / n_ik
+        losses = torch.stack([s / n.clamp(min=1e-12) for s, n in parts]).sum(dim=0) if parts else None
+        if looks:
+            losses, found = session.from_loss((losses, _together(gradients)))
+            if losses is not None:
+                self.on_losses(indices, losses)
+            if found is not None:
+                self.on_gradients(indices, *found)
         return output
+
+
+def _together(gradients: dict[tuple[int, int], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor] | None:
+    """Norms of samples' gradients, (B,), and their sums beside one another, from those of each part's loss calls."""
+    if not gradients:
+        return None
+    squares = torch.stack([square for square, _ in gradients.values()]).sum(dim=0)
+    sums: dict[int, Tensor] = {}
+    for (_, number), (_, mine) in gradients.items():
+        sums[number] = sums[number] + mine if number in sums else mine
+    return squares.sqrt(), torch.cat([*sums.values()], dim=1)
 
 
 def _by_sample(call: TargetCall, size: int) -> tuple[Tensor, Tensor]:
@@ -183,8 +198,14 @@ def _by_sample(call: TargetCall, size: int) -> tuple[Tensor, Tensor]:
     return zeros.index_add(0, at, losses[known]), zeros.index_add(0, at, counted[known])
 
 
-def _gradients(call: TargetCall, size: int) -> tuple[Tensor, Tensor]:
-    """The squared norm of each sample's gradient at the call's input, (B,), and the sum over its rows, (B, C)."""
+def _gradients(call: TargetCall, size: int, share: float) -> tuple[Tensor, Tensor]:
+    """The squared norm of each sample's gradient at the call's input, (B,), and the sum over its rows, (B, C).
+
+    Args:
+        call: on the batch, or on a part of it.
+        size: B.
+        share: what the part's loss is multiplied by in the batch's.
+    """
     with torch.enable_grad():
         z = call.input.detach().requires_grad_()
         losses = replace(call, arguments={**call.arguments, "input": z}).losses()
@@ -196,7 +217,7 @@ def _gradients(call: TargetCall, size: int) -> tuple[Tensor, Tensor]:
     else:
         rows = gradient.expand(losses.shape).reshape(len(losses), -1) if losses.ndim else gradient.reshape(1, 1)
         samples = samples.reshape(len(rows), -1)[:, 0]
-    rows = rows.float() * (size / counted)
+    rows = rows.float() * (share * size / counted)
     known = samples >= 0
     at = samples[known]
     squares = torch.zeros(size, device=z.device, dtype=torch.float32).index_add(0, at, rows[known].square().sum(dim=1))

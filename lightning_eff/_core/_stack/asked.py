@@ -72,6 +72,33 @@ class Stacks:
         for stack in self._stacks.values():
             stack.verify(output)
 
+    def verifying_whole(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """A pipeline's ``training_step``, which runs on the whole module at setup alone: that shows whether stacks are some."""
+
+        @functools.wraps(step)
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            stacks = [s for s in self._stacks.values() if s.verifying is not None and s.verifying.fresh]
+            if not stacks or not torch.is_grad_enabled():
+                return step(*args, **kwargs)
+            for stack in stacks:
+                stack.verifying.begin(frozenset())  # pyright: ignore[reportOptionalMemberAccess]
+            output = step(*args, **kwargs)
+            self.verify(output)
+            return output
+
+        return training_step
+
+    def check_verified(self, strategy: Any) -> None:
+        """Raise ``ValueError`` where a pipeline was cut before its whole module ran; what a run did not tell stays unknown."""
+        for path, stack in self._stacks.items():
+            if stack.verifying is not None and stack.verifying.fresh:
+                who = " and ".join(dict.fromkeys(self._askers[path]))
+                raise ValueError(
+                    f"{who}: {type(strategy).__name__} cut {stack} before its blocks ran, so it is not known whether one can be"
+                    f" left out. Make the weights on all ranks (init_on='all'), or remove {who}."
+                )
+            stack.verifying = None
+
     def missing_blocks(self) -> str | None:
         """Which blocks do not run in the step under way, and who is set to leave them out; None if all run."""
         for path, stack in self._stacks.items():

@@ -25,6 +25,7 @@ class Verifying:
 
     Attributes:
         done: nothing is left to be looked at.
+        fresh: nothing has been looked at.
         adds: blocks must return what they are given plus something, because they are passed over, or their branches scaled.
         skips: blocks do not run in some steps, so nobody may need what only a block that runs leaves.
         reshaping: blocks may return another shape, and are then never passed over.
@@ -32,6 +33,7 @@ class Verifying:
 
     def __init__(self, found: Candidate, root: nn.Module, *, who: str, adds: bool = False) -> None:
         self.done = self.reshaping = False
+        self.fresh = True
         self.adds = self.skips = adds
         self.skipper = ""  # the technique that skips blocks or scales branches
         self._found, self._root, self._who = found, root, who
@@ -52,6 +54,7 @@ class Verifying:
 
     def begin(self, dropped: frozenset[int]) -> None:
         """A training step begins, in which some blocks are passed over."""
+        self.fresh = False
         if self._handles:
             self.end()
         if compiled_around(self._root, [self._found.container]):

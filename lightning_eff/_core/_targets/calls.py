@@ -29,6 +29,8 @@ class TargetCall:
         shape: the labels' shape, (B, ...).
         places: for each entry of the target, which entry of the flattened labels it stands for; -1 for none.
         others: the targets that the call would have had, had the batch had each of the other labels.
+        factors: of a part of a batch, what its loss on its own target and on each of the others counts for, beside the others'
+            mean; none where all count alike.
     """
 
     fn: Callable[..., Tensor]
@@ -37,6 +39,7 @@ class TargetCall:
     shape: torch.Size
     places: Tensor
     others: tuple[Tensor, ...] = ()
+    factors: tuple[float, ...] = ()
 
     @property
     def input(self) -> Tensor:
@@ -213,12 +216,16 @@ def mixed(*weights: float | Tensor) -> Change:
             )
         terms = []
         for k, (target, weight) in enumerate(zip((call.target, *call.others), weights, strict=True)):
+            factor = call.factors[k] if call.factors else 1.0
+            if factor == 0:  # nothing counts, and the mean is no number
+                terms.append(0 * call.input.sum())
+                continue
             if not isinstance(weight, Tensor) or weight.ndim == 0:
-                terms.append(weight * call.fn(**{**call.arguments, "target": target}))
+                terms.append(factor * weight * call.fn(**{**call.arguments, "target": target}))
                 continue
             losses = call.losses(target)
             at = call.at_elements(weight.to(losses.device, losses.dtype), fill=float(k == 0))
-            terms.append(call.reduce(at * losses, call.counted(target)))
+            terms.append(factor * call.reduce(at * losses, call.counted(target)))
         return torch.stack(terms).sum(dim=0)
 
     return change

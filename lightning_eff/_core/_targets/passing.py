@@ -39,6 +39,7 @@ class Window(TorchFunctionMode):
         self.looks = looking()  # it is one of a pass that only looks
         self.over = False  # another pass of the step has begun, with a window of its own
         self.targeted = False  # whether calls were changed, once it has been left
+        self.factors: Callable[[], tuple[float, ...]] = tuple  # of the part of the batch that runs
         self.leaks: Leaks | None = None  # where labels that are no targets are looked for
 
     @override
@@ -80,7 +81,7 @@ class Window(TorchFunctionMode):
         if not self._is_meant(fn, arguments):
             return fn(**arguments)
         shape = self.shapes[trace.label]
-        call = TargetCall(fn, arguments, trace.label, shape, trace.places, tuple(trace.others))
+        call = TargetCall(fn, arguments, trace.label, shape, trace.places, tuple(trace.others), self.factors())
         output = self.change(call)
         if (output.ndim > 0) != (call.reduction == "none"):
             raise ValueError(

@@ -6,7 +6,6 @@ compiled module, in an autograd function of their own, or written by hand; where
 seen, or labels are seen to meet the network's output in another operation on the way to it, that is an error.
 """
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -16,12 +15,11 @@ from torch import Tensor, nn
 from lightning_eff._core._targets.calls import Change, TargetCall
 from lightning_eff._core._targets.leaks import Leaks, Level, leaked, moves, rolled
 from lightning_eff._core._targets.passing import Window
+from lightning_eff._core._targets.seen import none_seen, not_of_them
 from lightning_eff._core.batches import kept, lies_at, map_tensors, num_samples, tensors
-from lightning_eff._core.losses import LOSSES, LossNotVisible, loss_of
+from lightning_eff._core.losses import LossNotVisible, loss_of
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step
-
-_NAMES = ", ".join(f"F.{fn.__name__}" for fn in LOSSES)
 
 
 class Targets:
@@ -173,10 +171,21 @@ class Targets:
         ):  # of SAM's first pass: it stays to the step's end, and would change this one's calls too
             self._window.over = True
         self._window = window
+        wrong: list[str] = []
+
+        def see(output: Any) -> None:
+            if not self._checked and (loss := loss_of(output)) is not None and window.made:
+                wrong.extend(filter(None, [not_of_them(window, loss)]))
+
+        step.seen.append(see)
+        if others and self.session.divided:
+            window.factors = self._factors(batch, others)
         window.__enter__()
         try:
             output = proceed(batch)
-            self._check(step, window, loss_of(output))
+            if not self.session.divided:
+                see(output)
+            self._check(step, window, loss_of(output), wrong)
             self.compared |= window.learning and (window.follower.compared or bool(window.still))
             self.changed.update(call.fn.__name__ for call, _ in window.made)
         except BaseException:
@@ -187,6 +196,20 @@ class Targets:
         else:
             _leave(window)
         return output
+
+    def _factors(self, batch: Any, others: Mapping[str, Tensor | Sequence[Tensor]]) -> Callable[[], tuple[float, ...]]:
+        """What a pipeline's micro-batches count for, where other samples' labels leave others of them out of the loss."""
+        session, held = self.session, dict(tensors(batch))
+        beside = {path: [found] if isinstance(found, Tensor) else list(found) for path, found in others.items()}
+        every = [session.weights_of_parts(batch)]
+        for labels in zip(*beside.values(), strict=True):
+            by = {id(held[path]): y for path, y in zip(beside, labels, strict=True)}
+            every.append(session.weights_of_parts(map_tensors(batch, lambda t, by=by: by.get(id(t), t))))
+        session.weigh_parts(evenly=any(weights != every[0] for weights in every))
+        if all(weights == every[0] for weights in every):
+            return tuple
+        number = next(len(weights) for weights in every if weights is not None)
+        return lambda: tuple(1.0 if w is None else number * w[session.part[0]] for w in every)
 
     # -- the first batch
 
@@ -211,7 +234,7 @@ class Targets:
                 )
             return chosen
         if not found:
-            raise LossNotVisible(f"{self.who}: {_none_seen(elsewhere, [], step.module, kept(batch))}")
+            raise LossNotVisible(f"{self.who}: {none_seen(elsewhere, [], step.module, kept(batch))}")
         if len(found) == 1:
             return list(found)
         classes = [path for path, calls in found.items() if all(call.of_classes for call in calls)]
@@ -330,14 +353,14 @@ class Targets:
 
     # -- every batch
 
-    def _check(self, step: Step, window: Window, loss: Tensor | None) -> None:
+    def _check(self, step: Step, window: Window, loss: Tensor | None, wrong: list[str]) -> None:
         if not window.learning:
             return
         problem = None
-        if loss is not None and not window.made:
-            problem = LossNotVisible(f"{self.who}: {_none_seen(window.elsewhere, window.still, step.module)}")
-        elif loss is not None and not self._checked and (wrong := _not_of_them(window, loss)) is not None:
-            problem = LossNotVisible(f"{self.who}: {wrong}")
+        if loss is not None and not window.made and self.session.sees_loss:
+            problem = LossNotVisible(f"{self.who}: {none_seen(window.elsewhere, window.still, step.module)}")
+        elif wrong:
+            problem = LossNotVisible(f"{self.who}: {wrong[0]}")
         if not self._checked:
             self._checked = all(ready for (ready,) in self._agree(problem, loss is not None))
         elif problem is not None:
@@ -356,64 +379,3 @@ def _leave(window: Window) -> None:
 
 def _listed(found: Mapping[str, Sequence[TargetCall]]) -> str:
     return ", ".join(f"{path} (F.{calls[0].fn.__name__})" for path, calls in found.items())
-
-
-_MEND = (
-    "Compute it by one of these functions on the labels of the batch, outside of compiled modules and autograd functions"
-    " of their own; or take the technique out."
-)
-
-
-def _none_seen(elsewhere: Sequence[str], still: Sequence[str], module: nn.Module, closed: Any = None) -> str:
-    if closed is not None:
-        return (
-            f"the batch holds an object of class {type(closed).__name__}, whose tensors cannot be followed to the loss."
-            " Collate batches into tensors, dicts, lists or dataclasses, or take the technique out."
-        )
-    seen = "none was called"
-    if elsewhere:
-        seen = f"seen were {', '.join(f'F.{name}' for name in elsewhere)}, whose targets come from elsewhere"
-    if still:
-        seen = (
-            f"seen were {', '.join(f'F.{name}' for name in still)} without a gradient, as in a metric, in an autograd"
-            " function, or in a checkpoint with use_reentrant=True (use_reentrant=False can be seen)"
-        )
-    compiled = [name or "the module" for name, m in module.named_modules() if _is_compiled(m)]
-    inside = f" Compiled here: {', '.join(compiled[:4])}." if compiled else ""
-    return (
-        f"no loss call of training_step was seen that has its target from the batch's labels; expected one of {_NAMES}"
-        f" ({seen}).{inside} {_MEND}"
-    )
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
-
-
-def _not_of_them(window: Window, loss: Tensor) -> str | None:
-    """What is wrong if the step's loss does not come of the changed calls, or labels come into it beside them."""
-    ours = {output.grad_fn for _, output in window.made} - {None}
-    reached = _graph(loss)
-    if not ours & reached:
-        names = ", ".join(f"F.{call.fn.__name__}" for call, _ in window.made)
-        return f"training_step called {names} on the labels, but the loss that it returned does not come of it. {_MEND}"
-    for stray in window.follower.strays:
-        if stray.output.grad_fn in reached and not ours & _graph(stray.output):
-            return (
-                f"in training_step the labels {stray.label or 'in the batch'} come into the loss by torch's"
-                f" {stray.name!r} with what the network computed, outside of a loss call that can be seen: expected"
-                f" them in calls of {_NAMES} alone. {_MEND}"
-            )
-    return None
-
-
-def _graph(tensor: Tensor) -> set[Any]:
-    """The nodes of the autograd graph that ``tensor`` comes of."""
-    seen: set[Any] = set()
-    todo = deque([tensor.grad_fn])
-    while todo:
-        node = todo.popleft()
-        if node is not None and node not in seen:
-            seen.add(node)
-            todo.extend(following for following, _ in node.next_functions)
-    return seen

@@ -115,6 +115,7 @@ class LabelSmoothing(Technique):
     def attach(self, session: Session) -> None:
         self._reset()
         self._targets = Targets(session, WHO, self.labels, alone="loss")
+        session.told_by_loss(self, "_calls")
         session.chain.add(Stage.REWEIGHT, self._link, order=-1)  # labels are made by then, outside of others there
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
@@ -126,15 +127,13 @@ class LabelSmoothing(Technique):
         if not self._looked:
             on_all_ranks(self.session, lambda: check_labels(labels, who=WHO))
             self._looked = True
-        calls = 0
+        self._calls = 0
 
         def change(call: TargetCall) -> Tensor:
-            nonlocal calls
-            calls += 1
+            self._calls += 1
             return smoothed(call, self.epsilon)
 
         output = self._targets.run(step, batch, proceed, only_classes(change, who=WHO))
-        self._calls = calls
         self._batches += 1
         return output
 

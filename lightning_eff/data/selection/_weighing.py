@@ -8,7 +8,8 @@ from torch import Tensor
 from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scores, sample_losses
 from lightning_eff._core.losses import WeighLosses
-from lightning_eff._core.steps import Around, Proceed, Step
+from lightning_eff._core.session import Session
+from lightning_eff._core.steps import Around, Proceed
 
 
 def probabilities(scores: Tensor) -> Tensor:
@@ -36,24 +37,30 @@ def negative(who: str, losses: Tensor, mend: str) -> ValueError | None:
 
 
 def weighing(
-    step: Step,
+    session: Session,
     w: Tensor,
     size: int,
     scores: Scores,
     sample_loss: SampleLoss | None,
 ) -> Around:
     """What stands around the user's step so that its loss is ``(1/b) sum_j w_j l_j`` over the b samples drawn of ``size``."""
-    w = w.to(step.module.device)
+    w = w.to(session.module.device)
+
+    def here() -> Tensor:
+        """The weights of this part of the batch, as much larger as its loss weighs less in the batch's than its samples do."""
+        (index, number), share = session.part, session.share_of_part
+        return w.chunk(number)[index] / (number * share) if share else torch.zeros_like(w.chunk(number)[index])
+
     if sample_loss is None:
-        mode = WeighLosses(w, size=size, totals=scores.totals)
 
         def around(run: Proceed, batch: Any) -> Any:
-            with mode:
+            with WeighLosses(here(), size=size, totals=scores.totals):
                 return run(batch)
     else:
 
         def around(run: Proceed, batch: Any) -> Any:
-            losses = sample_losses(sample_loss, step.module, batch)
-            return (w * losses.reshape(len(w), -1).mean(dim=1)).mean()
+            weights = here()
+            losses = sample_losses(sample_loss, session.module, batch)
+            return (weights * losses.reshape(len(weights), -1).mean(dim=1)).mean()
 
     return around

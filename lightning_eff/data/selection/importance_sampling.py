@@ -166,7 +166,7 @@ class ImportanceSampling(Technique):
                 key = ("ImportanceSampling", step.global_step, step.batch_idx, self.session.rank)
                 index = draw(p, b, self.session.generator(*key))
                 w = 1 / (size * p[index])
-                step.around = weighing(step, w.float(), size, scores, self.sample_loss)
+                step.around = weighing(self.session, w.float(), size, scores, self.sample_loss)
                 output, trained = proceed(step.pick(batch, index, size)), b
         self._fraction = trained / size
         self._steps["on" if self._active else "off"] += 1
@@ -175,7 +175,7 @@ class ImportanceSampling(Technique):
         return output
 
     def _train_on_all(self, step: Step, batch: Any, proceed: Proceed, size: int, b: int) -> Any:
-        if self.sample_loss is None:
+        if self.sample_loss is None and not self.session.divided:
             step.around, read = self._scorer.reading(step, size)
             output = proceed(batch)
             self._update(read(), size, b)

@@ -147,5 +147,5 @@ class LossBiasedSampling(Choosing):
         key = ("LossBiasedSampling", step.global_step, step.batch_idx, self.session.rank)
         index = draw(p, k, self.session.generator(*key))
         w = biased_weights(p[index], scores.losses[index], size=size, k=self.k)
-        step.around = weighing(step, w.float(), size, scores, self.sample_loss)
+        step.around = weighing(self.session, w.float(), size, scores, self.sample_loss)
         return proceed(step.pick(batch, index, size))

@@ -155,8 +155,9 @@ class OrderedSGD(Choosing):
         if self.stages is not None or self._active:
             return proceed(batch)
         count = CountRight()
-        step.around = _counting(count)
+        step.around = _counting(count, self.session)
         output = proceed(batch)
+        count.right, count.total = self.session.from_loss((count.right, count.total))
         self._take(count, skipped=output is None)
         return output
 
@@ -215,13 +216,16 @@ class OrderedSGD(Choosing):
         self._right, self._total = answers[rank] if rank < len(answers) else (0, 0)
 
 
-def _counting(count: CountRight) -> Around:
+def _counting(count: CountRight, session: Session) -> Around:
+    counted: set[int] = set()
+
     def around(run: Proceed, batch: Any) -> Any:
-        right, total = count.right, count.total
+        right, total, part = count.right, count.total, session.part[0]
         with count:
             output = run(batch)
-        if right is not None:  # another pass on the same batch, as of SAM
+        if part in counted:  # another pass on the same samples, as of SAM
             count.right, count.total = right, total
+        counted.add(part)
         return output
 
     return around

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from lightning.pytorch import Callback
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import Part, Reasons
 from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scores
 from lightning_eff._core.blocks import BlockStack
@@ -77,6 +78,7 @@ class ProxySelection(Choosing):
         {"keep": Choice((0.25, 0.5, 0.75)), "depth": Choice((0.25, 0.5))}, _pointless
     )
     control: ClassVar[Control] = Control("a random choice of as many samples, without scoring", _random_subset)
+    refuses: ClassVar[Reasons] = {Part.PIPELINE: "the technique scores samples by the first blocks alone"}
     conflicts: ClassVar[Mapping[str, str]] = others("ProxySelection")
 
     def __init__(

@@ -157,6 +157,7 @@ class FusedLinearCrossEntropy(Technique):
     @override
     def attach(self, session: Session) -> None:
         self._reset()
+        session.told_by_loss(self, "_calls", "_computed", "_positions", "_bytes", "_reads")
         self.nodes: weakref.WeakSet[Node] = weakref.WeakSet()
         session.chain.add(Stage.SAVE, self._link)
 

@@ -12,7 +12,7 @@ from lightning_eff._core._architecture.record import swap_of
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._attention.calls import Call
-from lightning_eff._core._needs.needs import Need
+from lightning_eff._core._needs.needs import Need, Part, Reasons
 from lightning_eff._core.losses import loss_of
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
@@ -150,6 +150,7 @@ class DOTAAttention(Architecture):
     change_at: ClassVar[Change] = Change.ADAPT
     stays: ClassVar[str] = "attention to all keys does not compute what it does to the detected ones"
     needs: ClassVar[Need] = Need.WHOLE
+    refuses: ClassVar[Reasons] = {**Architecture.refuses, Part.SHARD: ""}
     needs_automatic_optimization: ClassVar[bool] = True
 
     def __init__(self, share: float = 0.25, *, rank: int = 8, weight: float = 0.1) -> None:

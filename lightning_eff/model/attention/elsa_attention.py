@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from lightning_eff._core import rng
 from lightning_eff._core._attention.calls import Call
+from lightning_eff._core._needs.needs import Part, Reasons
 from lightning_eff._core.search_space import SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
@@ -111,6 +112,7 @@ class ELSAAttention(SelectedKeys):
     constraints: ClassVar[str] = (
         "attention by scaled_dot_product_attention or nn.MultiheadAttention, not compiled; no faster on a CPU or GPU"
     )
+    refuses: ClassVar[Reasons] = {Part.PIPELINE: "the technique learns its thresholds from whole batches"}
     survey: ClassVar[Survey | None] = Survey("sparse attention in hardware (ELSA)", zhuang="4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"p": Uniform(0.5, 4.0, log=True)}, no_sequences)
     control: ClassVar[Control] = SLOWER

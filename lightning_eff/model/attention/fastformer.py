@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._attention.calls import Call, CannotReplace, keys_alone
-from lightning_eff._core._needs.needs import Need
+from lightning_eff._core._needs.needs import Need, Part, Reasons
 from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
 from lightning_eff._core.technique import Control
 from lightning_eff.model.attention._replacing.inside import Inside, places, put_inside
@@ -173,6 +173,7 @@ class Fastformer(Architecture):
     change_at: ClassVar[Change] = Change.ADAPT
     stays: ClassVar[str] = "attention to single tokens does not compute what global queries and keys do"
     needs: ClassVar[Need] = Need.WHOLE
+    refuses: ClassVar[Reasons] = {**Architecture.refuses, Part.PIPELINE: ""}
     _count = 0
 
     def __init__(self, *, active: bool = True) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import Part, Reasons
 from lightning_eff._core.batches import map_tensors
 from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
@@ -153,6 +154,7 @@ class ChannelsLast(Technique):
     saves: ClassVar[str] = "time of convolutions, where their kernels read channels last"
     paper: ClassVar[str] = "PyTorch 2020, Channels Last Memory Format in PyTorch"
     constraints: ClassVar[str] = "modules with nn.Conv2d, nn.Conv3d or transposed ones; no 8-bit optimizer"
+    refuses: ClassVar[Reasons] = dict.fromkeys((Part.SHARD, Part.TENSOR, Part.PIPELINE), "")
     survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace({}, _pointless)
     control: ClassVar[Control] = Control("the baseline for as many seconds: the numbers are the same to rounding")

@@ -42,6 +42,7 @@ class Dropping(Technique):
         self._stacks: list[BlockStack] = []
         self._learnt: list[dict[str, Any]] = []
         self._drawn: list[tuple[list[float], list[int]]] = []  # of the window that a checkpoint was saved in
+        self._needed: tuple[int, int] | None = None
         self._dropped = 0
         self._passes, self._passed_over = 0, 0
         self._where = ""
@@ -99,6 +100,7 @@ class Dropping(Technique):
         self._where = f"{len(blocks)} blocks of {', '.join(repr(stack.path) for stack in stacks)}"
         for stack in stacks:
             stack.watch(scales=True, reshaping=self.reshaping, skips=self.skips, who=who)
+        self._needed = self._look_for_needed(session)  # before a pipeline lets go of parameters
 
     @override
     def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
@@ -121,7 +123,7 @@ class Dropping(Technique):
         assert self._stacks, "on_model has found the blocks"
         keep = self.probabilities(session, sum(stack.active for stack in self._stacks))
         numbers = session.generator(self.name(), session.trainer.global_step)
-        needed = self._needed(session)
+        needed = self._needed if session.divided else self._look_for_needed(session)
         at = 0
         for i, stack in enumerate(self._stacks):
             stack.keep, at = keep[at : at + stack.active], at + stack.active
@@ -142,7 +144,7 @@ class Dropping(Technique):
                 " out."
             )
 
-    def _needed(self, session: Session) -> tuple[int, int] | None:
+    def _look_for_needed(self, session: Session) -> tuple[int, int] | None:
         """The stack and the block without which no parameter would take a gradient: where only blocks train, the first."""
         blocks = [(i, j, block) for i, stack in enumerate(self._stacks) for j, block in enumerate(stack.blocks)]
         inside = {id(p) for _, _, block in blocks for p in block.parameters()}

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_eff._core._needs.needs import Need
+from lightning_eff._core._needs.needs import Need, Part, Reasons
 from lightning_eff._core._run.checks import is_checkpointed_reentrantly
 from lightning_eff._core.blocks import BlockStack, hidden_of, refuse_compiled_around
 from lightning_eff._core.session import Session
@@ -77,6 +77,7 @@ class Freezing(Technique):
     """
 
     needs: ClassVar[Need] = Need.BLOCKS
+    refuses: ClassVar[Reasons] = {Part.PIPELINE: "the technique reads the graph of the whole loss"}
     needs_budget: ClassVar[bool] = True
     needs_optimizer: ClassVar[bool] = True
     layers: Any

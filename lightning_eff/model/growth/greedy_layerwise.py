@@ -54,7 +54,7 @@ class GreedyLayerwise(Freezing):
     constraints: ClassVar[str] = (
         "automatic optimization; blocks not checkpointed with use_reentrant=True; best with residual blocks"
     )
-    refuses: ClassVar[Reasons] = dict.fromkeys((Part.SHARD, Part.TENSOR), DIFFERS)
+    refuses: ClassVar[Reasons] = dict.fromkeys((Part.SHARD, Part.TENSOR, Part.PIPELINE), DIFFERS)
     survey: ClassVar[Survey | None] = Survey("greedy layer-wise training", zhuang="2.1", shen="4.4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"until": Uniform(0.1, 0.6)}, needs_blocks)
     control: ClassVar[Control] = Control("the baseline for as many seconds")

@@ -21,7 +21,9 @@ from lightning_eff.model.growth._shallower import Shallower
 MODES = ("batch", "sample")
 
 
-def drop_samples(entered: Tensor, left: Tensor, p: float, generator: Generator, *, dim: int) -> Tensor:
+def drop_samples(
+    entered: Tensor, left: Tensor, p: float, generator: Generator, *, dim: int, part: tuple[int, int] = (0, 1)
+) -> Tensor:
     """``h + (b / p)(f(h) - h)``, with ``b`` of 0 or 1 for each sample, 1 with probability ``p``.
 
     Args:
@@ -30,8 +32,9 @@ def drop_samples(entered: Tensor, left: Tensor, p: float, generator: Generator, 
         p: in (0, 1].
         generator: on the CPU.
         dim: of the samples.
+        part: the samples are the first's, second's ... equal part of a batch of so many, for all of which is drawn.
     """
-    numbers = torch.rand(entered.shape[dim], generator=generator, dtype=torch.float32)
+    numbers = torch.rand(entered.shape[dim] * part[1], generator=generator, dtype=torch.float32).chunk(part[1])[part[0]]
     dtype = torch.promote_types(entered.dtype, left.dtype)
     weights = (numbers < p).to(entered.device, dtype) / p
     weights = weights.view([-1 if d == dim % entered.ndim else 1 for d in range(entered.ndim)])
@@ -185,7 +188,8 @@ class StochasticDepth(Dropping):
         """A block's output with the branch of some samples only; the same ones however often a step runs it."""
         if not training:
             return left
-        expected, self._samples = self._samples, None
+        expected, self._samples, part = self._samples, None, session.part
+        expected = None if expected is None else expected // part[1]
         if expected is not None and (entered.ndim <= dim or entered.shape[dim] != expected):
             raise ValueError(
                 f"StochasticDepth(mode='sample'): block {index} of {self._stacks[number]} was given a hidden state of shape"
@@ -195,7 +199,7 @@ class StochasticDepth(Dropping):
         before = sum(stack.active for stack in self._stacks[:number])
         keep = self.probabilities(session, sum(stack.active for stack in self._stacks))
         generator = session.generator(self.name(), *self._batch, number, index)
-        return drop_samples(entered, left, keep[before + index], generator, dim=dim)
+        return drop_samples(entered, left, keep[before + index], generator, dim=dim, part=part)
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
-from lightning_eff._core._needs.needs import Need
+from lightning_eff._core._needs.needs import Need, Part, Reasons
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.technique import Control
 from lightning_eff.model.initialization._gated.finding import find
@@ -90,6 +90,7 @@ class GatedPositionalAttention(Architecture):
     change_at: ClassVar[Change] = Change.ADAPT
     stays: ClassVar[str] = "attention without gates and places does not compute what it does with them"
     needs: ClassVar[Need] = Need.WHOLE
+    refuses: ClassVar[Reasons] = {**Architecture.refuses, Part.SHARD: "", Part.PIPELINE: ""}
 
     def __init__(self, *, gated: int | None = None, locality: float = 1.0, force: bool = False) -> None:
         if gated is not None and (isinstance(gated, bool) or not isinstance(gated, int) or gated < 0):

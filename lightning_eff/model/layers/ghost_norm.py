@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from lightning_eff._core._architecture.naming import check_names
+from lightning_eff._core._needs.needs import Part, Reasons
 from lightning_eff._core._stack.showing import Worn, put_on, take_off, worn_by
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
@@ -86,6 +87,11 @@ class GhostNorm(Technique):
     saves: ClassVar[str] = "nothing of a step: it lets larger batches generalise as small ones do"
     paper: ClassVar[str] = "Hoffer et al. 2017, arXiv:1705.08741"
     constraints: ClassVar[str] = "modules with BatchNorm; without sync_batchnorm"
+    refuses: ClassVar[Reasons] = {
+        Part.SHARD: "",
+        Part.TENSOR: "",
+        Part.PIPELINE: "the technique's statistics would be those of micro-batches",
+    }
     survey: ClassVar[Survey | None] = Survey("ghost batch normalisation", shen="4.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"size": Choice((8, 16, 32))}, _pointless)
     control: ClassVar[Control] = Control(

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import Part, Reasons
 from lightning_eff._core.search_space import SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, Technique
@@ -97,6 +98,7 @@ class GradientCentralization(Technique):
 
     saves: ClassVar[str] = "steps, by the paper's claim: better conditioned gradients at hardly any cost"
     paper: ClassVar[str] = "Yong et al. 2020, arXiv:2004.01461"
+    refuses: ClassVar[Reasons] = dict.fromkeys((Part.SHARD, Part.TENSOR, Part.PIPELINE), "")
     survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"strength": Uniform(0.25, 1.0)})
     control: ClassVar[Control] = Control(

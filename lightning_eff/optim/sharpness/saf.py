@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_eff._core._needs.needs import Need
+from lightning_eff._core._needs.needs import Need, Part, Reasons
 from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core._targets.calls import TargetCall
 from lightning_eff._core.batches import num_samples
@@ -78,6 +78,7 @@ class SAF(Trajectory):
         " several epochs; memory for (lag + 1) times the scores of all samples"
     )
     needs: ClassVar[Need] = Need.CALLS | Need.STEP
+    refuses: ClassVar[Reasons] = {Part.PIPELINE: "the technique keeps what the last stage alone computes"}
     survey: ClassVar[Survey | None] = Survey("sharpness-aware training for free (SAF)", zhuang="2.1", shen="5.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"weight": Uniform(0.05, 1.0, log=True), "temperature": Choice((1.0, 5.0)), "lag": Choice((1, 2, 3))},

@@ -64,7 +64,7 @@ class Clipping:
 
     def _by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         params = self._params(optimizer)
-        gradients.clip_by_norm(params, self.norm(params), float(clip_val))
+        gradients.clip_by_norm(params, self.norm((p, p.grad) for p in params), float(clip_val))
         self._changed()
 
     def _by_value(self, optimizer: Optimizer, clip_val: float) -> None:
@@ -75,12 +75,12 @@ class Clipping:
         if self._norms is not None:
             self._norms.measure()
 
-    def norm(self, params: Iterable[nn.Parameter]) -> Tensor:
-        """The norm of the gradients of ``params`` over all ranks; collective."""
+    def norm(self, pairs: Iterable[tuple[nn.Parameter, Tensor | None]]) -> Tensor:
+        """The norm of gradients over all ranks, each beside its parameter; collective."""
         names = {id(p): name for optimizer in self._replica.optimizers for name, p in optimizer.held.items()}
         gathering = self._replica.gathering
         return gradients.global_norm(
-            params,
+            pairs,
             coordinates=gathering.coordinates,
             counts=lambda p: id(p) not in names or gathering.owned(names[id(p)]),
             device=self._replica.device,

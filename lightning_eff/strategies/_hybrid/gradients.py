@@ -24,7 +24,7 @@ _OF_DTENSORS = ("dtensor", "placement", "sharding")  # in torch's messages of op
 
 @torch.no_grad()
 def global_norm(
-    params: Iterable[nn.Parameter],
+    gradients: Iterable[tuple[nn.Parameter, Tensor | None]],
     *,
     coordinates: Mapping[str, int],
     counts: Callable[[nn.Parameter], bool],
@@ -36,7 +36,7 @@ def global_norm(
     that several stages hold, that of the stage for which ``counts`` is true.
 
     Args:
-        params: this rank's parameters; those without a gradient add nothing.
+        gradients: of this rank's parameters; None adds nothing.
         coordinates: this rank's place along the axes of data and tensor parallelism.
         counts: whether the copy of a parameter on this stage is the one that counts.
         device: where the sum is taken.
@@ -45,7 +45,7 @@ def global_norm(
         A scalar in float64, whatever the gradients' types: of each gradient it is taken in float32, or its own if larger.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
-    counted = (p.grad for p in params if p.grad is not None and counts(p) and counted_here(p.grad, coordinates))
+    counted = (g for p, g in gradients if g is not None and counts(p) and counted_here(g, coordinates))
     for here in _lists(counted):
         norms = torch._foreach_norm(here, 2, dtype=torch.promote_types(here[0].dtype, torch.float32))
         total += torch.stack(norms).double().square().sum()

@@ -83,12 +83,10 @@ class Replica:
         self.optimizers: list[NamedOptimizer] = []
         self._model: nn.Module = module
         self._roots: list[nn.Module] = []
-        self._patches = Patches()
-        self._structure = Structure(module)
+        self._patches, self._structure = Patches(), Structure(module)
         self._layer_sync: Any = trainer.strategy._layer_sync  # pyright: ignore[reportAttributeAccessIssue]
-        self._synced = self._divided = False
+        self._synced = self._divided = self._accumulating = self.in_training_step = False
         self._own_forward = "forward" in module.__dict__
-        self._accumulating = self.in_training_step = False
         self._reduced: set[int] = set()  # parameters whose gradients FSDP2 reduces
         self._stash = gradients.Stash(module)
         self._buffers: list[Tensor] = []
@@ -140,7 +138,6 @@ class Replica:
         if layout.model_parallel:
             group = self._group_over(PIPELINE, TENSOR)
             batch = batches.agreed_batch(self.trainer, module, group, self.device, fitting=self.fitting, who=self.who)
-        if layout.model_parallel:
             with self._structure.noting():
                 self._divide_model(None if deferred else batch)
         self._find_owners()
@@ -162,8 +159,7 @@ class Replica:
             self._patches.set(metric, "gather_all_tensors", over_replicas(data_group(self.mesh)))
         self.plain.release()
         self.files = Files(self.module, self.plain, self.gathering, self.device, whole=self.replicated, who=self.who)
-        reduces = self.pipeline is not None
-        self.window = Window(self.plain, self.gathering, self.held, self._roots, reduces_each_pass=reduces)
+        self.window = Window(self.plain, self.gathering, self.held, self._roots, reduces_each_pass=bool(self.pipeline))
         if self.layout.data > 1 and not self.replicated:
             current = self.plain.current()
             self._buffers = [
@@ -171,8 +167,9 @@ class Replica:
                 for name, slot in self.plain.slots.items()
                 if name in self.held and not slot.is_parameter and slot.persistent and slot.dtype.is_floating_point
             ]
+        self.clipping = Clipping(self)  # and norms over all ranks
         if not self.replicated:
-            Clipping(self).install(self._patches, hooks)
+            self.clipping.install(self._patches, hooks)
         self._divided = True
         return self._model
 
@@ -339,6 +336,11 @@ class Replica:
                 accumulate=self.trainer.accumulate_grad_batches,
                 before_reduce=None if self.tensor is None else self.tensor.normalize_gradients,
             )
+
+    def look(self, batch: Any, *args: Any) -> Any:
+        """A training step on a whole batch for what it returns, run by every rank of the pipeline together."""
+        self._gather_roots()
+        return self.pipeline.look(lambda given: self._training_step(given, *args), batch)
 
     def _gather_roots(self) -> None:
         for root in self._roots:  # a stage's passes for shapes and evaluation do not go through its root

@@ -74,6 +74,7 @@ class Course:
         evaluations: passes of evaluation so far.
         most: samples in the largest training batch so far; 0 before the first.
         running: the training pass under way.
+        part: the index of the micro-batch that runs, or whose backward pass does, and how many there are.
     """
 
     seed: int
@@ -81,6 +82,7 @@ class Course:
     evaluations: int = 0
     most: int = 0
     running: Running | None = None
+    part: tuple[int, int] = (0, 1)
 
 
 class OuterParameters:

@@ -26,13 +26,14 @@ from lightning_eff._core._branches.side_by_side import side_by_side
 from lightning_eff._core._run.words import causes
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.blocks import find_stack, refuse_compiled_around
-from lightning_eff._core.steps import silent
+from lightning_eff._core.steps import looking_on, silent
 from lightning_eff.strategies._pipeline import layout as layouts
 from lightning_eff.strategies._pipeline._checks.module import check_compiled, check_module
 from lightning_eff.strategies._pipeline._checks.verify import Verification, no_reentrant
 from lightning_eff.strategies._pipeline._everywhere.leavings import Leavings
 from lightning_eff.strategies._pipeline._everywhere.lent import Lent
 from lightning_eff.strategies._pipeline._everywhere.lockstep import Lockstep
+from lightning_eff.strategies._pipeline._everywhere.telling import Telling
 from lightning_eff.strategies._pipeline._losses.losses import CutLosses, UncutLosses
 from lightning_eff.strategies._pipeline._losses.weights import Given, Weights, tell_of_statistics, weighted
 from lightning_eff.strategies._pipeline.batch import check_same, split
@@ -50,7 +51,7 @@ from lightning_eff.strategies._pipeline.view import learn_origins
 _CHECKED_PASSES = 2
 
 
-class Pipeline:
+class Pipeline(Telling):
     """One module over the ranks of a pipeline group.
 
     ``training_step`` runs once for each micro-batch and each stage of a rank, so a counter in it counts those; what it
@@ -290,7 +291,8 @@ class Pipeline:
         self.end_evaluation()
         microbatches, name = self._microbatches(batch)
         course = self._course
-        weights = self._weights.of(microbatches)
+        weights = None if self.evenly else self._weights.of(microbatches)
+        self.evenly = False
         microbatches = self._weights.defined(microbatches, weights)
         recorders = Recorders(self.module, self.local_stages, who=self.who)
         assert self._leavings is not None
@@ -299,14 +301,15 @@ class Pipeline:
         kept = None if self._shared is None else self._shared.set_aside()
         unsplit = self.unsplit if self.splits_backward else ()
         try:
-            schedule, likes = self._schedules.of(name, step, microbatches, self.stages, unsplit=unsplit)
+            with looking_on():
+                schedule, likes = self._schedules.of(name, step, microbatches, self.stages, unsplit=unsplit)
             running = Running(step, microbatches, course.passes, scale / accumulate, weights, likes, recorders)
             course.running = running
             if is_last:
                 self._leavings.begin()
             self._execute(schedule, running)
         finally:
-            course.running = None
+            course.running, course.part = None, (0, 1)
             rng.restore(state)
         course.passes += 1
         if before_reduce is not None:
@@ -318,7 +321,9 @@ class Pipeline:
         losses = fetched(records, running.losses)
         total = weighted(losses, weights, records) if losses else 0.0
         left = self._leavings.found() if is_last else []
-        (loss, any_left), logged = self._agreement.share("train", records, [total, float(bool(left))])
+        told = self.numbers_told()
+        (loss, any_left, *told), logged = self._agreement.share("train", records, [total, bool(left), *told])
+        self.take_numbers(told)
         if any_left:
             self._leavings.share(left)
         replay(self.module, logged)
@@ -369,6 +374,20 @@ class Pipeline:
             output = step(batch)
         self._course.evaluations += 1
         return output
+
+    def look(self, step: Step, batch: Any) -> Any:
+        """Run a training step on the whole batch without gradients, on all pipeline ranks in lockstep.
+
+        Passes before the same training pass draw the same random numbers.
+        """
+        self.end_evaluation()
+        stream = Stream(self._course.seed, "look", self._course.passes, 0)
+        lent = nullcontext() if self._lent is None else self._lent.shown()
+        try:
+            with rng.fork(), lent, Lockstep(self._ground, stream).view():
+                return step(batch)
+        finally:
+            self.end_evaluation()  # weights may move before the next one
 
     def end_evaluation(self) -> None:
         """Let go of what other ranks lent to this one."""

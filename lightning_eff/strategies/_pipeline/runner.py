@@ -144,6 +144,7 @@ class StageRunner(nn.Module):
         """The view of a micro-batch's forward pass; after its ``last`` backward pass it is let go of."""
         running = self._course.running
         assert running is not None
+        self._course.part = mb, len(running.microbatches)
         with running.passes[self.stage, mb].again():
             yield
         if last:
@@ -174,6 +175,7 @@ class StageRunner(nn.Module):
         stream = Stream(self._course.seed, "train", running.number, mb)
         run = Pass(stack, first, end, stream, received, training=True)
         running.passes[self.stage, mb] = run
+        self._course.part = mb, len(running.microbatches)
         put_back = self._outer.put(self.stage)
         try:
             with running.recorders.recorded(self.stage), nullcontext() if is_last else self._leavings.kept():

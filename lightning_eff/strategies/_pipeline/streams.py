@@ -33,7 +33,7 @@ class Stream:
 
     Attributes:
         seed: the run's, the same on all pipeline ranks.
-        kind: "train", "evaluate" or "verify".
+        kind: "train", "evaluate", "look" or "verify".
         number: of the pass, counted from the start of the run.
         microbatch: its index in the batch.
     """

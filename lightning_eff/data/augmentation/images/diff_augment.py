@@ -156,7 +156,10 @@ class DiffAugment(Technique):
     paper: ClassVar[str] = "Zhao et al. 2020, arXiv:2006.10738"
     constraints: ClassVar[str] = "a discriminator that is a submodule, called on images (B, C, H, W) of a known range"
     needs: ClassVar[Need] = Need.CALLS
-    refuses: ClassVar[Reasons] = {Part.TENSOR: DIFFERS}
+    refuses: ClassVar[Reasons] = {
+        Part.TENSOR: DIFFERS,
+        Part.PIPELINE: "the technique draws for all images that the network takes at once",
+    }
     survey: ClassVar[Survey | None] = Survey("data augmentation (DiffAugment)", shen="3.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"policy": Choice((("color", "translation", "cutout"), ("translation", "cutout"), ("translation",)))},

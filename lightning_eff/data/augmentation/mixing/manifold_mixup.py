@@ -10,6 +10,7 @@ from lightning.pytorch import Callback
 from torch import Generator, Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import WITHIN, Reasons
 from lightning_eff._core.batches import num_samples, select
 from lightning_eff._core.blocks import BlockStack, refuse_compiled_around, split_output
 from lightning_eff._core.losses import loss_of
@@ -85,6 +86,7 @@ class ManifoldMixup(Convex):
     constraints: ClassVar[str] = (
         "automatic optimization; blocks called once on all samples; labels that are classes; a loss of torch.nn.functional"
     )
+    refuses: ClassVar[Reasons] = WITHIN
     survey: ClassVar[Survey | None] = Survey("data augmentation (Manifold Mixup)", shen="3.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"alpha": Choice((0.2, 1.0, 2.0)), "until": Choice((0.8, 1.0))}, _pointless

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import BACKWARD
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.steps import Step
 from lightning_eff._core.technique import Control
@@ -143,6 +144,8 @@ class SaliencyMix(ByGradients):
         self.alpha = alpha
         self.saliency: Literal["fine_grained", "gradient"] = saliency
         self.per_sample = per_sample
+        if saliency == "gradient":
+            self.refuses = BACKWARD  # pyright: ignore[reportAttributeAccessIssue]
 
     @override
     def look(self, step: Step, batch: Any) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Generator, Tensor, nn
 from typing_extensions import override
 
-from lightning_eff._core._needs.needs import Part, Reasons
+from lightning_eff._core._needs.needs import WITHIN, Part, Reasons
 from lightning_eff._core._targets.calls import Change, TargetCall
 from lightning_eff._core.batches import num_samples, tensors
 from lightning_eff._core.blocks import refuse_compiled_around
@@ -133,7 +133,10 @@ class SeqMix(Convex):
         "automatic optimization; tokens (B, T) of integers, looked up by an nn.Embedding; labels that are classes; a loss of"
         " torch.nn.functional"
     )
-    refuses: ClassVar[Reasons] = {Part.TENSOR: "the technique mixes what embeddings return, which may be split"}
+    refuses: ClassVar[Reasons] = {
+        Part.TENSOR: "the technique mixes what embeddings return, which may be split",
+        **WITHIN,
+    }
     survey: ClassVar[Survey | None] = Survey("data augmentation (SeqMix)", shen="3.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"alpha": Choice((0.1, 0.5, 1.0)), "until": Choice((0.8, 1.0))}, _pointless

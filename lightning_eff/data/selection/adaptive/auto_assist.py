@@ -216,7 +216,7 @@ class AutoAssist(Technique):
             if trained < size:
                 batch = step.pick(batch, index, size)
         read = None
-        if self.sample_loss is None:
+        if self.sample_loss is None and not session.divided:
             step.around, read = self._scorer.reading(step, trained)
         output = proceed(batch)
         if read is None and output is not None:

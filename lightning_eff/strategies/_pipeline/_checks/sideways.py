@@ -135,7 +135,9 @@ def _inside(name: str, value: Any, seen: set[int], deep: int) -> Iterator[tuple[
         return
     seen.add(id(value))
     items: list[tuple[str, Any]] = []
-    if isinstance(value, dict):
+    if _from_here(value):  # what techniques put around the module's own methods
+        items = [(name, getattr(value, "__wrapped__", None))]
+    elif isinstance(value, dict):
         items = [(f"{name}[{key!r}]", item) for key, item in [*value.items()][:1000]]
     elif isinstance(value, list | tuple | set | frozenset | deque):
         items = [(f"{name}[{i}]", item) for i, item in enumerate([*value][:1000])]
@@ -151,6 +153,12 @@ def _inside(name: str, value: Any, seen: set[int], deep: int) -> Iterator[tuple[
         items = [(f"{name}.{key}", item) for key, item in getattr(value, "__dict__", {}).items()]
     for inner, item in items:
         yield from _inside(inner, item, seen, deep - 1)
+
+
+def _from_here(value: Any) -> bool:
+    inner = value.func if isinstance(value, partial) else getattr(value, "__func__", value)
+    where = inner.__globals__.get("__name__", "") if isinstance(inner, FunctionType) else type(inner).__module__
+    return where.startswith(_OURS[0])
 
 
 def _held(tensor: Tensor, beside: list[Tensor]) -> bool:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor
 from typing_extensions import override
 
-from lightning_eff._core._needs.needs import APART, Reasons
+from lightning_eff._core._needs.needs import BACKWARD, Reasons
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Step
@@ -180,7 +180,7 @@ class CoMixup(ByGradients):
     constraints: ClassVar[str] = (
         "automatic optimization; images (B, C, H, W) of floating point; one class label of each; a loss of torch.nn.functional"
     )
-    refuses: ClassVar[Reasons] = APART
+    refuses: ClassVar[Reasons] = BACKWARD
     survey: ClassVar[Survey | None] = Survey("data augmentation (Co-Mixup)", shen="3.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"beta": Choice((0.16, 0.32)), "until": Choice((0.8, 1.0))}, no_mixing

@@ -1,0 +1,77 @@
+"""What a session knows of a strategy under which no process has the whole module, or the whole batch."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_eff._core.steps import StepChain
+
+T = TypeVar("T")
+
+
+class Parts:
+    """Part of a session; outside of pipelines a batch has one part, and each process computes its loss."""
+
+    trainer: Trainer
+    module: LightningModule
+    chain: StepChain
+    _stepping: Any  # whose training_step the links stand around
+    _told: list[tuple[Any, str]]
+
+    @property
+    def divided(self) -> bool:
+        """Whether a pipeline runs the module's step on micro-batches, with some of its blocks in each process."""
+        return self._stepping is not self.module
+
+    @property
+    def _pipeline(self) -> Any:
+        return self.trainer.strategy.pipeline  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def sees_loss(self) -> bool:
+        """Whether this process computes the loss of training steps: in a pipeline, those of the last stage do."""
+        return not self.divided or self._pipeline.sees_loss
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """Which equal part of the batch the module's step has at the moment, and of how many: in a pipeline, a micro-batch."""
+        return self._pipeline.part if self.divided else (0, 1)
+
+    @property
+    def share_of_part(self) -> float:
+        """What the loss of :attr:`part` is multiplied by in the batch's."""
+        return self._pipeline.share_of_part if self.divided else 1.0
+
+    def weights_of_parts(self, batch: Any) -> list[float] | None:
+        """What the losses of a pipeline's micro-batches are multiplied by in this batch's; None if it is their mean."""
+        return self._pipeline.weights_of(batch)
+
+    def weigh_parts(self, *, evenly: bool) -> None:
+        """Let the loss of a pipeline's next batch be the mean of its micro-batches', whatever counts in them."""
+        self._pipeline.evenly = evenly
+
+    def from_loss(self, value: T) -> T:
+        """In a pipeline, the value of the process that computes the loss; collective."""
+        return self._pipeline.from_loss(value) if self.divided else value
+
+    def told_by_loss(self, owner: Any, *names: str) -> None:
+        """In a pipeline, let these attributes, numbers, be those of the process that computes the loss, after each pass.
+
+        Called in ``attach``.
+        """
+        self._told += [(owner, name) for name in names]
+
+    def begin_telling(self) -> None:
+        """The strategy is set up."""
+        self._pipeline.told.extend(self._told)
+
+    @property
+    def own_step(self) -> Callable[..., Any]:
+        """The module's own ``training_step``, which no link stands around."""
+        return self.module.training_step if self.divided else self.chain.original
+
+    @property
+    def apart_step(self) -> Callable[..., Any]:
+        """As :attr:`own_step`, for passes without a graph, which all ranks of a pipeline make at once."""
+        return self.trainer.strategy.forward_step if self.divided else self.own_step  # pyright: ignore[reportAttributeAccessIssue]
