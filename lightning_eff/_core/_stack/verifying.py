@@ -220,7 +220,7 @@ class Verifying:
         runs = set(range(len(self._at))) - self._away
         beside = [
             c
-            for c, feeding in self._others
+            for c, feeding, _ in self._others
             if c.length == len(self._at) and feeding.met == runs and _parent(c) == _parent(self._found)
         ]
         return beside[0] if self._away and beside else None
