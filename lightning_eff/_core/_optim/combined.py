@@ -137,14 +137,13 @@ class CombinedOptimizer(Optimizer):
             for group, old in zip(self.origins.param_groups, before, strict=True)
         ]
         self.follow()
-        for group, how in zip(self.param_groups, self.following, strict=False):
+        for group, how in zip(self.param_groups, self.following, strict=True):
             if how.settings:
                 group.update(changed[how.origin])
 
     def follow(self) -> None:
         """Give every group its rate: its part of what schedulers have set in :attr:`origins`."""
-        # groups that somebody added later follow nothing
-        for group, how in zip(self.param_groups, self.following, strict=False):
+        for group, how in zip(self.param_groups, self.following, strict=True):
             if how.ratio is not None:
                 set_rate(group, float(self.origins.param_groups[how.origin]["lr"]) * how.ratio)
         settle(self)
@@ -160,7 +159,7 @@ class CombinedOptimizer(Optimizer):
         if not now and not moved:
             return
         shares = [None if how.ratio is None else Share(how.origin, how.ratio) for how in self.following]
-        if not self._warned and any(i < len(shares) and shares[i] is None for i in now):
+        if not self._warned and any(shares[i] is None for i in now):
             self._warned = True
             rank_zero_warn(
                 f"{' and '.join(type(part).__name__ for part in self.parts)}: a learning rate was written by hand into a"
@@ -173,7 +172,7 @@ class CombinedOptimizer(Optimizer):
         found, self._absolute = meant.rates, meant.absolute
         for origin, rate in found.items():
             set_rate(self.origins.param_groups[origin], rate)
-        for group, how in zip(self.param_groups, self.following, strict=False):
+        for group, how in zip(self.param_groups, self.following, strict=True):
             if how.ratio is not None and (how.origin in found or (how.origin in moved and not now)):
                 set_rate(group, float(self.origins.param_groups[how.origin]["lr"]) * how.ratio)
         self.settle()
@@ -182,11 +181,14 @@ class CombinedOptimizer(Optimizer):
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to :attr:`home`, or to the last part where that has gone."""
+        """Add a group to :attr:`home`, or to the last part where that has gone; schedulers move it as one of the module's."""
         part = next((part for part in self.parts if part is self.home), self.parts[-1])
         count = len(part.param_groups)
         part.add_param_group(param_group)
-        self.param_groups += part.param_groups[count:]
+        for group in part.param_groups[count:]:
+            self.param_groups.append(group)
+            self.following.append(Following(len(self.origins.param_groups), 1.0, group.get("lr"), settings=True))
+            self.origins.param_groups.append(dict(group))
         self._owners.clear()
         self.settle()
 
@@ -198,19 +200,16 @@ class CombinedOptimizer(Optimizer):
             following: for each of its groups, how it follows the module's.
         """
         moved = [p for group in part.param_groups for p in group["params"]]
-        how = {id(group): one for group, one in zip(self.param_groups, self.following, strict=False)}
+        how = {id(group): one for group, one in zip(self.param_groups, self.following, strict=True)}
         for old in self.parts:
             for group in old.param_groups:
                 group.update(group_without(group, moved))
             take_groups(old, [group for group in old.param_groups if group["params"]])
         left = [group for group in self.param_groups if group["params"]]
         self.parts[:] = [part, *(old for old in self.parts if old.param_groups)]
-        # groups that somebody added later, which follow nothing, stay behind all others
-        kept = [g for g in left if id(g) in how]
-        groups, self.following[:] = _in_turn(
-            [*part.param_groups, *kept], [*following, *(how[id(group)] for group in kept)]
+        self.param_groups[:], self.following[:] = _in_turn(
+            [*part.param_groups, *left], [*following, *(how[id(group)] for group in left)]
         )
-        self.param_groups[:] = [*groups, *(g for g in left if id(g) not in how)]
         self.defaults = {k: v for k, v in self.defaults.items() if all(k in group for group in self.param_groups)}
         self._owners.clear()
         self.settle()

@@ -67,7 +67,5 @@ def _home(own: Optimizer, schedulers: list[Any], parameter: Tensor) -> tuple[int
     at = next(i for i, group in enumerate(own.param_groups) if any(p is parameter for p in group["params"]))
     if not isinstance(own, CombinedOptimizer):
         return at, reference_rates(own, schedulers)[at]
-    if at >= len(own.following):  # somebody added the group later: it follows nothing
-        return 0, None
     how = own.following[at]
     return how.origin, how.full / how.ratio if how.full is not None and how.ratio else None

@@ -516,6 +516,37 @@ def test_state_is_looked_up_and_copied_in_the_part_that_has_the_parameter() -> N
     assert optimizer.param_groups[-1] is optimizer.parts[0].param_groups[-1]
 
 
+@pytest.mark.parametrize("kind", ["CosineAnnealingLR", "ExponentialLR", "StepLR"])
+def test_a_group_that_a_hook_adds_follows_the_modules_scheduler(kind: str) -> None:
+    """As in plain training, from the rate that the hook gave it."""
+    arguments: Any = {"CosineAnnealingLR": {"T_max": 8}, "ExponentialLR": {"gamma": 0.9}, "StepLR": {"step_size": 2}}[
+        kind
+    ]
+
+    class Adds(TinyGPT):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW((p for p in self.parameters() if p is not self.head.weight), lr=0.01)
+            scheduler = getattr(schedulers, kind)(optimizer, **arguments)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                self.trainer.optimizers[0].add_param_group({"params": [self.head.weight], "lr": 0.005})
+
+    rates: dict[bool, list[float]] = {}
+    for replaced in (False, True):
+        seen = rates[replaced] = []
+
+        class Watch(pl.Callback):
+            def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any, seen: list[float] = seen) -> None:
+                groups = trainer.optimizers[0].param_groups
+                seen += [g["lr"] for g in groups if any(p is module.head.weight for p in g["params"])]
+
+        callbacks = [Watch(), *([ReplaceOptimizer(Muon)] if replaced else [])]
+        trainer(*callbacks, max_steps=6).fit(Adds(2), loader("tiny_gpt"))
+    assert rates[True] == pytest.approx(rates[False]) and len(rates[True]) == 4 and rates[True][-1] < 0.005
+
+
 # -- which parameters are of which kind, in any module
 
 
