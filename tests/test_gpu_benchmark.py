@@ -458,7 +458,7 @@ def test_results_of_a_cpu_are_none_of_a_gpu(tmp_path: Path) -> None:
 def test_the_pages_are_as_the_committed_results_have_them() -> None:
     results = page.committed()
     marked = set[str]()
-    for path in (*page.PAGES, ROOT / "docs" / "memory.md"):
+    for path in page.PAGES:
         text = path.read_text()
         assert page.filled(text, results) == text, path
         marked |= set(page.MARKED.findall(text))

@@ -12,7 +12,7 @@ from benchmarks.gpu import files
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "docs" / "verdicts.md", ROOT / "benchmarks" / "README.md")
+PAGES = (ROOT / "docs" / "verdicts.md", ROOT / "docs" / "memory.md", ROOT / "benchmarks" / "README.md")
 MARKED = re.compile(r"<!-- gpu: ([a-z ]+) -->\n.*?<!-- end of gpu -->", re.DOTALL)
 NONE = "No GPU was at hand: nothing is known of {what} on one. `make gpu` finds it."
 Results = dict[str, files.Result]
@@ -196,13 +196,10 @@ def filled(text: str, results: Results) -> str:
 
 
 def main() -> None:
-    """Write all pages anew; ``docs/memory.md`` by its own generator, which has these sections."""
-    from benchmarks.memory import page as memory_page  # which takes sections from here
-
+    """Write the sections of all pages anew."""
     results = committed()
     for page in PAGES:
         page.write_text(filled(page.read_text(), results))
-    memory_page.PAGE.write_text(memory_page.page())
 
 
 if __name__ == "__main__":
