@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_eff import ExactResume
 from lightning_eff.strategies._hybrid.shards import local
 from lightning_eff.strategies.hybrid_parallel import HybridParallelStrategy
+from tests.cases import case_of
 from tests.models import Samples, module, trainer
 from tests.runs import Interrupt, SaveBatches, differences
 from tests.strategies.hybrid_jobs import Recorder, Settings, averaged, everywhere
@@ -40,6 +41,7 @@ def run(case: Settings, *callbacks: pl.Callback, resume: Path | None = None) -> 
 
     Args:
         case: "strategy" (of :func:`strategy_of`), "replicas" (1), "module" (arguments of the module), "name" (its name),
+            "technique" (one at work, by name), "saved" (after which batches the undisturbed run saves; all),
             "seeds" (each replica draws from a seed of its own, as without seed_everything), "fit" (of the Trainer).
         callbacks: of the run.
         resume: a checkpoint.
@@ -64,7 +66,10 @@ def run(case: Settings, *callbacks: pl.Callback, resume: Path | None = None) -> 
         **case.get("fit", {}),
     }
     devices = world if case["strategy"] != "auto" else 1
-    t = trainer(ExactResume(), *callbacks, strategy=strategy_of(case["strategy"]), devices=devices, **settings)
+    techniques = [case_of(case["technique"]).active()] if "technique" in case else []
+    t = trainer(
+        ExactResume(), *techniques, *callbacks, strategy=strategy_of(case["strategy"]), devices=devices, **settings
+    )
     t.fit(net, train, validation, ckpt_path=resume)
     return net, t
 
@@ -87,7 +92,8 @@ def resume_from_every_batch(directory: str, cases: dict[str, Settings]) -> dict[
     found: dict[str, Any] = {}
     for name, case in cases.items():
         folder = Path(directory, name)
-        whole = left(*run(case, SaveBatches(folder)))
+        saved = case.get("saved", range(1, BATCHES))
+        whole = left(*run(case, SaveBatches(folder, saved)))
         path: Path | None = None
         for batch in case.get("batches", range(1, BATCHES)):
             stop = Interrupt(folder / f"again={batch}.ckpt", batch=batch)
@@ -97,7 +103,7 @@ def resume_from_every_batch(directory: str, cases: dict[str, Settings]) -> dict[
         if names := differences(whole, left(*run(case, resume=path))):
             wrong["one after another"] = names
         if any(everywhere(wrong)):
-            for batch in range(1, BATCHES):
+            for batch in saved:
                 wrong[str(batch)] = differences(whole, left(*run(case, resume=folder / f"batch={batch}.ckpt")))
         found[name] = everywhere({batch: names for batch, names in wrong.items() if names})
     return found

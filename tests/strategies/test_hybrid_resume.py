@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cases import case_of
 from tests.runs import SaveBatches
 from tests.strategies.hybrid_jobs import Settings
 from tests.strategies.launch import launch
@@ -57,6 +58,26 @@ OF_FOUR: dict[str, Settings] = {
     },
     "pp2_dp2, copies": {"strategy": {"pipeline_parallel_size": 2, "shard": False}, "replicas": 2, "batches": [4]},
 }
+#: Techniques that keep something of past steps, or draw, in a pipeline: each resumes in mid-epoch, within a window.
+IN_PIPELINE: dict[str, Settings] = {
+    name: {
+        "strategy": {"pipeline_parallel_size": 2, "num_microbatches": 2},
+        "technique": name,
+        "name": case_of(name).model,
+        "saved": [4],
+        "batches": [4],
+    }
+    for name in (
+        "DataPruning",
+        "FusedLinearCrossEntropy",
+        "GradientNoiseScale",
+        "ImportanceSampling",
+        "LabelSmoothing",
+        "Mixup",
+        "OrderedSGD",
+        "StochasticDepth",
+    )
+}
 
 
 @pytest.mark.timeout(900)
@@ -67,6 +88,12 @@ def test_a_run_resumes_from_every_batch(layout: str, tmp_path: Path) -> None:
     if layout == "pp2":
         draws = torch.load(tmp_path / "file" / "batch=5.ckpt", weights_only=True)["lightning_eff_hybrid"]
         assert draws["passes"] == 5 and draws["most"] == 4 and draws["seeds"] == [draws["seed"]]
+
+
+@pytest.mark.timeout(900)
+def test_techniques_resume_in_a_pipeline(tmp_path: Path) -> None:
+    found = launch(JOBS, "resume_from_every_batch", str(tmp_path), IN_PIPELINE, world_size=2)
+    assert found == {name: [{}, {}] for name in IN_PIPELINE}
 
 
 @pytest.mark.timeout(900)

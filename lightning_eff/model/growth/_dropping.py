@@ -94,13 +94,17 @@ class Dropping(Technique):
             )
         if self.skips:
             refuse_reentrant(session, stacks, who=who)
-        if len(self._learnt) == len(stacks):
-            for stack, learnt in zip(stacks, self._learnt, strict=True):
-                stack.load_state_dict(learnt)
+        self._take_up()
         self._where = f"{len(blocks)} blocks of {', '.join(repr(stack.path) for stack in stacks)}"
         for stack in stacks:
             stack.watch(scales=True, reshaping=self.reshaping, skips=self.skips, who=who)
         self._needed = self._look_for_needed(session)  # before a pipeline lets go of parameters
+
+    def _take_up(self) -> None:
+        """What a checkpoint knows of the blocks' output."""
+        if len(self._learnt) == len(self._stacks):
+            for stack, learnt in zip(self._stacks, self._learnt, strict=True):
+                stack.load_state_dict(learnt)
 
     @override
     def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
@@ -175,3 +179,4 @@ class Dropping(Technique):
         self._drawn = [(keep, dropped) for keep, dropped in state_dict.get("drawn", [])]
         once = state_dict.get("stack")  # of checkpoints of earlier versions
         self._learnt = state_dict.get("stacks", [] if once is None else [once])
+        self._take_up()  # strategies that divide the module load checkpoints after the blocks are found
