@@ -10,7 +10,7 @@ import linecache
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -34,17 +34,11 @@ class ConfigError(UsageError):
     """What a parser found wrong, which it may have from an error in the code that the config names: its cause."""
 
 
-def did_you_mean(word: str, choices: Iterable[str] | Mapping[str, str]) -> str:
-    """`` Did you mean 'choice'?``, if one of them is near to ``word``, else an empty string.
-
-    Args:
-        word: as given.
-        choices: what could be meant; a mapping has what is compared with ``word`` as keys.
-    """
-    pairs = choices.items() if isinstance(choices, Mapping) else ((choice, choice) for choice in choices)
-    by_lower = {compared.lower(): choice for compared, choice in pairs}
+def did_you_mean(word: str, choices: Iterable[str], suffix: str = "") -> str:
+    """`` Did you mean 'choice'?``, with ``suffix`` behind it, if one of them is near to ``word``, else an empty string."""
+    by_lower = {choice.lower(): choice for choice in choices}
     near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
-    return f" Did you mean {by_lower[near[0]]!r}?" if near else ""
+    return f" Did you mean {by_lower[near[0]] + suffix!r}?" if near else ""
 
 
 def check_configs(args: Sequence[str]) -> None:
@@ -62,9 +56,10 @@ def check_configs(args: Sequence[str]) -> None:
             continue
         file = Path(path)
         if not file.is_file():
-            around = {p.stem: p.name for p in file.parent.glob("*.y*ml")} if file.parent.is_dir() else {}
+            around = [p.stem for p in file.parent.glob(f"*{file.suffix or '.yaml'}")] if file.parent.is_dir() else []
             raise UsageError(
-                f"--config {path}: there is no such file; expected a config in YAML.{did_you_mean(file.stem, around)}"
+                f"--config {path}: there is no such file; expected a config in YAML."
+                f"{did_you_mean(file.stem, around, file.suffix or '.yaml')}"
             )
         try:
             content = yaml.safe_load(file.read_text())

@@ -133,7 +133,8 @@ ALL = {"tp", "pp", "shard", "fp8", "bits", "offload", "remat"}
     ("changes", "gone"),
     [
         ({}, set()),
-        ({"callbacks": [lightning_eff.SelectiveBackprop]}, {"pp"}),
+        ({"callbacks": [lightning_eff.SelectiveBackprop]}, set()),
+        ({"callbacks": [lightning_eff.ManifoldMixup]}, {"pp"}),
         ({"callbacks": [lightning_eff.SequenceLengthWarmup]}, set()),
         ({"callbacks": [lightning_eff.SharpnessAwareMinimization]}, {"tp", "pp", "shard"}),
         ({"callbacks": [StochasticWeightAveraging]}, {"tp", "pp", "shard"}),

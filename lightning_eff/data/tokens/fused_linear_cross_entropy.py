@@ -276,8 +276,11 @@ class FusedLinearCrossEntropy(Technique):
     # -- what it tells
 
     @override
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in super().__getstate__().items() if key != "nodes"}  # weak references
+
+    @override
     def detach(self, session: Session) -> None:
-        self.__dict__.pop("nodes", None)  # a set of weak references cannot be pickled
         if self._window is not None:
             self._window.close()
         self._window = None

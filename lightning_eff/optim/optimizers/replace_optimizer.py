@@ -6,7 +6,7 @@ as one optimizer under plain automatic optimization.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
@@ -26,6 +26,11 @@ from lightning_eff.optim.optimizers._replacing.assignment import Share, check_no
 from lightning_eff.optim.optimizers._replacing.kinds import kinds_of
 from lightning_eff.optim.optimizers._replacing.making import made, making
 from lightning_eff.optim.optimizers._replacing.modes import Modes
+
+if TYPE_CHECKING:
+    Given = Callable[[Any], Optimizer] | Mapping[str, Any] | str
+else:  # the command line makes such a function of a class path and its arguments, and says what is wrong with these
+    Given = Callable[[Any], Optimizer]
 
 
 def combine(
@@ -194,7 +199,7 @@ class ReplaceOptimizer(Technique):
 
     def __init__(
         self,
-        optimizer: Callable[[Any], Optimizer] | str | None = None,
+        optimizer: Given | None = None,
         parameters: str | Sequence[str] = "matrices",
         lr: float | None = None,
         *,
@@ -295,7 +300,7 @@ class ReplaceOptimizer(Technique):
     def on_optimizers(self, session: Session) -> None:
         assert self._combined is not None
         check_not_taken(session.module, self._combined, self._parts, self.parameters, self.group_lr)
-        rank_zero_info(_told(*self._replacing, self._combined, session.module))
+        rank_zero_info(_told(*self._replacing, self._combined, session.module, self._parts[:-1]))
         self._tell(session)
         self._modes = Modes(session, self._parts[-1:] if self.optimizer is not None else [])
         if self._trained is not None:
@@ -372,7 +377,9 @@ class ReplaceOptimizer(Technique):
         self._trained = state_dict.get("trained") if self._session is not None and self._session.fitting else None
 
 
-def _told(own: str, schedulers: list[str], combined: CombinedOptimizer, module: nn.Module) -> str:
+def _told(
+    own: str, schedulers: list[str], combined: CombinedOptimizer, module: nn.Module, left: Sequence[Optimizer]
+) -> str:
     """What went where, a line for each group, and the matrices that stay with the module's optimizer."""
     names = {id(p): name for name, p in module.named_parameters()}
     lines = ["ReplaceOptimizer:"]
@@ -396,13 +403,12 @@ def _told(own: str, schedulers: list[str], combined: CombinedOptimizer, module: 
             f" ({matrices} matrices), {weights:,} weights, {weights / max(total, 1):.1%} of the parameters:"
             f" {_listed([names.get(id(p), '?') for p in held])}"
         )
-    if len(combined.parts) > 1:
-        kinds = kinds_of(module, hidden_matrices(module))
-        stay = [names.get(id(p), "?") for g in combined.parts[0].param_groups for p in g["params"] if p.ndim > 1]
-        by_kind: dict[str, list[str]] = {}
-        for name in stay:
-            by_kind.setdefault(kinds.get(name, "other"), []).append(name)
-        lines += [f"  {own} keeps these matrices ({kind}): {_listed(found)}" for kind, found in by_kind.items()]
+    kinds = kinds_of(module, hidden_matrices(module)) if left else {}
+    by_kind: dict[str, list[str]] = {}
+    for p in (p for part in left for group in part.param_groups for p in group["params"] if p.ndim > 1):
+        name = names.get(id(p), "?")
+        by_kind.setdefault(kinds.get(name, "other"), []).append(name)
+    lines += [f"  {own} keeps these matrices ({kind}): {_listed(found)}" for kind, found in by_kind.items()]
     return "\n".join(lines)
 
 

@@ -606,7 +606,7 @@ def test_beside_another_optimizer_put_in_the_place_of_the_modules(
     assert mine.report()["sparse"] == 1
     (told,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("ReplaceOptimizer:")]
     (row,) = [line for line in told.splitlines() if "embed.ngrams.weight" in line]
-    assert row.startswith("  RowAdam, rate 0.05 (AdamW had 0.01) under LambdaLR: 1 tensors")
+    assert row.startswith("  RowAdam, learning rate 0.05 (AdamW had 0.01) under LambdaLR: 1 tensors")
 
 
 @pytest.mark.parametrize(

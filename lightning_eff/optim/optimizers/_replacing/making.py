@@ -17,12 +17,12 @@ from lightning_eff.optim.optimizers._matrices import parameters_of
 Making = Callable[[Any], Optimizer]
 
 
-def making(optimizer: Any, settings: Mapping[str, Any]) -> Making:
+def making(optimizer: Any, settings: Mapping[str, Any] | None = None) -> Making:
     """The function of parameters that makes the optimizer.
 
     Args:
         optimizer: such a function (a class is one), a name, a class path, or a mapping with ``class_path`` and ``init_args``.
-        settings: keyword arguments for it.
+        settings: keyword arguments for it, if any.
 
     Raises:
         ValueError: for a name or path that leads to no optimizer, or an argument that it does not have.
