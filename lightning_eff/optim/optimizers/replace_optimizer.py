@@ -144,10 +144,9 @@ class ReplaceOptimizer(Technique):
     of its optimizer.
 
     Args:
-        optimizer: the other optimizer, as a class (``Muon``), a name ("muon"; of this package, then of ``torch.optim``, in any
-            case), a class path ("schedulefree.AdamWScheduleFree"), or a function of parameters, such as
-            ``functools.partial(Muon, lr=0.02)``. In YAML it is a class path with ``init_args``; that mapping works in Python
-            too. None keeps the module's optimizer, for ``group_lr`` alone.
+        optimizer: the other optimizer, as a class (``Muon``), a name ("muon"; of this package or ``torch.optim``), a class
+            path ("schedulefree.AdamWScheduleFree"), or a function of parameters. In YAML it is a class path with
+            ``init_args``; that mapping works in Python too. None keeps the module's optimizer, for ``group_lr`` alone.
         parameters: "matrices" for the hidden matrices of any module (linear maps and convolutions of blocks; never embeddings,
             heads, positions), "all", or a list of patterns of parameter names, as in ``["blocks.*.weight"]``, and of kinds
             as in ``group_lr``.
