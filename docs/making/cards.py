@@ -12,10 +12,12 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
 
+import lightning_eff
 from benchmarks import evidence_page as evidence
 from docs.making import facts, layouts, prose
 from lightning_eff import _public
 from lightning_eff._catalogue import catalogue
+from lightning_eff._core._arguments.declared import arguments_of
 from tests import test_exported
 from tests.cases import CASES
 from tests.plugins import PLUGINS
@@ -69,8 +71,8 @@ def card(name: str) -> str:
         lines += [
             "## Settings",
             "",
-            "| setting | default | what it is | `lightning-eff tune` tries |",
-            "|---|---|---|---|",
+            "| argument | default | values | meaning | `lightning-eff tune` tries |",
+            "|---|---|---|---|---|",
             *rows,
             "",
         ]
@@ -120,6 +122,13 @@ def use(name: str) -> list[str]:
             f"trainer = L.Trainer(callbacks=[{call}])",
             "```",
         ]
+    if example := prose.read(cls).example:
+        code = prose.code(example)
+        given = [n for n in ("torch", "nn") if re.search(rf"\b{n}\.", code)]
+        imports = {"torch": "import torch", "nn": "from torch import nn"}
+        used = [n for n in lightning_eff.__all__ if re.search(rf"\b{n}\b", code)]
+        head = ["import lightning as L", *(imports[n] for n in given), f"from lightning_eff import {', '.join(used)}"]
+        return [*lines, "```python", *head, "", *code.strip().splitlines(), "```"]
     ((kind, what),) = trainer.items()
     given = (what[0] if isinstance(what, list) else what).get("init_args", {})
     if "class_path" in str(given) or any(isinstance(v, str) and v.startswith("tests.") for v in given.values()):
@@ -188,7 +197,9 @@ def _settings(cls: type, doc: prose.Doc) -> Iterator[str]:
         parameter = parameters.get(name.strip("*"))
         default = "–" if parameter is None or parameter.default is parameter.empty else f"`{parameter.default!r}`"
         tries = _range(space[name]) if name in space else ""
-        yield f"| `{name}` | {prose.cell(default)} | {prose.cell(text)} | {prose.cell(tries)} |"
+        known = arguments_of(cls).get(name)
+        values = known.kind.expected + (" or None" if known.optional else "") if known and known.kind else ""
+        yield f"| `{name}` | {prose.cell(default)} | {prose.cell(values)} | {prose.cell(text)} | {prose.cell(tries)} |"
 
 
 def measured(name: str) -> list[str]:

@@ -1,10 +1,11 @@
 """Docstrings as Markdown: the text, the arguments, and what else their sections say."""
 
+import doctest
 import inspect
 import re
 from dataclasses import dataclass, field
 
-SECTIONS = ("Args", "Returns", "Raises", "Attributes", "Yields", "Note", "Sources", "Source")
+SECTIONS = ("Args", "Returns", "Raises", "Attributes", "Yields", "Note", "Sources", "Source", "Example", "References")
 
 
 @dataclass
@@ -15,11 +16,13 @@ class Doc:
         summary: its first paragraph, in one line.
         text: the paragraphs after it, up to the first section.
         sections: each section's entries, by name: what stands before the colon, and what after it.
+        example: the section "Example", in doctest's form.
     """
 
     summary: str
     text: str
     sections: dict[str, dict[str, str]] = field(default_factory=dict)
+    example: str = ""
 
 
 def markdown(text: str) -> str:
@@ -39,11 +42,19 @@ def read(thing: object) -> Doc:
         raise ValueError(f"{getattr(thing, '__qualname__', thing)} has no docstring; expected one: the site shows it.")
     head = re.split(rf"(?m)^(?=(?:{'|'.join(SECTIONS)}):\n)", doc)
     summary, _, text = head[0].strip().partition("\n\n")
-    sections = {}
+    sections, example = {}, ""
     for part in head[1:]:
         name, _, body = part.partition(":\n")
-        sections[name] = _entries(inspect.cleandoc(body))
-    return Doc(markdown(" ".join(summary.split())), markdown(text), sections)
+        if name == "Example":
+            example = inspect.cleandoc(body)
+        else:
+            sections[name] = _entries(inspect.cleandoc(body))
+    return Doc(markdown(" ".join(summary.split())), markdown(text), sections, example)
+
+
+def code(example: str) -> str:
+    """The code of an example in doctest's form, without its prompts and what it prints."""
+    return "".join(one.source for one in doctest.DocTestParser().get_examples(example))
 
 
 def _entries(body: str) -> dict[str, str]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_eff._core._arguments.declared import aliases_of, declared, renamed
 from lightning_eff._core._lightning.names import of_both
 from lightning_eff._core._lightning.settings import changed_settings
 from lightning_eff._core._needs.needs import Need, Reasons
@@ -46,10 +47,10 @@ class Control:
 class Technique(Callback):
     """A callback that changes how an unchanged LightningModule trains, through the ways in of ``_core`` alone.
 
-    A subclass checks its arguments in ``__init__``, looks at the run in :meth:`check`, asks for what it needs in
-    :meth:`attach`, :meth:`on_model` and :meth:`on_optimizers`, and acts in the links and blocks that it asked for. The
-    first technique among a trainer's callbacks opens the :class:`Session` for all of them; the last word, also after an
-    exception, is that everything is put back.
+    A subclass declares its arguments in the signature of ``__init__`` (see ``_arguments/kinds.py``). It looks at the run
+    in :meth:`check`, asks for what it needs in :meth:`attach`, :meth:`on_model` and :meth:`on_optimizers`, and acts in
+    the links and blocks that it asked for. The first technique among a trainer's callbacks opens the :class:`Session` for
+    all of them. Everything is put back at the end, also after an exception.
 
     Class attributes, which the command line's table is made of:
         saves: what the technique saves or gains.
@@ -92,9 +93,15 @@ class Technique(Callback):
     _session: Session | None = None
     _past: Session | None = None  # the closed one, for a checkpoint that is saved after the run
 
+    @override
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls):
+            cls.__init__ = declared(cls.__init__)
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         technique = super().__new__(cls)
-        technique._made_with = changed_settings(cls.__init__, args, kwargs)
+        technique._made_with = changed_settings(cls.__init__, args, renamed(cls.__name__, aliases_of(cls), kwargs))
         return technique
 
     # of a subclass without ``__init__``, which else were said to take anything

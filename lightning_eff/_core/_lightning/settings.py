@@ -1,6 +1,7 @@
 """The settings that an object was made with, as text."""
 
 import inspect
+import numbers
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -51,6 +52,8 @@ def _plain(value: Any) -> bool:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, numbers.Real) and type(value) not in _PLAIN:  # of numpy
+        return repr(int(value) if isinstance(value, numbers.Integral) else float(value))
     if _plain(value):
         return _SHORT.repr(value)
     if isinstance(value, type) or inspect.isroutine(value):

@@ -1,13 +1,14 @@
 """Selective-Backprop: train on the samples of each batch that are hard by recent standards (Jiang et al. 2019)."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Count, Fraction, Number
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scorer, agree
@@ -58,42 +59,49 @@ def _random_subset(technique: "SelectiveBackprop") -> dict[str, Callback]:
 
 
 class SelectiveBackprop(Technique):
-    """Train on ``round(keep * B)`` samples of each batch of ``B``, drawn by how large their loss is among recent ones.
+    """Train on the samples of each batch with a high loss, compared with recent losses.
 
-    A forward-only pass finds each sample's mean loss; exactly ``round(keep * B)`` samples (at least 1) are drawn
-    without replacement with chances ``CDF(loss)^beta``, where the CDF is that of the last ``history`` losses of all
-    ranks, this batch's among them; on these the user's own ``training_step`` runs, its mean loss not reweighted. So the
-    gradient is biased towards hard samples, as in the paper, and a wrong label is a hard sample too.
+    A forward pass without gradients computes the loss of each of the ``B`` samples. ``round(keep * B)`` of them (at least
+    one) are drawn without replacement, with weights ``CDF(loss)^beta``. The CDF is over the last ``history`` losses of all
+    ranks, this batch's included. The module's own ``training_step`` then runs on these samples. Its mean loss is not
+    reweighted, so the gradient is biased towards hard samples, as in the paper.
 
-    It acts while the used share ``u`` of the budget is in ``[start, end)``, in optimizer steps whose number, counted
-    from the run's first as 0, ``interval`` divides; other steps are plain, cost no pass and leave the history as it is. So
-    ``interval=2`` alternates, as ``interrupt=2`` does in Composer, which acts from 0.5 to 0.9 of the run. The run's first
-    step looks at the loss even where it is a plain one. Under accumulation each micro-batch is chosen from by itself, under
-    DDP each rank's.
+    Use it where backward passes dominate and many samples are already learned. A wrong label is a hard sample too, so avoid
+    it on noisy labels. Each step in which it acts costs one extra forward pass and saves ``1 - keep`` of the training step.
 
-    The loss is seen through the loss functions of ``torch.nn.functional`` (and so ``torch.nn``'s modules):
-    ``training_step`` must return the sum of their mean-reduced values, whose rows lie sample by sample; the first batch
-    is checked for it. Any other loss needs ``sample_loss``.
+    It acts in every ``interval``-th optimizer step while the used fraction of the budget is in ``[start, end)``. Other
+    steps are plain, cost nothing and leave the history unchanged. ``interval=2`` corresponds to ``interrupt=2`` in
+    Composer, which acts from 0.5 to 0.9 of the run. Each micro-batch of an accumulation window and each rank is handled
+    separately.
+
+    ``training_step`` must return a sum of mean-reduced losses from ``torch.nn.functional`` (or ``torch.nn``), with one row
+    or one group of consecutive rows per sample. The first batch is checked. For any other loss, give ``sample_loss``.
 
     Args:
-        keep: the share of each batch that is trained on, in (0, 1]. 1 is plain training and costs no pass.
-        beta: the selectivity, >= 0; 0 draws uniformly.
-        start: from this share of the budget on, in [0, 1).
-        end: up to this share of the budget, in (start, 1].
-        interval: every so many optimizer steps, >= 1.
-        history: how many of the last losses make the CDF, >= 1.
-        sample_loss: for a loss that cannot be seen by sample: a function of (module, batch) that returns the losses of
-            the batch's samples, shape (B,). It is used to choose alone; ``training_step`` is what trains.
+        keep: the fraction of each batch to train on. 1 is plain training without the extra pass.
+        beta: the selectivity. 1 and 2 are the paper's, 0 draws uniformly.
+        start: the fraction of the budget at which it begins to act.
+        end: the fraction of the budget at which it stops.
+        interval: the number of optimizer steps from one selection to the next.
+        history: the number of recent losses in the CDF.
+        sample_loss: a function of (module, batch) that returns one loss per sample, shape (B,). It is used only to choose
+            samples.
 
     Raises:
-        ValueError: for other values; where ``start`` or ``end`` counts and the run has no budget; at the first step, if
-            the loss cannot be seen by sample or a batch holds one sample only; at any step, on all ranks, if a loss is
-            nan or infinite.
+        ValueError: for a value out of range. At setup, if ``start`` or ``end`` is set and the run has no budget. At the
+            first step, if the loss of a sample cannot be seen or a batch has one sample. At any step, on all ranks, if a
+            loss is NaN or infinite.
+
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[SelectiveBackprop(keep=0.5, start=0.5, end=0.9)])
+
+    References:
+        Jiang et al. 2019, "Accelerating Deep Learning by Focusing on the Biggest Losers", arXiv:1910.00762.
     """
 
-    saves = "backward passes: a share of each batch is trained on, the hard samples"
+    saves = "backward passes: only the hard samples of each batch are trained on"
     paper = "Jiang et al. 2019, arXiv:1910.00762"
-    constraints = "a mean loss of torch.nn.functional, or sample_loss=; a batch of several samples"
+    constraints = "needs a mean loss of torch.nn.functional, or sample_loss=, and batches of several samples"
     needs: ClassVar[Need] = Need.STEP
     survey: ClassVar[Survey | None] = Survey("selective backprop", shen="3.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
@@ -110,40 +118,18 @@ class SelectiveBackprop(Technique):
 
     def __init__(
         self,
-        keep: float = 0.5,
+        keep: Annotated[float, Fraction(above=0)] = 0.5,
         *,
-        beta: float = 1.0,
-        start: float = 0.0,
-        end: float = 1.0,
-        interval: int = 1,
-        history: int = 1024,
+        beta: Annotated[float, Number(at_least=0)] = 1.0,
+        start: Annotated[float, Fraction(below=1)] = 0.0,
+        end: Annotated[float, Fraction(above=0)] = 1.0,
+        interval: Annotated[int, Count()] = 1,
+        history: Annotated[int, Count()] = 1024,
         sample_loss: SampleLoss | None = None,
     ) -> None:
-        if not 0 < keep <= 1:
+        if not start < end:
             raise ValueError(
-                f"SelectiveBackprop(keep={keep}): expected a number in (0, 1], the share of each batch that is trained"
-                " on. 0.5 is half of it, 1 is plain training."
-            )
-        if not 0 <= beta < float("inf"):
-            raise ValueError(
-                f"SelectiveBackprop(beta={beta}): expected a finite number >= 0, the power of the CDF. 1 and 2 are the"
-                " paper's, 0 draws uniformly."
-            )
-        if not 0 <= start < end <= 1:
-            raise ValueError(
-                f"SelectiveBackprop(start={start}, end={end}): expected 0 <= start < end <= 1, shares of the run's"
-                " budget between which it acts."
-            )
-        for name, value in (("interval", interval), ("history", history)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(
-                    f"SelectiveBackprop({name}={value!r}): expected an integer >= 1, a number of"
-                    f" {'optimizer steps' if name == 'interval' else 'losses'}."
-                )
-        if sample_loss is not None and not callable(sample_loss):
-            raise ValueError(
-                f"SelectiveBackprop(sample_loss={sample_loss!r}): expected a function of (module, batch) that returns"
-                " the losses of the batch's samples, or None."
+                f"SelectiveBackprop(start={start}, end={end}): start must be below end. The defaults are 0 and 1."
             )
         self.keep = keep
         self.beta = beta

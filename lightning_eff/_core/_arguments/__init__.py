@@ -1,0 +1,1 @@
+"""Arguments of public classes: declared in the signature, checked in one place."""

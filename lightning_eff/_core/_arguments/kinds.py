@@ -1,0 +1,301 @@
+"""The kinds of values that an argument can have.
+
+A kind stands in the signature, inside ``Annotated``::
+
+    def __init__(self, keep: Annotated[float, Fraction(above=0)] = 0.5, interval: Annotated[int, Count()] = 1) -> None:
+
+A kind says what it expects, as text, and returns a given value as a plain Python value. It raises ``ValueError`` without a
+message for any other value: the message is made in ``declared.py``, with the names of the class and the argument.
+"""
+
+import math
+import numbers
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, ClassVar
+
+import torch
+from typing_extensions import override
+
+
+class Kind(ABC):
+    """What an argument may be."""
+
+    @property
+    @abstractmethod
+    def expected(self) -> str:
+        """The values that are accepted, as a noun phrase: ``a number in (0, 1]``."""
+
+    @abstractmethod
+    def __call__(self, value: Any) -> Any:
+        """``value`` as a plain Python value.
+
+        Raises:
+            ValueError: if it is of another kind.
+        """
+
+    @override
+    def __repr__(self) -> str:
+        """The kind with what was declared, as ``help()`` shows it in a signature."""
+        given = [(one.name, getattr(self, one.name), one.default) for one in fields(self) if one.repr]  # pyright: ignore[reportArgumentType]
+        said = [f"{name}={value!r}" for name, value, default in given if default is MISSING or value != default]
+        return f"{type(self).__name__}({', '.join(said)})"
+
+
+@dataclass(frozen=True)
+class Alias:
+    """Another name under which an argument is accepted, as known from another library.
+
+    Attributes:
+        name: the other name, such as ``label_smoothing``.
+    """
+
+    name: str
+
+
+@dataclass(frozen=True, repr=False)
+class Number(Kind):
+    """A finite number between bounds; a bool is none, a number of numpy or a tensor of one element is.
+
+    Attributes:
+        at_least: the lower bound, which is accepted itself.
+        above: the lower bound, which is not.
+        at_most: the upper bound, which is accepted itself.
+        below: the upper bound, which is not.
+        hint: values to choose from, as a sentence, for the message.
+    """
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    hint: str = field(default="", repr=False)
+
+    #: the bounds, which are accepted themselves, where none is declared
+    low: ClassVar[float | None] = None
+    high: ClassVar[float | None] = None
+
+    @property
+    @override
+    def expected(self) -> str:
+        return f"a {'' if self._bounds()[1] is not None else 'finite '}number{self._range()}"
+
+    @override
+    def __call__(self, value: Any) -> float:
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise ValueError
+        number = _plain(value)
+        if not math.isfinite(number) or not self._within(number):
+            raise ValueError
+        return number
+
+    def _bounds(self) -> tuple[float | None, float | None]:
+        low = self.above if self.above is not None else self.low if self.at_least is None else self.at_least
+        high = self.below if self.below is not None else self.high if self.at_most is None else self.at_most
+        return low, high
+
+    def _within(self, number: float) -> bool:
+        low, high = self._bounds()
+        return (low is None or (number > low if low == self.above else number >= low)) and (
+            high is None or (number < high if high == self.below else number <= high)
+        )
+
+    def _range(self) -> str:
+        low, high = self._bounds()
+        open_below, open_above = self.above is not None, self.below is not None
+        if low is not None and high is not None:
+            return f" in {'(' if open_below else '['}{low:g}, {high:g}{')' if open_above else ']'}"
+        if low is not None:
+            return f" {'>' if open_below else '>='} {low:g}"
+        return "" if high is None else f" {'<' if open_above else '<='} {high:g}"
+
+
+@dataclass(frozen=True, repr=False)
+class Fraction(Number):
+    """A number in [0, 1], unless bounds say otherwise."""
+
+    low, high = 0, 1
+
+
+@dataclass(frozen=True, repr=False)
+class Count(Number):
+    """An integer >= 1, unless a bound says otherwise; a bool is none, an integer of numpy is."""
+
+    low = 1
+
+    @property
+    @override
+    def expected(self) -> str:
+        return f"an integer{self._range()}"
+
+    @override
+    def __call__(self, value: Any) -> int:
+        number = super().__call__(value)
+        if not isinstance(number, int):
+            raise ValueError
+        return number
+
+
+@dataclass(frozen=True, repr=False)
+class Flag(Kind):
+    """True or False. Arguments annotated with ``bool`` are checked so without a declaration."""
+
+    @property
+    @override
+    def expected(self) -> str:
+        return "True or False"
+
+    @override
+    def __call__(self, value: Any) -> bool:
+        if isinstance(value, bool):
+            return value
+        if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
+            return bool(value)
+        raise ValueError
+
+
+class OneOf(Kind):
+    """One of a few values. Arguments annotated with ``Literal`` are checked so without a declaration.
+
+    Args:
+        choices: the values.
+        hint: which one to choose, as a sentence, for the message.
+    """
+
+    def __init__(self, *choices: Any, hint: str = "") -> None:
+        self.choices, self.hint = choices, hint
+
+    @property
+    @override
+    def expected(self) -> str:
+        *others, last = map(repr, self.choices)
+        return f"{', '.join(others)} or {last}" if others else last
+
+    @override
+    def __call__(self, value: Any) -> Any:
+        for choice in self.choices:
+            if type(value) is type(choice) and value == choice:
+                return value
+        if type(value).__module__ == "numpy" and not isinstance(value, str) and getattr(value, "ndim", 1) == 0:
+            return self(_plain(value))
+        raise ValueError
+
+    @override
+    def __repr__(self) -> str:
+        return f"OneOf({', '.join(map(repr, self.choices))})"
+
+
+@dataclass(frozen=True, repr=False)
+class Each(Kind):
+    """A sequence of values that are all of one kind, kept as a tuple.
+
+    Attributes:
+        of: the kind of each value.
+        length: how many there must be; None for any number, at least one.
+        hint: values to choose from, as a sentence, for the message.
+    """
+
+    of: Kind
+    length: int | None = None
+    hint: str = field(default="", repr=False)
+
+    @property
+    @override
+    def expected(self) -> str:
+        each = self.of.expected
+        if isinstance(self.of, Names):
+            return each
+        number = "a sequence" if self.length is None else f"{self.length} values"
+        return f"{number}, each {each}"
+
+    @override
+    def __call__(self, value: Any) -> tuple[Any, ...]:
+        if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+            raise ValueError
+        values = tuple(self.of(one) for one in value)
+        if not values or self.length not in (None, len(values)):
+            raise ValueError
+        return values
+
+
+@dataclass(frozen=True, repr=False)
+class Names(Kind):
+    """A list of names, not a single string, whose letters would be taken for names.
+
+    Attributes:
+        of: what the names are, in the plural, for the message.
+        empty: whether no name at all is accepted.
+        hint: an example, as a sentence, for the message.
+    """
+
+    of: str = "names"
+    empty: bool = True
+    hint: str = field(default="", repr=False)
+
+    @property
+    @override
+    def expected(self) -> str:
+        return f"a list of {self.of}"
+
+    @override
+    def __call__(self, value: Any) -> Sequence[str]:
+        if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+            raise ValueError
+        names = value if isinstance(value, list | tuple) else list(value)
+        if not all(isinstance(name, str) and name for name in names) or not (names or self.empty):
+            raise ValueError
+        return names
+
+
+@dataclass(frozen=True, repr=False)
+class Text(Kind):
+    """A string that is not empty.
+
+    Attributes:
+        of: what it says, for the message: ``a dotted path of a submodule``.
+        hint: an example, as a sentence, for the message.
+    """
+
+    of: str = "a string"
+    hint: str = field(default="", repr=False)
+
+    @property
+    @override
+    def expected(self) -> str:
+        return self.of
+
+    @override
+    def __call__(self, value: Any) -> str:
+        if not isinstance(value, str) or not value:
+            raise ValueError
+        return value
+
+
+@dataclass(frozen=True, repr=False)
+class Function(Kind):
+    """Something that can be called.
+
+    Attributes:
+        of: its arguments and what it returns: ``(module, batch) that returns one loss per sample``.
+    """
+
+    of: str
+
+    @property
+    @override
+    def expected(self) -> str:
+        return f"a function of {self.of}"
+
+    @override
+    def __call__(self, value: Any) -> Any:
+        if not callable(value):
+            raise ValueError
+        return value
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy, or of another library, as int or float."""
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
