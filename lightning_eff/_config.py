@@ -13,7 +13,6 @@ from typing import Any, NoReturn, Self
 
 import torch
 import yaml
-from jsonargparse import get_loader, set_loader
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -24,8 +23,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff import _public
-from lightning_eff._core._arguments.declared import aliases_of
-from lightning_eff._core._arguments.declared import renamed as own_names
 from lightning_eff._core._lightning.names import (
     OTHER,
     OWN,
@@ -42,6 +39,7 @@ from lightning_eff._core._lightning.names import (
 )
 from lightning_eff._errors import ConfigError, UsageError, check_configs, did_you_mean
 from lightning_eff._faults import ENTRY, Fault, entry_key, faults, misshapen
+from lightning_eff._loading import MODE
 from lightning_eff._packages import package_of_module
 from lightning_eff.strategies._names import meant, sized
 
@@ -63,32 +61,12 @@ _NOISE = re.compile(
 _MISPLACED = re.compile(r"Import path (?:(\S+) )?does not correspond to a subclass of (\w+)")
 
 
-def _with_own_names(value: Any) -> Any:
-    """What a config says, with arguments of this package's classes under their own names where it has another of theirs."""
-    if isinstance(value, list):
-        return [_with_own_names(one) for one in value]
-    if not isinstance(value, dict):
-        return value
-    value = {key: _with_own_names(one) for key, one in value.items()}
-    name, given = value.get("class_path"), value.get("init_args")
-    if isinstance(name, str) and isinstance(given, dict):
-        name = name.removeprefix("lightning_eff.")
-        aliases = aliases_of(_public.found(name)) if name in _public.HOMES else {}
-        value["init_args"] = own_names(name, aliases, given)
-    return value
-
-
-_MODE = "yaml_with_aliases"
-_YAML = get_loader("yaml")
-set_loader(_MODE, lambda text: _with_own_names(_YAML(text)), exceptions=(yaml.YAMLError,))
-
-
 class ConfigParser(LightningArgumentParser):
     """Raises :class:`ConfigError`, and takes options only where they are written out."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, "prog": "lightning-eff", **kwargs})
-        self.parser_mode = _MODE
+        self.parser_mode = MODE
 
     @override
     def add_lightning_class_args(self, lightning_class: Any, nested_key: str, *args: Any, **kwargs: Any) -> list[str]:

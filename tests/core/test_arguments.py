@@ -11,7 +11,18 @@ import pytest
 import torch
 
 from lightning_eff._core._arguments.declared import aliases_of, arguments_of, declared
-from lightning_eff._core._arguments.kinds import Alias, Count, Each, Fraction, Function, Names, Number, Text
+from lightning_eff._core._arguments.kinds import (
+    Alias,
+    Count,
+    Each,
+    Either,
+    Fraction,
+    Function,
+    Names,
+    Number,
+    OneOf,
+    Text,
+)
 from lightning_eff._core.technique import Technique
 
 
@@ -40,8 +51,16 @@ class Plain:
         head: Annotated[str | None, Text("a dotted path of a submodule")] = None,
         betas: Annotated[tuple[float, float], Each(Fraction(below=1), length=2)] = (0.9, 0.99),
         loss: Annotated[Any, Function("(module, batch)")] = None,
+        interval: Annotated[int | str, Either(OneOf("epoch"), Count())] = "epoch",
     ) -> None:
-        self.settings = {"keep": keep, "steps": steps, "rho": rho, "adaptive": adaptive, "names": names}
+        self.settings = {
+            "keep": keep,
+            "steps": steps,
+            "rho": rho,
+            "adaptive": adaptive,
+            "names": names,
+            "interval": interval,
+        }
         self.betas = betas
 
 
@@ -84,6 +103,8 @@ class Plain:
         ),
         ("betas", (0.9, 1.0), "Plain(betas=(0.9, 1.0)): expected 2 values"),
         ("betas", 0.9, "Plain(betas=0.9): expected 2 values"),
+        ("interval", 0, "Plain(interval=0): expected 'epoch' or an integer >= 1. The default is 'epoch'."),
+        ("interval", "batch", "Plain(interval='batch'): expected 'epoch' or an integer >= 1"),
         ("loss", 3, "Plain(loss=3): expected a function of (module, batch)."),
     ],
 )
@@ -105,6 +126,8 @@ def test_other_values_are_refused_in_one_form(argument: str, value: Any, message
         ("adaptive", np.bool_(True), True),
         ("names", ("a", "b"), ("a", "b")),
         ("names", [], []),
+        ("interval", np.int32(7), 7),
+        ("interval", "epoch", "epoch"),
     ],
 )
 def test_values_are_kept_as_plain_python(argument: str, value: Any, kept: Any) -> None:

@@ -12,6 +12,7 @@ import math
 import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -186,6 +187,34 @@ class OneOf(Kind):
     @override
     def __repr__(self) -> str:
         return f"OneOf({', '.join(map(repr, self.choices))})"
+
+
+class Either(Kind):
+    """A value of any of several kinds, as in ``Either(OneOf("epoch"), Count())``.
+
+    Args:
+        kinds: the kinds, the most usual one first.
+        hint: which one to choose, as a sentence, for the message.
+    """
+
+    def __init__(self, *kinds: Kind, hint: str = "") -> None:
+        self.kinds, self.hint = kinds, hint
+
+    @property
+    @override
+    def expected(self) -> str:
+        return " or ".join(kind.expected for kind in self.kinds)
+
+    @override
+    def __call__(self, value: Any) -> Any:
+        for kind in self.kinds:
+            with suppress(ValueError):
+                return kind(value)
+        raise ValueError
+
+    @override
+    def __repr__(self) -> str:
+        return f"Either({', '.join(map(repr, self.kinds))})"
 
 
 @dataclass(frozen=True, repr=False)

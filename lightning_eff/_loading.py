@@ -1,0 +1,32 @@
+"""The YAML of configs as jsonargparse loads it here: arguments may have their other names."""
+
+from typing import Any
+
+import yaml
+from jsonargparse import get_loader, set_loader
+
+from lightning_eff import _public
+from lightning_eff._core._arguments.declared import aliases_of, renamed
+
+#: the parser mode that has it
+MODE = "yaml_with_aliases"
+
+_YAML = get_loader("yaml")
+
+
+def _with_own_names(value: Any) -> Any:
+    """A config with the arguments of this package's classes under their own names."""
+    if isinstance(value, list):
+        return [_with_own_names(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    value = {key: _with_own_names(one) for key, one in value.items()}
+    name, given = value.get("class_path"), value.get("init_args")
+    if isinstance(name, str) and isinstance(given, dict):
+        name = name.removeprefix("lightning_eff.")
+        aliases = aliases_of(_public.found(name)) if name in _public.HOMES else {}
+        value["init_args"] = renamed(name, aliases, given)
+    return value
+
+
+set_loader(MODE, lambda text: _with_own_names(_YAML(text)), exceptions=(yaml.YAMLError,))
