@@ -5,6 +5,7 @@ sets hooks on all modules of a kind) finds every block. Whatever walks the *sequ
 slices) finds the network that runs. A block that does not run hands its input on, however it has been reached.
 """
 
+import copyreg
 import functools
 import operator
 from collections import OrderedDict
@@ -83,6 +84,8 @@ class _Worn:
         finally:
             object.__setattr__(self, "__class__", worn)
             self.__dict__[_BY] = by
+        if function is copyreg.__newobj__ and len(arguments) == 1:  # which pickle makes of an object's own class alone
+            function, arguments = copyreg._reconstructor, (*arguments, object, None)  # pyright: ignore[reportAttributeAccessIssue]
         return (function, arguments, *rest)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_eff._core._targets.following import Follower, Kind, Trace
 from lightning_eff._core._targets.operations import CASTING, name_of
+from lightning_eff._core.patches import hook_behind
 
 # fmt: off
 #: Ask a tensor for its form, not for its values.
@@ -135,7 +136,7 @@ class Leaks:
                     del self._found[id(t)]
                     self.entered = True
 
-        return [module.register_forward_hook(clear) for module in modules]
+        return [hook_behind(module, clear) for module in modules]
 
     def _mark(self, tensor: Tensor, leak: Leak) -> None:
         for t in (tensor, tensor._base):
