@@ -4,16 +4,18 @@ A module in mid-run carries both. A copy of it (``copy.deepcopy``, ``pickle``, `
 network among the hyperparameters of a checkpoint, is a plain module: neither bound to this run nor too large to save.
 """
 
+import copyreg
 import functools
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+_Set = tuple[str, Any, Any]  # name, value, and what was there before
 _MISSING = object()
 _REDUCE = "__reduce_ex__"
 _HOOKS = (
@@ -31,7 +33,7 @@ class Patches:
     """
 
     def __init__(self) -> None:
-        self._undo: list[tuple[object, str, Any, Any]] = []
+        self._undo: list[tuple[object, _Set]] = []
 
     def set(self, obj: object, name: str, value: Any) -> None:
         """Set ``obj.name`` to ``value`` until :meth:`restore`.
@@ -46,11 +48,12 @@ class Patches:
             )
         namespace = obj.__dict__
         old = namespace.get(name, _MISSING)
+        if isinstance(obj, nn.Module) and callable(value) and not isinstance(value, nn.Module):
+            value = _Replaced(value, obj, name, old)
+        one = (name, value, old)
         if isinstance(obj, nn.Module):
-            if callable(value) and not isinstance(value, nn.Module):
-                value = _Replaced(value, obj, name, old)
-            _hold(obj)
-        self._undo.append((obj, name, value, old))
+            _hold(obj, one)
+        self._undo.append((obj, one))
         namespace[name] = value
 
     def restore(self, *, ours_alone: bool = False) -> None:
@@ -60,10 +63,11 @@ class Patches:
             ours_alone: leave what is no longer as :meth:`set` made it: others took theirs out, and ours with it, before.
         """
         while self._undo:
-            obj, name, value, old = self._undo.pop()
+            obj, one = self._undo.pop()
+            name, value, old = one
             namespace = obj.__dict__
             if isinstance(obj, nn.Module):
-                _release(obj)
+                _release(obj, one)
             if ours_alone and namespace.get(name) is not value:
                 continue
             if old is _MISSING:
@@ -85,6 +89,14 @@ def hook_behind(module: nn.Module, hook: Callable[..., Any], **how: Any) -> Remo
 def unwrapped(value: Any) -> Any:
     """What :meth:`Patches.set` was given, where ``value`` is what it has set; otherwise ``value``."""
     return value.func if isinstance(value, _Replaced) else value
+
+
+def as_another(reduced: Any) -> Any:
+    """What ``__reduce_ex__`` returns of an object in whose place another one is to be copied: pickle checks the class."""
+    function, arguments, *rest = reduced
+    if function is copyreg.__newobj__ and len(arguments) == 1:  # pyright: ignore[reportAttributeAccessIssue]
+        function, arguments = copyreg._reconstructor, (*arguments, object, None)  # pyright: ignore[reportAttributeAccessIssue]
+    return (function, arguments, *rest)
 
 
 # -- what stands on a module meanwhile
@@ -125,13 +137,13 @@ class _Handle(RemovableHandle):
         super().remove()
         module, self.module = self.module, None
         if module is not None:
-            _release(module)
+            _release(module, None)
 
 
 def _held(module: nn.Module, handle: RemovableHandle) -> RemovableHandle:
     handle.__class__ = _Handle
     handle.module = module  # pyright: ignore[reportAttributeAccessIssue]
-    _hold(module)
+    _hold(module, None)
     return handle
 
 
@@ -139,27 +151,27 @@ class _Plainly:
     """Stands on a module's instance for ``__reduce_ex__``, by which copies and pickles of it are made."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.module, self.held = module, 0
+        self.module = module
+        self.held: list[_Set | None] = []  # None for a hook
 
     def __call__(self, protocol: Any) -> Any:
         reduced = type(self.module).__reduce_ex__(self.module, protocol)
         if isinstance(reduced, str) or len(reduced) < 3 or not isinstance(reduced[2], dict):
             return reduced
         function, arguments, state, *rest = reduced
-        return (function, arguments, _without_ours(state), *rest)
+        return (function, arguments, _without_ours(state, self.held), *rest)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return getattr, (self.module, _REDUCE)
 
 
-def _without_ours(state: dict[str, Any]) -> dict[str, Any]:
+def _without_ours(state: dict[str, Any], held: Sequence[_Set | None]) -> dict[str, Any]:
     """The attributes of a module without what stands there for the length of a run."""
-    plain: dict[str, Any] = {}
-    for key, value in state.items():
-        while isinstance(value, _Replaced):
-            value = value.__dict__["_replaces"][2]
-        if value is not _MISSING and not isinstance(value, _Plainly):
-            plain[key] = value
+    plain = {key: value for key, value in state.items() if not isinstance(value, _Plainly)}
+    for name, value, old in [one for one in reversed(held) if one is not None]:
+        if plain.get(name, _MISSING) is value:
+            plain[name] = old
+    plain = {key: value for key, value in plain.items() if value is not _MISSING}
     for hooks, *flags in _HOOKS:
         ours = {at for at, hook in plain.get(hooks, {}).items() if isinstance(hook, _Hook)}
         for name in (hooks, *flags) if ours else ():
@@ -167,17 +179,19 @@ def _without_ours(state: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _hold(module: nn.Module) -> None:
+def _hold(module: nn.Module, one: _Set | None) -> None:
     stands = module.__dict__.get(_REDUCE)
     if stands is None:
         stands = module.__dict__[_REDUCE] = _Plainly(module)
     if isinstance(stands, _Plainly):
-        stands.held += 1
+        stands.held.append(one)
 
 
-def _release(module: nn.Module) -> None:
+def _release(module: nn.Module, one: _Set | None) -> None:
     stands = module.__dict__.get(_REDUCE)
     if isinstance(stands, _Plainly):
-        stands.held -= 1
+        at = next((i for i, other in enumerate(stands.held) if other is one), None)
+        if at is not None:
+            del stands.held[at]
         if not stands.held:
             del module.__dict__[_REDUCE]

@@ -16,7 +16,7 @@ from lightning_eff._core import rng
 from lightning_eff._core._architecture.record import Swap, swapped
 from lightning_eff._core._architecture.updates import without_updates
 from lightning_eff._core._stack.compiled import uncompiled
-from lightning_eff._core.patches import hook_before, hook_behind
+from lightning_eff._core.patches import as_another, hook_before, hook_behind
 from lightning_eff._core.steps import Step, looking_on, silent
 
 _SAMPLES = 256  # elements of a tensor that are compared, beside its sum
@@ -160,7 +160,7 @@ def _posing(m: nn.Module, swap: Swap) -> nn.Module:
         (posing._buffers if name in posing._buffers else posing._parameters)[name] = tensor  # type: ignore[assignment]
     posing.training = m.training
     posing.__dict__["forward"] = m.__call__
-    posing.__dict__["__reduce_ex__"] = m.__reduce_ex__  # a copy made meanwhile is of m
+    posing.__dict__["__reduce_ex__"] = lambda protocol: as_another(m.__reduce_ex__(protocol))  # copies are of m
     return posing
 
 

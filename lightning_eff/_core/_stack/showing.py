@@ -5,7 +5,6 @@ sets hooks on all modules of a kind) finds every block. Whatever walks the *sequ
 slices) finds the network that runs. A block that does not run hands its input on, however it has been reached.
 """
 
-import copyreg
 import functools
 import operator
 from collections import OrderedDict
@@ -13,6 +12,8 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
+
+from lightning_eff._core.patches import as_another
 
 _BY = "_shown_by"
 
@@ -84,9 +85,7 @@ class _Worn:
         finally:
             object.__setattr__(self, "__class__", worn)
             self.__dict__[_BY] = by
-        if function is copyreg.__newobj__ and len(arguments) == 1:  # which pickle makes of an object's own class alone
-            function, arguments = copyreg._reconstructor, (*arguments, object, None)  # pyright: ignore[reportAttributeAccessIssue]
-        return (function, arguments, *rest)
+        return as_another((function, arguments, *rest))
 
 
 class Sequence(_Worn):
