@@ -177,3 +177,17 @@ def test_the_network_alone_is_changed_as_the_message_says() -> None:
     module = Alone()
     trainer(max_steps=2).fit(module, loader("tiny_gpt"))
     assert len([*module.net.parameters()]) > len([*module.ema.parameters()])
+
+
+def test_values_that_a_change_brings_are_the_copys_too() -> None:
+    module = nn.Module()
+    module.c = nn.Linear(4, 4)
+    module.d = copy.deepcopy(module.c).requires_grad_(False)
+    (twin,) = find_twins(module)
+    before = module.d.weight.clone()
+    twin.note(module)
+    module.c.weight.data.mul_(2)
+    assert not twin.follow(), "there are no new parameters to tell of"
+    assert torch.equal(module.d.weight, module.c.weight)
+    twin.undo()
+    assert torch.equal(module.d.weight, before)
