@@ -32,7 +32,7 @@ from lightning_eff._core._stack.made import Made, hooked_since, hooks_so_far
 from lightning_eff._core._stack.showing import InPlaceOf as InPlaceOf
 from lightning_eff._core._stack.showing import Passing, Sequence, Still, put_on, take_off
 from lightning_eff._core._stack.verifying import Verifying
-from lightning_eff._core.patches import Patches
+from lightning_eff._core.patches import Patches, hook_before, hook_behind
 
 Mix = Callable[[int, Tensor, Tensor, bool], Tensor]
 
@@ -294,7 +294,7 @@ class BlockStack:
             self._watched = True
             for index, block in enumerate(self.blocks):
                 if block._compiled_call_impl is None:
-                    self._handles.append(block.register_forward_hook(self._hook(index), with_kwargs=True))
+                    self._handles.append(hook_behind(block, self._hook(index), with_kwargs=True))
                 else:  # the compiler would take a hook into its graph, and make another for each state of this object
                     compiled = functools.partial(_heard, self._hook(index), block, block._compiled_call_impl)
                     self._patches.set(block, "_compiled_call_impl", compiled)
@@ -306,7 +306,7 @@ class BlockStack:
             handle.remove()
         used = {id(m) for block in self.blocks[: self._active] for m in block.modules()}
         self._guards = [
-            part.register_forward_pre_hook(self._refuse_part(f"{self._names[index]}.{name}", part))
+            hook_before(part, self._refuse_part(f"{self._names[index]}.{name}", part))
             for index, block in enumerate(self.blocks)
             if index >= self._active
             for name, part in block.named_modules()

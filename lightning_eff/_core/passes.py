@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_eff._core import rng
 from lightning_eff._core._run.apart import apart
 from lightning_eff._core.batches import num_samples
+from lightning_eff._core.patches import hook_before
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import in_evaluation, silent, takes_index
 
@@ -115,7 +116,7 @@ def call_of(session: Session, block: nn.Module, batch: Any, batch_idx: int) -> t
 
     start = time.perf_counter()
     with_index = takes_index(session.own_step)
-    handle = block.register_forward_pre_hook(note, with_kwargs=True)
+    handle = hook_before(block, note, with_kwargs=True)
     try:
         session._evaluation(session.own_step)(batch, *((batch_idx,) if with_index else ()))
     finally:

@@ -1,20 +1,39 @@
-"""Instance attributes that are replaced for the length of a run, and put back exactly."""
+"""Instance attributes and hooks that are set for the length of a run, taken out exactly, and left out of copies.
 
+A module in mid-run carries both. A copy of it (``copy.deepcopy``, ``pickle``, ``torch.save``), such as a target network or a
+network among the hyperparameters of a checkpoint, is a plain module: neither bound to this run nor too large to save.
+"""
+
+import copyreg
+import functools
 import inspect
+import operator
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+_Set = tuple[str, Any, Any]  # name, value, and what was there before
 _MISSING = object()
+_REDUCE = "__reduce_ex__"
+_HOOKS = (
+    ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+)
 
 
 class Patches:
     """A last-in-first-out record of replaced instance attributes.
 
     Only the instance's ``__dict__`` is touched, so classes and other instances never change, and an attribute that
-    the instance did not have is deleted again rather than set to what the class says.
+    the instance did not have is deleted again rather than set to what the class says. A copy of a module that is made
+    meanwhile has what the module had before.
     """
 
     def __init__(self) -> None:
-        self._undo: list[tuple[dict[str, Any], str, Any, Any]] = []
+        self._undo: list[tuple[object, _Set]] = []
 
     def set(self, obj: object, name: str, value: Any) -> None:
         """Set ``obj.name`` to ``value`` until :meth:`restore`.
@@ -28,7 +47,13 @@ class Patches:
                 " attribute does not replace a property. Patch what it reads."
             )
         namespace = obj.__dict__
-        self._undo.append((namespace, name, value, namespace.get(name, _MISSING)))
+        old = namespace.get(name, _MISSING)
+        if isinstance(obj, nn.Module) and callable(value) and not isinstance(value, nn.Module):
+            value = _Replaced(value, obj, name, old)
+        one = (name, value, old)
+        if isinstance(obj, nn.Module):
+            _hold(obj, one)
+        self._undo.append((obj, one))
         namespace[name] = value
 
     def restore(self, *, ours_alone: bool = False) -> None:
@@ -38,10 +63,135 @@ class Patches:
             ours_alone: leave what is no longer as :meth:`set` made it: others took theirs out, and ours with it, before.
         """
         while self._undo:
-            namespace, name, value, old = self._undo.pop()
+            obj, one = self._undo.pop()
+            name, value, old = one
+            namespace = obj.__dict__
+            if isinstance(obj, nn.Module):
+                _release(obj, one)
             if ours_alone and namespace.get(name) is not value:
                 continue
             if old is _MISSING:
                 namespace.pop(name, None)
             else:
                 namespace[name] = old
+
+
+def hook_before(module: nn.Module, hook: Callable[..., Any], **how: Any) -> RemovableHandle:
+    """Register a forward pre-hook, as ``module.register_forward_pre_hook`` does, that copies of the module do not have."""
+    return _held(module, module.register_forward_pre_hook(_Hook(hook), **how))
+
+
+def hook_behind(module: nn.Module, hook: Callable[..., Any], **how: Any) -> RemovableHandle:
+    """Register a forward hook, as ``module.register_forward_hook`` does, that copies of the module do not have."""
+    return _held(module, module.register_forward_hook(_Hook(hook), **how))
+
+
+def unwrapped(value: Any) -> Any:
+    """What :meth:`Patches.set` was given, where ``value`` is what it has set; otherwise ``value``."""
+    return value.func if isinstance(value, _Replaced) else value
+
+
+def as_another(reduced: Any) -> Any:
+    """What ``__reduce_ex__`` returns of an object in whose place another one is to be copied: pickle checks the class."""
+    function, arguments, *rest = reduced
+    if function is copyreg.__newobj__ and len(arguments) == 1:  # pyright: ignore[reportAttributeAccessIssue]
+        function, arguments = copyreg._reconstructor, (*arguments, object, None)  # pyright: ignore[reportAttributeAccessIssue]
+    return (function, arguments, *rest)
+
+
+# -- what stands on a module meanwhile
+
+
+class _Replaced(functools.partial):
+    """Stands on a module for a callable that :meth:`Patches.set` was given: it calls it, and looks like it.
+
+    Where a class copies its instances' attributes by itself, the copy gets what was there before, or its own method.
+    """
+
+    def __new__(cls, value: Callable[..., Any], owner: nn.Module, name: str, old: Any) -> "_Replaced":
+        made = super().__new__(cls, value)
+        attributes = {key: getattr(value, key) for key in functools.WRAPPER_ASSIGNMENTS if hasattr(value, key)}
+        made.__dict__.update(attributes)
+        made.__dict__.update(getattr(value, "__dict__", {}))
+        made.__dict__["_replaces"] = (owner, name, old)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        owner, name, old = self.__dict__["_replaces"]
+        return (getattr, (owner, name)) if old is _MISSING else (operator.getitem, ((old,), 0))
+
+
+class _Hook(functools.partial):
+    """A hook on a module; where a class copies its instances' attributes by itself, the copy gets one that does nothing."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return getattr, (nullcontext(), "__exit__")  # takes any arguments, and is known wherever a pickle is read
+
+
+class _Handle(RemovableHandle):
+    """Of a hook that was registered here."""
+
+    module: nn.Module | None
+
+    def remove(self) -> None:
+        super().remove()
+        module, self.module = self.module, None
+        if module is not None:
+            _release(module, None)
+
+
+def _held(module: nn.Module, handle: RemovableHandle) -> RemovableHandle:
+    handle.__class__ = _Handle
+    handle.module = module  # pyright: ignore[reportAttributeAccessIssue]
+    _hold(module, None)
+    return handle
+
+
+class _Plainly:
+    """Stands on a module's instance for ``__reduce_ex__``, by which copies and pickles of it are made."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.held: list[_Set | None] = []  # None for a hook
+
+    def __call__(self, protocol: Any) -> Any:
+        reduced = type(self.module).__reduce_ex__(self.module, protocol)
+        if isinstance(reduced, str) or len(reduced) < 3 or not isinstance(reduced[2], dict):
+            return reduced
+        function, arguments, state, *rest = reduced
+        return (function, arguments, _without_ours(state, self.held), *rest)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return getattr, (self.module, _REDUCE)
+
+
+def _without_ours(state: dict[str, Any], held: Sequence[_Set | None]) -> dict[str, Any]:
+    """The attributes of a module without what stands there for the length of a run."""
+    plain = {key: value for key, value in state.items() if not isinstance(value, _Plainly)}
+    for name, value, old in [one for one in reversed(held) if one is not None]:
+        if plain.get(name, _MISSING) is value:
+            plain[name] = old
+    plain = {key: value for key, value in plain.items() if value is not _MISSING}
+    for hooks, *flags in _HOOKS:
+        ours = {at for at, hook in plain.get(hooks, {}).items() if isinstance(hook, _Hook)}
+        for name in (hooks, *flags) if ours else ():
+            plain[name] = type(plain[name])((at, hook) for at, hook in plain[name].items() if at not in ours)
+    return plain
+
+
+def _hold(module: nn.Module, one: _Set | None) -> None:
+    stands = module.__dict__.get(_REDUCE)
+    if stands is None:
+        stands = module.__dict__[_REDUCE] = _Plainly(module)
+    if isinstance(stands, _Plainly):
+        stands.held.append(one)
+
+
+def _release(module: nn.Module, one: _Set | None) -> None:
+    stands = module.__dict__.get(_REDUCE)
+    if isinstance(stands, _Plainly):
+        at = next((i for i, other in enumerate(stands.held) if other is one), None)
+        if at is not None:
+            del stands.held[at]
+        if not stands.held:
+            del module.__dict__[_REDUCE]

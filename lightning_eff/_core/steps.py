@@ -18,6 +18,7 @@ from torchmetrics import Metric
 from lightning_eff._core import rng
 from lightning_eff._core._run._silent.unlogged import unlogged
 from lightning_eff._core.batches import select
+from lightning_eff._core.patches import Patches
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -117,13 +118,15 @@ def silent(module: "LightningModule", start: Callable[[], None] | None = None) -
     put_back = snapshot(module)
     if start is not None:
         start()
-    module.__dict__["log"] = _ignore
+    muted = Patches()
+    muted.set(module, "log", _ignore)
     torch.clear_autocast_cache()
     try:
         with unlogged(module):
             yield
     finally:
         torch.clear_autocast_cache()
+        muted.restore()
         put_back()
 
 

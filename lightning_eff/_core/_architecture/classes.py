@@ -16,6 +16,7 @@ from lightning_eff._core import rng
 from lightning_eff._core._architecture.record import Swap, swapped
 from lightning_eff._core._architecture.updates import without_updates
 from lightning_eff._core._stack.compiled import uncompiled
+from lightning_eff._core.patches import as_another, hook_before, hook_behind
 from lightning_eff._core.steps import Step, looking_on, silent
 
 _SAMPLES = 256  # elements of a tensor that are compared, beside its sum
@@ -89,10 +90,10 @@ def _pass(
             scope.enter_context(without_updates(step.module))
         around = {path[:i] for path, _, _ in places for i in (0, *(i for i, c in enumerate(path) if c == "."))}
         for path in sorted(around):
-            hook = step.module.get_submodule(path).register_forward_hook(_noting_output(path, calls))
+            hook = hook_behind(step.module.get_submodule(path), _noting_output(path, calls))
             scope.callback(hook.remove)
         for path, m, _ in places:
-            hook = m.register_forward_pre_hook(_noting(path, calls), with_kwargs=True)
+            hook = hook_before(m, _noting(path, calls), with_kwargs=True)
             scope.callback(hook.remove)
         if plain:
             scope.enter_context(_of_plain_classes(step.module, places))
@@ -159,6 +160,7 @@ def _posing(m: nn.Module, swap: Swap) -> nn.Module:
         (posing._buffers if name in posing._buffers else posing._parameters)[name] = tensor  # type: ignore[assignment]
     posing.training = m.training
     posing.__dict__["forward"] = m.__call__
+    posing.__dict__["__reduce_ex__"] = lambda protocol: as_another(m.__reduce_ex__(protocol))  # copies are of m
     return posing
 
 

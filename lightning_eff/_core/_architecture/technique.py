@@ -3,7 +3,7 @@
 import inspect
 from abc import abstractmethod
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_eff._core._architecture import run
 from lightning_eff._core._architecture.record import APPLIED, Applied, applied, names
 from lightning_eff._core._architecture.surgeon import Surgeon
+from lightning_eff._core._architecture.twins import Twin, aside, find_twins, tell
 from lightning_eff._core._needs.needs import Need, Part, Reasons
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Technique
@@ -122,9 +123,12 @@ class Changed:
     module: nn.Module
     surgeons: list[Surgeon]
     before: list[Applied] | None
+    twins: list[Twin] = field(default_factory=list)
 
     def undo(self) -> None:
         """Put back everything, newest first."""
+        for twin in self.twins:
+            twin.undo()
         for surgeon in reversed(self.surgeons):
             surgeon.undo()
         if self.before is None:
@@ -152,27 +156,34 @@ def change(module: nn.Module, techniques: Sequence[Architecture], *, seed: int, 
     changed = Changed(module, [], before)
     records: list[Applied] = []
     try:
-        for technique in ordered:
-            name = type(technique).__name__
-            record = Applied(name, technique.settings(), int(technique.change_at))
-            if name in done:
-                _check_same(done[name], record, module)
-                continue
-            later = [r for r in done.values() if (r.order, r.technique) > (record.order, name)]
-            if later:
-                raise ValueError(
-                    f"{name}: to {type(module).__name__} was applied already: {names(later)}, which comes after {name}."
-                    " Give them"
-                    " together to one lightning_eff.apply, or put all of them into the Trainer's callbacks."
-                )
-            surgeon = Surgeon(module, seed=seed, who=name, stays=technique.stays, batch=batch)
-            changed.surgeons.append(surgeon)
-            had = dict(module.named_parameters())
-            technique.change(surgeon)
-            if any(isinstance(p, DTensor) for p in had.values()):
-                _check_divided(module, had, who=name)
-            record.where = surgeon.where
-            records.append(record)
+        twins = find_twins(module) if any(type(t).__name__ not in done for t in ordered) else []
+        for twin in twins:
+            twin.note(module)
+        with aside(twins):
+            for technique in ordered:
+                name = type(technique).__name__
+                record = Applied(name, technique.settings(), int(technique.change_at))
+                if name in done:
+                    _check_same(done[name], record, module)
+                    continue
+                later = [r for r in done.values() if (r.order, r.technique) > (record.order, name)]
+                if later:
+                    raise ValueError(
+                        f"{name}: to {type(module).__name__} was applied already: {names(later)}, which comes after {name}."
+                        " Give them"
+                        " together to one lightning_eff.apply, or put all of them into the Trainer's callbacks."
+                    )
+                surgeon = Surgeon(module, seed=seed, who=name, stays=technique.stays, batch=batch)
+                changed.surgeons.append(surgeon)
+                had = dict(module.named_parameters())
+                technique.change(surgeon)
+                if any(isinstance(p, DTensor) for p in had.values()):
+                    _check_divided(module, had, who=name)
+                record.where = surgeon.where
+                records.append(record)
+        changed.twins = twins
+        followed = [twin for twin in twins if twin.follow()]
+        tell(followed, ", ".join(record.technique for record in records))
         if records:
             module.__dict__[APPLIED] = [*(before or []), *records]
     except BaseException:

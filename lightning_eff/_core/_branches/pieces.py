@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_eff._core.patches import Patches
+from lightning_eff._core.patches import Patches, hook_before
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import takes_index
 
@@ -50,7 +50,7 @@ def named(session: Session) -> Iterator[dict[int, str]]:
             def note(_: Any, args: Any, within: nn.Module = within, prefix: str = prefix) -> None:
                 names.update({id(p): prefix + name for name, p in within.named_parameters()})
 
-            scope.callback(m.register_forward_pre_hook(note).remove)
+            scope.callback(hook_before(m, note).remove)
         yield names
 
 

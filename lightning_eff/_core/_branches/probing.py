@@ -21,6 +21,7 @@ from lightning_eff._core._branches.guessing import Call, calls_of, hidden_states
 from lightning_eff._core._lightning.names import is_a, is_overridden
 from lightning_eff._core._stack.compiled import uncompiled
 from lightning_eff._core._stack.finding import candidates
+from lightning_eff._core.patches import hook_before
 from lightning_eff._core.steps import in_evaluation, silent, takes_index
 
 WAYS_OUT = (
@@ -250,7 +251,7 @@ def _followed(module: nn.Module) -> Iterator[None]:
         for stack in candidates(module):
             for block in stack.container._modules.values():
                 if block is not None:
-                    scope.callback(block.register_forward_pre_hook(give, with_kwargs=True).remove)
+                    scope.callback(hook_before(block, give, with_kwargs=True).remove)
         yield
 
 

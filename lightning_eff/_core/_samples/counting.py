@@ -25,6 +25,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from lightning_eff._core.patches import Patches
+
 
 def own_count(batch: Any) -> int | None:
     """What a batch, or an object in it, says of its number of samples; None where nothing does."""
@@ -190,7 +192,7 @@ def counted(module: Any, found: list[tuple[str, Tensor]], indices: list[Any] | N
 @contextmanager
 def hearing(module: Any) -> Iterator[list[int]]:
     """The ``batch_size`` of each call of ``module.log`` within that has one."""
-    log, held, said = module.log, module.__dict__.get("log"), list[int]()
+    log, patches, said = module.log, Patches(), list[int]()
 
     def heard(*args: Any, **kwargs: Any) -> Any:
         size = kwargs.get("batch_size")
@@ -198,11 +200,8 @@ def hearing(module: Any) -> Iterator[list[int]]:
             said.append(size)
         return log(*args, **kwargs)
 
-    module.__dict__["log"] = heard
+    patches.set(module, "log", heard)
     try:
         yield said
     finally:
-        if held is None:
-            module.__dict__.pop("log", None)
-        else:
-            module.__dict__["log"] = held
+        patches.restore()

@@ -11,6 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_eff._core.patches import hook_behind
+
 Node = Any  # torch.autograd.graph.Node, whose attributes torch does not type
 Seen = Callable[[int, tuple[Any, ...], dict[str, Any], Any], None]
 
@@ -114,8 +116,8 @@ def fed(given: list[Tensor], before: list[Tensor], made: list[Tensor]) -> bool |
 def watched(blocks: Iterable[nn.Module], seen: Seen) -> Iterator[None]:
     """Call ``seen`` with the index, the arguments and the output of each block that runs, until the context ends."""
     handles = [
-        block.register_forward_hook(
-            lambda _, args, kwargs, output, index=index: seen(index, args, kwargs, output), with_kwargs=True
+        hook_behind(
+            block, lambda _, args, kwargs, output, index=index: seen(index, args, kwargs, output), with_kwargs=True
         )
         for index, block in enumerate(blocks)
     ]

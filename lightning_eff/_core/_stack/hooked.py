@@ -10,6 +10,7 @@ from lightning_eff._core import rng
 from lightning_eff._core._stack.calls import hidden_of, split_output
 from lightning_eff._core._stack.compiled import uncompiled
 from lightning_eff._core._stack.residual import adds_to
+from lightning_eff._core.patches import hook_before, hook_behind
 from lightning_eff._core.steps import snapshot
 
 
@@ -26,8 +27,8 @@ def hooked(
     if block._compiled_call_impl is not None:
         return [_Around(block, enter, leave)]
     return [
-        block.register_forward_pre_hook(enter, with_kwargs=True),
-        block.register_forward_hook(leave, with_kwargs=True, prepend=True),
+        hook_before(block, enter, with_kwargs=True),
+        hook_behind(block, leave, with_kwargs=True, prepend=True),
     ]
 
 

@@ -13,6 +13,8 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
+from lightning_eff._core.patches import as_another
+
 _BY = "_shown_by"
 
 
@@ -83,7 +85,7 @@ class _Worn:
         finally:
             object.__setattr__(self, "__class__", worn)
             self.__dict__[_BY] = by
-        return (function, arguments, *rest)
+        return as_another((function, arguments, *rest))
 
 
 class Sequence(_Worn):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_eff._core._targets.following import Follower, Kind, Trace
 from lightning_eff._core._targets.operations import CASTING, name_of
+from lightning_eff._core.patches import hook_behind
 
 # fmt: off
 #: Ask a tensor for its form, not for its values.
@@ -42,10 +43,22 @@ class Level(IntEnum):
 
 @dataclass(frozen=True)
 class Leak:
-    """How labels went into a tensor, and by which operation of torch first."""
+    """How labels went into a tensor, and by which operation of torch first.
+
+    Attributes:
+        level: how.
+        name: of the operation.
+        entry: whether only as the ids of tokens that a network embeds, (B, T) -> (B, T, D).
+    """
 
     level: Level
     name: str
+    entry: bool = False
+
+    @property
+    def rank(self) -> tuple[Level, bool]:
+        """How bad it is."""
+        return self.level, not self.entry
 
 
 _NONE = Leak(Level.NOT, "")
@@ -71,17 +84,19 @@ class Leaks:
     Attributes:
         escaped: whether numbers of Python were made of labels, whose ways cannot be seen.
         entered: whether labels, as ids, went into a module that :meth:`entering` stands at.
+        fed: whether a loss call on labels has an input that is computed from the same labels' embeddings: they are tokens
+            that the network reads, as well as those that it is to predict.
     """
 
     def __init__(self, *, through_inputs: bool) -> None:
         self.through_inputs = through_inputs
-        self.escaped = self.entered = False
+        self.escaped = self.entered = self.fed = False
         self._found: dict[int, tuple[Tensor, Leak]] = {}  # tensors are kept, since an id is one only while they live
 
     def of(self, value: Any) -> Leak:
         """The worst leak of the tensors in ``value``."""
         found = [self._found[id(t)][1] for t in _held(value) if id(t) in self._found] if self._found else []
-        return max(found, key=lambda leak: leak.level, default=_NONE)
+        return max(found, key=lambda leak: leak.rank, default=_NONE)
 
     def knows(self, args: Any, kwargs: Any) -> bool:
         """Whether one of a call's tensors is marked."""
@@ -102,7 +117,8 @@ class Leaks:
         if made or not any(True for _ in _held(output)):
             traces = [trace for t in _held(given) if (trace := follower.get(t)) is not None]
             new = max((_level(trace) for trace in traces), default=Level.NOT)
-            leak = leak if leak.level >= new else Leak(new, name)
+            entry = name == "embedding" and all(t.ndim > 2 for t in _held(output))
+            leak = max(leak, Leak(new, name, entry and new > Level.NOT), key=lambda leak: leak.rank)
         if leak.level is Level.NOT:
             return
         into = [*_held(output), *_held(written)]
@@ -115,6 +131,7 @@ class Leaks:
         """Look at a loss call, whose target has this trace."""
         leak = self.of(arguments["target"])
         rest = {key: value for key, value in arguments.items() if key != "target"}
+        self.fed |= target is not None and self.of(rest).entry
         if self.through_inputs:
             traces = [trace for t in _held(rest) if (trace := follower.get(t)) is not None]
             found = [leak, self.of(rest), *(Leak(_level(trace), "sub") for trace in traces)]
@@ -135,11 +152,11 @@ class Leaks:
                     del self._found[id(t)]
                     self.entered = True
 
-        return [module.register_forward_hook(clear) for module in modules]
+        return [hook_behind(module, clear) for module in modules]
 
     def _mark(self, tensor: Tensor, leak: Leak) -> None:
         for t in (tensor, tensor._base):
-            if t is not None and leak.level > self.of(t).level:
+            if t is not None and leak.rank > self.of(t).rank:
                 self._found[id(t)] = (t, leak)
 
 

@@ -262,7 +262,8 @@ class Targets:
             for handle in handles:
                 handle.remove()
         leak, listed = leaks.of(loss_of(output)), ", ".join(path or "in the batch" for path in paths)
-        if leak.level is Level.VALUE:
+        read = self.alone == "loss" and leak.entry and leaks.fed  # a term of the network's own, such as a router's
+        if leak.level is Level.VALUE and not read:
             raise LossNotVisible(leaked(self.who, listed, leak.name))
         if self.alone == "step" and not leaks.entered:
             moved = self._moves(step, batch, paths)

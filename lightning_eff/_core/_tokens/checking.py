@@ -294,23 +294,19 @@ def moved(block: nn.Module, dtype: torch.dtype, generator: Generator) -> nn.Modu
     """A copy of the block in ``dtype`` and evaluation mode, each parameter moved by about as much as it is large."""
     block = getattr(block, "_orig_mod", block)
     # who handle the block's calls, watch it or record what its parts return have no part, and may hold what cannot be copied
-    memo: dict[int, Any] = {}
-    for m in block.modules():
-        for hooks in (m._forward_hooks, m._forward_pre_hooks):
-            memo[id(hooks)] = type(hooks)(
-                (key, copy.deepcopy(hook, memo))
-                for key, hook in hooks.items()
-                if type(hook).__module__.startswith("torch.nn.utils")
-            )
+    memo: dict[int, Any] = {
+        id(hook): None
+        for m in block.modules()
+        for hooks in (m._forward_hooks, m._forward_pre_hooks)
+        for hook in hooks.values()
+        if not type(hook).__module__.startswith("torch.nn.utils")
+    }
     other = copy.deepcopy(block, memo).to(dtype).eval()
     other._compiled_call_impl = None
     for m in other.modules():
-        m.__dict__.pop("_call_impl", None)
-        forward: Any = vars(m).get("forward")
-        if hasattr(forward, "unwatched"):
-            del m.__dict__["forward"]
-            if forward.unwatched is not None:
-                m.__dict__["forward"] = forward.unwatched
+        for hooks in (m._forward_hooks, m._forward_pre_hooks):
+            for key in [key for key, hook in hooks.items() if hook is None]:
+                del hooks[key]
     for p in other.parameters():
         fan = p.shape[-1] if p.ndim > 1 else 100
         step = torch.randn(p.shape, generator=generator, dtype=dtype) * 0.5 / fan**0.5

@@ -5,7 +5,6 @@ for bit as they were. The module's own code between the blocks never sees fewer.
 the same choice at each of them.
 """
 
-import types
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from lightning_eff._core._tokens.inputs import (
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.blocks import BlockStack, hidden_of, refuse_compiled_around, split_output
 from lightning_eff._core.losses import loss_of
-from lightning_eff._core.patches import Patches
+from lightning_eff._core.patches import Patches, unwrapped
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step
 
@@ -249,7 +248,7 @@ class Tokens:
                 self._attribute if block._compiled_call_impl is None else "_compiled_call_impl"
             )  # around the compiled
             plain = getattr(block, name)
-            if isinstance(plain, Fewer):
+            if isinstance(plain := unwrapped(plain), Fewer):
                 self._take_off()
                 raise ValueError(
                     f"{self.who} and {plain.tokens.who} both choose the tokens of block {index} of {self.stack}; expected"
@@ -338,7 +337,7 @@ class Tokens:
 
 
 class Fewer:
-    """Stands in for a block's ``forward`` in a step; a copy of the block that is made meanwhile is of the plain one."""
+    """Stands in for a block's ``forward`` in a step."""
 
     def __init__(self, tokens: Tokens, step: Step, index: int, block: nn.Module, plain: Callable[..., Any]) -> None:
         self.tokens, self.step, self.index, self.block, self.plain = tokens, step, index, block, plain
@@ -348,11 +347,6 @@ class Fewer:
             return self.tokens.call(self, (args, kwargs))
         except TooFewTokens:  # of a later batch
             return self.plain(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if isinstance(self.plain, types.MethodType) and self.plain.__self__ is self.block:
-            return types.MethodType(self.plain.__func__, memo[id(self.block)])
-        return self.plain
 
 
 def kinds(call: Call, hidden: Tensor) -> _Key:

@@ -14,6 +14,7 @@ from lightning_eff._core._targets.window import Targets
 from lightning_eff._core._tokens.inputs import Kept
 from lightning_eff._core._tokens.window import At, Tokens
 from lightning_eff._core.batches import tensors
+from lightning_eff._core.patches import hook_before
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
@@ -199,7 +200,7 @@ class TokenDropping(Technique):
         self._where = f"of {self._tokens.find(self.layers)}"
         for m in session.module.modules():
             if isinstance(m, nn.Embedding):
-                self._handles.append(m.register_forward_pre_hook(self._note))
+                self._handles.append(hook_before(m, self._note))
 
     def _note(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if args and isinstance(args[0], Tensor) and (self._embedding is None or module is self._embedding):

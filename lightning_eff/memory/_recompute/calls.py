@@ -1,9 +1,7 @@
 """Calls of a stack's blocks, handed to whoever decides what is kept of them."""
 
-import copy
 import functools
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
@@ -19,15 +17,11 @@ Handle = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], An
 class _Handed:
     """Stands on a block's instance for its own ``_call_impl``."""
 
-    def __init__(self, block: nn.Module, index: int, run: Callable[..., Any], handle: Handle) -> None:
-        self._block, self._index, self._run, self._handle = block, index, run, handle
+    def __init__(self, index: int, run: Callable[..., Any], handle: Handle) -> None:
+        self._index, self._run, self._handle = index, run, handle
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._handle(self._index, self._run, args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> MethodType:
-        """A copy of the block is called plainly, and not in this block's place."""
-        return MethodType(type(self._block)._call_impl, copy.deepcopy(self._block, memo))
 
 
 def hand_over(stack: BlockStack, patches: Patches, handle: Handle) -> None:
@@ -41,7 +35,7 @@ def hand_over(stack: BlockStack, patches: Patches, handle: Handle) -> None:
             seen.add(id(block))
             # nn.Module.__call__ looks for the compiled call first, and for both on the instance
             name = "_call_impl" if getattr(block, "_compiled_call_impl", None) is None else "_compiled_call_impl"
-            patches.set(block, name, _Handed(block, index, getattr(block, name), handle))
+            patches.set(block, name, _Handed(index, getattr(block, name), handle))
 
 
 def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

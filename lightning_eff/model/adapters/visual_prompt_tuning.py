@@ -18,6 +18,7 @@ from lightning_eff._core._branches.probing import aside, attempts
 from lightning_eff._core._branches.side_by_side import side_by_side
 from lightning_eff._core._needs.needs import Part
 from lightning_eff._core.blocks import find_stack, hidden_of
+from lightning_eff._core.patches import hook_before
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.technique import Control
 from lightning_eff.model.adapters._adapter import DEAD, RIVALS, Adapter
@@ -191,8 +192,8 @@ class VisualPromptTuning(Adapter):
         for of, call in attempts(surgeon.root, surgeon.batch):
             dims.clear()
             seen.clear()
-            handles = [m.register_forward_pre_hook(image, with_kwargs=True) for m in surgeon.root.modules()]
-            handles += [m.register_forward_pre_hook(block, with_kwargs=True) for m in blocks]
+            handles = [hook_before(m, image, with_kwargs=True) for m in surgeon.root.modules()]
+            handles += [hook_before(m, block, with_kwargs=True) for m in blocks]
             try:
                 with aside(surgeon.root):
                     call()

@@ -14,6 +14,7 @@ from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._attention.calls import Call
 from lightning_eff._core._needs.needs import Need, Part, Reasons
 from lightning_eff._core.losses import loss_of
+from lightning_eff._core.patches import Patches
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
@@ -88,11 +89,6 @@ class Detecting(Inside):
         for name in (QUERY, KEY):
             maps = cast(Tensor, self._parameters[name])
             maps.copy_(torch.eye(maps.shape[-1]).expand_as(maps))
-
-
-def _forget(detecting: list[Detecting]) -> None:
-    for m in detecting:
-        m.__dict__.pop("collected", None)
 
 
 def _any_call(call: Call) -> None:
@@ -198,10 +194,11 @@ class DOTAAttention(Architecture):
             return proceed(batch)
         detecting = [m for m in step.module.modules() if isinstance(m, Detecting) and swap_of(m)]
         collected: list[tuple[Tensor, bool]] = []
+        patches = Patches()
         for m in detecting:
-            m.__dict__["collected"] = collected
+            patches.set(m, "collected", collected)
         # until the backward pass is over: what gradient checkpointing runs again must compute the same
-        self.session.when_step_ends(lambda: _forget(detecting))
+        self.session.when_step_ends(patches.restore)
         output = proceed(batch)
         errors = [error for error, _ in collected]
         self._count = len(detecting)

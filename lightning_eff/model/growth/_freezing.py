@@ -10,6 +10,7 @@ from typing_extensions import override
 from lightning_eff._core._needs.needs import Need, Part, Reasons
 from lightning_eff._core._run.checks import is_checkpointed_reentrantly
 from lightning_eff._core.blocks import BlockStack, hidden_of, refuse_compiled_around
+from lightning_eff._core.patches import hook_before
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Technique
@@ -192,7 +193,7 @@ class Freezing(Technique):
 
             return hook
 
-        handles = [block.register_forward_pre_hook(note(i), with_kwargs=True) for i, block in enumerate(blocks)]
+        handles = [hook_before(block, note(i), with_kwargs=True) for i, block in enumerate(blocks)]
         try:
             output = proceed(batch)
         finally:

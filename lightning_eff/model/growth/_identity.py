@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_eff._core.blocks import hidden_of, split_output
+from lightning_eff._core.patches import hook_before
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -53,7 +54,7 @@ def zeros_for_identity(block: nn.Module, identity: Callable[[], bool], *, keep: 
         for name, p in m.named_parameters(prefix=path, recurse=False):
             if id(p) not in keep:
                 owned.setdefault(path, {})[name] = (p, p.detach().clone())
-    handles = [m.register_forward_pre_hook(note(path)) for path, m in block.named_modules()]
+    handles = [hook_before(m, note(path)) for path, m in block.named_modules()]
     try:
         for tensors in owned.values():
             _zero(tensors)

@@ -23,6 +23,7 @@ from lightning_eff._core._stack.compiled import compiled_around
 from lightning_eff._core._tokens.embeddings import token_embeddings
 from lightning_eff._core.losses import loss_of
 from lightning_eff._core.optimizers import evaluates_anew, rewrite_configured
+from lightning_eff._core.patches import hook_before
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
@@ -295,9 +296,7 @@ class NgramEmbedding(Architecture):
             return proceed(batch)
         seen: list[Tensor] = []
         handles = [
-            m.register_forward_pre_hook(
-                lambda _, args, kwargs: seen.append((*args, *kwargs.values())[0]), with_kwargs=True
-            )
+            hook_before(m, lambda _, args, kwargs: seen.append((*args, *kwargs.values())[0]), with_kwargs=True)
             for m in self._found
         ]
         try:

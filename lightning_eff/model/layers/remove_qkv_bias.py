@@ -19,6 +19,7 @@ from lightning_eff._core._architecture.naming import check_met, check_names
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._branches.attention import Attention, Part
+from lightning_eff._core.patches import hook_behind
 from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
 from lightning_eff._core.technique import Control
 from lightning_eff.model.layers._attention.parts import attended, is_named, maps_by_weight, problem
@@ -229,7 +230,7 @@ def _results(root: nn.Module, paths: Sequence[str], batch: Any) -> list[list[Ten
             def hook(m: nn.Module, args: Any, output: Tensor, kept: list[Tensor] = kept) -> None:
                 kept.append(output.detach())
 
-            scope.callback(root.get_submodule(path).register_forward_hook(hook).remove)
+            scope.callback(hook_behind(root.get_submodule(path), hook).remove)
         attended(root, who=WHO, batch=batch)
     return found
 

@@ -14,6 +14,7 @@ from typing_extensions import override
 from lightning_eff._core._architecture.naming import check_names
 from lightning_eff._core._stack.compiled import compiled_around
 from lightning_eff._core._stack.thawing import thawing
+from lightning_eff._core.patches import hook_behind
 from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step, looking
@@ -204,7 +205,7 @@ class ReSprop(Technique):
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
         self._unhook()
-        self._handles = [m.register_forward_hook(self._at(path)) for path, m in self._maps.items()]
+        self._handles = [hook_behind(m, self._at(path)) for path, m in self._maps.items()]
         self.session.when_step_ends(self._unhook)  # parts that are checkpointed may run again until then
         return proceed(batch)
 

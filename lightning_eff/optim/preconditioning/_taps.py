@@ -9,6 +9,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_eff._core.patches import hook_behind
+
 Take = Callable[[nn.Module, Tensor, Tensor], None]
 
 REENTRANT = (
@@ -54,7 +56,7 @@ class Taps:
         self.edges: list[GradientEdge] = []
         self._weights, self._take = weights, take
         self._open = True
-        self._handles: list[RemovableHandle] = [m.register_forward_hook(self._see, with_kwargs=True) for m in weights]
+        self._handles: list[RemovableHandle] = [hook_behind(m, self._see, with_kwargs=True) for m in weights]
 
     def close(self) -> None:
         """The forward pass is over."""

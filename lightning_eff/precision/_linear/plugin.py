@@ -1,13 +1,11 @@
 """The base of plugins that run linear maps in an arithmetic of their own."""
 
-import copy
 import re
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
-from types import MethodType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
@@ -48,10 +46,6 @@ class _Swapped:
             return type(self._module).forward(self._module, *args, **kwargs)
         (x,) = (*args, *kwargs.values())  # nn.Linear calls it input, Conv1D x
         return self._run(x)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> MethodType:
-        """A copy of the map runs plainly, and not in this map's place."""
-        return MethodType(type(self._module).forward, copy.deepcopy(self._module, memo))
 
 
 class LinearPrecision(WrappingPrecision):

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_eff._core._needs.needs import DIFFERS, Need, Part, Reasons
 from lightning_eff._core._run.ranks import on_all_ranks
+from lightning_eff._core.patches import hook_before
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step, looking
@@ -248,7 +249,7 @@ class DiffAugment(Technique):
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return None if looking() else self._transformed(args, kwargs, key)
 
-        self._handle = found.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        self._handle = hook_before(found, before, prepend=True, with_kwargs=True)
         try:
             output = proceed(batch)
         except BaseException:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_eff._core.patches import Patches
+from lightning_eff._core.patches import Patches, hook_behind
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Around, Proceed, Step, looking
 from lightning_eff.data.augmentation.mixing._convex import mixup
@@ -96,7 +96,7 @@ class OutputHook:
         self.off()
         compiled = self.block._compiled_call_impl
         if compiled is None:
-            self._handle = self.block.register_forward_hook(lambda block, args, output: self._changed(output))
+            self._handle = hook_behind(self.block, lambda block, args, output: self._changed(output))
         else:  # the compiler would take a hook into its graph
             self._patches.set(
                 self.block, "_compiled_call_impl", lambda *args, **kwargs: self._instead(compiled(*args, **kwargs))

@@ -13,6 +13,7 @@ from lightning_eff._core._targets.calls import Change, TargetCall
 from lightning_eff._core.batches import num_samples, tensors
 from lightning_eff._core.blocks import refuse_compiled_around
 from lightning_eff._core.losses import loss_of
+from lightning_eff._core.patches import hook_before
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step
@@ -213,7 +214,7 @@ class SeqMix(Convex):
 
             return note
 
-        handles = [m.register_forward_pre_hook(noting(path), with_kwargs=True) for path, m in every.items()]
+        handles = [hook_before(m, noting(path), with_kwargs=True) for path, m in every.items()]
         try:
             step.forward_only(batch, num_samples(batch), transform=False)
         finally:

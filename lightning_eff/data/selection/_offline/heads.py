@@ -9,6 +9,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_eff._core.losses import bind_loss
+from lightning_eff._core.patches import hook_behind
 
 
 class SeeTargets(TorchFunctionMode):
@@ -77,9 +78,7 @@ class CalledMaps:
 
     def __init__(self, module: nn.Module) -> None:
         self.calls: list[tuple[nn.Module, int]] = []
-        self._handles: list[RemovableHandle] = [
-            m.register_forward_hook(self._note) for m in linear_maps(module).values()
-        ]
+        self._handles: list[RemovableHandle] = [hook_behind(m, self._note) for m in linear_maps(module).values()]
 
     def _note(self, module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, Tensor):

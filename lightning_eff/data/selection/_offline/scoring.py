@@ -14,6 +14,7 @@ from lightning_eff._core._samples.chosen import share
 from lightning_eff._core._samples.scoring import Scorer, Scores
 from lightning_eff._core.batches import select
 from lightning_eff._core.losses import LossNotVisible, ObserveLosses, check_visible, loss_of
+from lightning_eff._core.patches import hook_before, hook_behind
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Step
 from lightning_eff.data.selection._offline.heads import (
@@ -112,7 +113,7 @@ class DataScorer(Scorer):
             if not embeddings:
                 embeddings.append(args[0].detach())
 
-        handle = None if self._head is None else self._head.register_forward_pre_hook(note)
+        handle = None if self._head is None else hook_before(self._head, note)
 
         def around(run: Callable[[Any], Any], batch: Any) -> Any:
             with targets:
@@ -164,7 +165,7 @@ class DataScorer(Scorer):
             return z
 
         def around(run: Callable[[Any], Any], batch: Any) -> Any:
-            handle = head.register_forward_hook(cut_off)
+            handle = hook_behind(head, cut_off)
             try:
                 with observed, targets:
                     output = run(batch)

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_eff._core.losses import LOSSES
+from lightning_eff._core.patches import Patches
 from lightning_eff.data.tokens._head.calls import Maker
 from lightning_eff.data.tokens._head.stand_in import Logits, stand_in
 
@@ -183,6 +184,7 @@ class Window:
         self._modules = [(site, site.module) for site in sites if site.module is not None]
         products = [site.weight for site in sites if site.module is None and site.weight is not None]
         self._mode = Maps(root, maker, products) if products else None
+        self._patches = Patches()
         self._open = False
 
     def open(self) -> bool:
@@ -191,7 +193,7 @@ class Window:
             return False
         self._open = True
         for site, module in self._modules:
-            module.__dict__["forward"] = self._forward(site, module)
+            self._patches.set(module, "forward", self._forward(site, module))
         if self._mode is not None:
             self._mode.__enter__()
         return True
@@ -203,8 +205,7 @@ class Window:
         self._open = False
         if self._mode is not None:
             self._mode.__exit__(None, None, None)
-        for _, module in self._modules:
-            module.__dict__.pop("forward", None)
+        self._patches.restore()
 
     def _forward(self, site: Site, module: nn.Linear) -> Callable[[Any], Tensor]:
         def forward(input: Any) -> Tensor:

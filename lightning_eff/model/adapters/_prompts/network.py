@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_eff._core._branches.probing import aside, attempts
 from lightning_eff._core._stack.finding import candidates
+from lightning_eff._core.patches import hook_before, hook_behind
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,8 @@ def _watching(root: nn.Module, embeddings: dict[str, nn.Embedding], seen: _Seen)
             seen.calls.pop()
 
     for m in root.modules():
-        yield m.register_forward_pre_hook(enter, with_kwargs=True)
-        yield m.register_forward_hook(leave)
+        yield hook_before(m, enter, with_kwargs=True)
+        yield hook_behind(m, leave)
 
 
 def _same(value: Any, ids: Tensor) -> bool:

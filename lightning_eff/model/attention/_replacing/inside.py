@@ -15,6 +15,7 @@ from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._attention.calls import Call, CannotReplace
 from lightning_eff._core._attention.mode import Replacing
 from lightning_eff._core._branches.probing import aside, attempts
+from lightning_eff._core.patches import hook_before, hook_behind
 
 
 class Inside(nn.Module):
@@ -114,8 +115,8 @@ def _noting(module: nn.Module, who: str) -> Iterator[list[tuple[str, Call]]]:
 
     try:
         for path, m in module.named_modules():
-            handles.append(m.register_forward_pre_hook(entering(path), prepend=True))
-            handles.append(m.register_forward_hook(lambda m, args, output: stack.pop() and None, always_call=True))
+            handles.append(hook_before(m, entering(path), prepend=True))
+            handles.append(hook_behind(m, lambda m, args, output: stack.pop() and None, always_call=True))
         with Replacing(note, who):
             yield found
     finally:

@@ -13,6 +13,7 @@ from lightning_eff._core._branches.graph import Graph, Node
 from lightning_eff._core._branches.tracing import traced
 from lightning_eff._core._run.words import first_line
 from lightning_eff._core.passes import loss_of, unseen
+from lightning_eff._core.patches import hook_behind
 from lightning_eff._core.session import Session
 from lightning_eff.model.growth._ffn.width import Width
 
@@ -152,7 +153,7 @@ def _watched(module: nn.Module, width: Width) -> Iterator[Seen]:
     handles: list[Any] = []
     for ffn in width.ffns:
         owner, _, _ = ffn.parts[-1].name.rpartition(".")
-        handles.append(module.get_submodule(owner).register_forward_hook(_note(seen, ffn)))
+        handles.append(hook_behind(module.get_submodule(owner), _note(seen, ffn)))
     try:
         yield seen
     finally:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_eff._core._branches.graph import Graph
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.passes import unseen
+from lightning_eff._core.patches import hook_before
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import takes_index
 
@@ -69,7 +70,7 @@ class FirstMap:
             raise _Stop
 
         original = session.own_step
-        handle = self.owner.register_forward_pre_hook(note)
+        handle = hook_before(self.owner, note)
         try:
             with unseen(session):
                 for index, batch in enumerate(batches):
@@ -125,5 +126,5 @@ def first_map(module: nn.Module) -> Iterator[_Inputs]:
                     if args and isinstance(args[0], Tensor):
                         found.first.setdefault(name, (owner, args[0].detach()))
 
-                scope.callback(owner.register_forward_pre_hook(note).remove)
+                scope.callback(hook_before(owner, note).remove)
         yield found

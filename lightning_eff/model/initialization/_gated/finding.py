@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_eff._core._branches.probing import aside, attempts
+from lightning_eff._core.patches import hook_before, hook_behind
 from lightning_eff.model.initialization._gated.mixing import FUSED, MODULE, SOFTMAX, Grid
 
 _MOST = 16  # tokens that are no patches
@@ -111,8 +112,8 @@ def _seeing(module: nn.Module) -> Iterator[_Seeing]:
 
     try:
         for path, m in module.named_modules():
-            handles.append(m.register_forward_pre_hook(entering(path), with_kwargs=True, prepend=True))
-            handles.append(m.register_forward_hook(leave, always_call=True))
+            handles.append(hook_before(m, entering(path), with_kwargs=True, prepend=True))
+            handles.append(hook_behind(m, leave, always_call=True))
         with seeing:
             yield seeing
     finally:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_eff._core._architecture.linear_maps import LinearMap, linear_maps, unfit
 from lightning_eff._core._branches.probing import probed
+from lightning_eff._core.patches import hook_behind
 
 #: Classes of rectifiers: those that are meant where none is named.
 _RECTIFIERS = (
@@ -110,12 +111,12 @@ def between(root: nn.Module, activations: Mapping[str, nn.Module], *, who: str, 
 
     with ExitStack() as scope:
         for path, one in maps.items():
-            scope.callback(one.module.register_forward_hook(after_map(path)).remove)
+            scope.callback(hook_behind(one.module, after_map(path)).remove)
         for path, m in activations.items():
-            scope.callback(m.register_forward_hook(after_activation(path)).remove)
+            scope.callback(hook_behind(m, after_activation(path)).remove)
         for m in root.modules():
             if isinstance(m, _PASSED):
-                scope.callback(m.register_forward_hook(after_passed).remove)
+                scope.callback(hook_behind(m, after_passed).remove)
         try:
             probed(root, who=who, batch=batch)
         except ValueError:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lightning_eff._core._architecture.linear_maps import is_conv1d
 from lightning_eff._core._branches.ffns import FFN, Part
 from lightning_eff._core._stack.showing import Worn, put_on, take_off, worn_by
+from lightning_eff._core.patches import hook_behind
 from lightning_eff.model.layers._row_dropout.patterns import Pattern, kept
 
 WHOLE = Pattern(1, 0)
@@ -119,5 +120,5 @@ class Thinned:
                     if isinstance(output, Tensor):
                         seen.setdefault(name, []).append(output.detach())
 
-                scope.callback(m.register_forward_hook(hook).remove)
+                scope.callback(hook_behind(m, hook).remove)
             yield seen

@@ -1,0 +1,201 @@
+"""Frozen copies of a network in the same module, such as an EMA or target network, which are changed along with it.
+
+Code that keeps such a copy up to date pairs its parameters with those of the network, by order or by name. So the copy gets
+the same new parameters. Techniques do not see it while they change the network: they would look for layers to train in it.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from lightning_eff._core._architecture.record import FROZEN, swap_of, tensors_of
+
+_Key = tuple[type[nn.Module], tuple[tuple[str, torch.Size, torch.dtype], ...]]
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+@dataclass
+class Twin:
+    """A network, and a frozen copy of it with the same values.
+
+    Attributes:
+        path: of the network.
+        at: the path of the copy.
+        network: the module that trains.
+        parent: of the copy.
+        name: of the copy in its parent.
+        twin: the copy.
+    """
+
+    path: str
+    at: str
+    network: nn.Module
+    parent: nn.Module
+    name: str
+    twin: nn.Module
+    _pairs: list[tuple[nn.Module, nn.Module]] = field(default_factory=list)
+    _children: list[dict[str, nn.Module | None]] = field(default_factory=list)
+    _hooks: list[set[int]] = field(default_factory=list)
+    _memo: dict[int, Any] = field(default_factory=dict)
+    _kept: list[Any] = field(default_factory=list)  # whose ids the memo has
+    _undo: list[Any] = field(default_factory=list)
+
+    def note(self, root: nn.Module) -> None:
+        """Remember what the network is made of, before it is changed."""
+        self._pairs = [(m, self.twin.get_submodule(path)) for path, m in self.network.named_modules()]
+        self._children = [dict(m._modules) for m, _ in self._pairs]
+        self._hooks = [_hooks_of(m) for m, _ in self._pairs]
+        same = [*root.modules(), *root.parameters(), *root.buffers()]  # what is used from elsewhere is not copied
+        ours, theirs = tensors_of(self.network), tensors_of(self.twin)
+        matched = [*self._pairs, *((t, theirs[name]) for name, t in ours.items())]
+        self._kept = [same, matched]
+        self._memo = {**{id(one): one for one in same}, **{id(one): other for one, other in matched}}
+
+    @torch.no_grad()
+    def follow(self) -> bool:
+        """Change the copy as the network was changed since :meth:`note`; whether it was."""
+        for (m, other), children in zip(self._pairs, self._children, strict=True):
+            for name, child in m._modules.items():
+                if child is None or child is children.get(name):
+                    continue
+                self._undo.append((other._modules, name, other._modules.get(name)))
+                other._modules[name] = self._copied(child, other.training)
+        for (m, other), had in zip(self._pairs, self._hooks, strict=True):
+            self._hook(m, other, had)
+        changed = bool(self._undo)
+        for name, p in self.network.named_parameters(remove_duplicate=False):
+            q = self.twin.get_parameter(name)
+            if q.shape == p.shape and not torch.equal(p, q):  # an initialization that comes with the change
+                self._undo.append((q, q.detach().clone()))
+                q.copy_(p)
+        return changed
+
+    def undo(self) -> None:
+        """Put the copy back as it was."""
+        while self._undo:
+            match self._undo.pop():
+                case (dict() as space, key, old):
+                    if old is None:
+                        space.pop(key, None)
+                    else:
+                        space[key] = old
+                case (parameter, value):
+                    parameter.data.copy_(value)
+
+    def _copied(self, m: nn.Module, training: bool) -> nn.Module:
+        new = copy.deepcopy(m, self._memo)
+        new.requires_grad_(False).train(training)
+        for part in new.modules():
+            part.__dict__.pop(FROZEN, None)  # it was frozen before, and export is to leave it so
+            swap = swap_of(part)
+            if swap is not None:
+                swap.tensors = {name: (shape, False) for name, (shape, _) in swap.tensors.items()}
+        return new
+
+    def _hook(self, m: nn.Module, other: nn.Module, had: set[int]) -> None:
+        for kind in _HOOKS:
+            for at, hook in getattr(m, kind).items():
+                if at not in had:
+                    self._undo.append((getattr(other, kind), at, None))
+                    getattr(other, kind)[at] = copy.deepcopy(hook, self._memo)
+                    flags = getattr(m, f"{kind}_with_kwargs")
+                    if at in flags:
+                        self._undo.append((getattr(other, f"{kind}_with_kwargs"), at, None))
+                        getattr(other, f"{kind}_with_kwargs")[at] = flags[at]
+
+
+def find_twins(root: nn.Module) -> list[Twin]:
+    """The frozen copies in ``root`` of networks of it that train: same class, same parameters and buffers, same values."""
+    if not any(p.requires_grad for p in root.parameters()) or all(p.requires_grad for p in root.parameters()):
+        return []
+    networks: dict[_Key, list[tuple[str, nn.Module]]] = {}
+    for path, m in root.named_modules():
+        key = _key(m)
+        if path and key is not None and any(p.requires_grad for p in m.parameters()):
+            networks.setdefault(key, []).append((path, m))
+    found: list[Twin] = []
+    for at, m in root.named_modules():
+        if (
+            not at
+            or any(at.startswith(f"{twin.at}.") for twin in found)
+            or any(p.requires_grad for p in m.parameters())
+        ):
+            continue
+        parent, _, name = at.rpartition(".")
+        holder = root.get_submodule(parent)
+        if isinstance(holder, nn.Sequential | nn.ModuleList | nn.ModuleDict):  # it cannot be hidden from those
+            continue
+        key = _key(m)
+        for path, network in () if key is None else networks.get(key, ()):
+            if _same(network, m) and not f"{at}.".startswith(f"{path}."):
+                found.append(Twin(path, at, network, holder, name, m))
+                break
+    return found
+
+
+@contextmanager
+def aside(twins: list[Twin]) -> Iterator[None]:
+    """Nobody who walks the tree of modules finds the copies; code that uses them does."""
+    held = [(twin.parent, dict(twin.parent._modules)) for twin in twins]
+    for twin in twins:
+        del twin.parent._modules[twin.name]
+        twin.parent.__dict__[twin.name] = twin.twin
+    try:
+        yield
+    finally:
+        for twin in twins:
+            twin.parent.__dict__.pop(twin.name, None)
+            twin.parent._modules[twin.name] = twin.twin
+        for parent, children in held:  # in their order
+            now = dict(parent._modules)
+            parent._modules.clear()
+            parent._modules.update({key: now[key] for key in children if key in now})
+            parent._modules.update({key: child for key, child in now.items() if key not in children})
+
+
+def tell(twins: list[Twin], who: str) -> None:
+    """Say once which copies were changed."""
+    for twin in twins:
+        rank_zero_info(
+            f"{who}: {twin.at} is a frozen copy of {twin.path}, so it gets the same new parameters, frozen. To leave the copy"
+            f" as it is, remove {who} from the callbacks and call lightning_eff.apply(self.{twin.path}, ...) in __init__, after"
+            " the copy is made."
+        )
+
+
+def _key(m: nn.Module) -> _Key | None:
+    tensors = tensors_of(m)
+    if not any(isinstance(t, nn.Parameter) for t in tensors.values()) or any(
+        is_lazy(t) or isinstance(t, DTensor) or t.is_meta for t in tensors.values()
+    ):
+        return None
+    return type(m), tuple((name, t.shape, t.dtype) for name, t in tensors.items())
+
+
+def _same(network: nn.Module, twin: nn.Module) -> bool:
+    """Whether the values are equal, and tell something: those of two fresh norms are equal in any case."""
+    ours, theirs = tensors_of(network), tensors_of(twin)
+    if any(a is theirs[name] and isinstance(a, nn.Parameter) for name, a in ours.items()):
+        return False
+    told = False
+    for name, a in ours.items():
+        if a.device != theirs[name].device or not torch.equal(a, theirs[name]):
+            return False
+        told |= isinstance(a, nn.Parameter) and _varies(a)
+    return told
+
+
+def _varies(t: Tensor) -> bool:
+    return t.numel() > 1 and bool((t != t.flatten()[0]).any())
+
+
+def _hooks_of(m: nn.Module) -> set[int]:
+    return {at for kind in _HOOKS for at in getattr(m, kind)}
