@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count, Fraction, Number
+from lightning_eff._core._lightning.extras import missing
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._optim.combined import set_rate
 from lightning_eff._core._optim.held import HeldRates
@@ -93,10 +94,7 @@ def wrapper_around(base: Base, momentum: float, power: float) -> Any:
     try:
         library: Any = importlib.import_module("schedulefree")
     except ImportError as error:
-        raise ImportError(
-            "ScheduleFree: the package schedulefree is not installed. Install it: pip install -c constraints.txt"
-            " '.[schedulefree]'."
-        ) from error
+        raise ImportError(missing("ScheduleFree", "schedulefree", "schedulefree")) from error
 
     class Wrapper(library.ScheduleFreeWrapper):
         @staticmethod

@@ -430,7 +430,9 @@ def test_manual_optimization_counts_every_optimizers_steps() -> None:
 
 
 def test_manual_optimization_with_batch_norm_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"BatchNorm layers and automatic_optimization=False.*Use automatic optimization"):
+    with pytest.raises(
+        ValueError, match=r"BatchNorm layers and automatic_optimization=False.*Use automatic optimization"
+    ):
         trainer(LatestWeightAveraging(), max_steps=2).fit(Manual(batch_norm=True), loader("classifier"))
 
 
@@ -462,7 +464,9 @@ def test_other_weight_averaging_is_refused(other: pl.Callback) -> None:
 
 
 def test_start_needs_a_budget() -> None:
-    with pytest.raises(ValueError, match=r"start=0.5\): this is a fraction of the run, and the Trainer has no max_steps"):
+    with pytest.raises(
+        ValueError, match=r"start=0.5\): this is a fraction of the run, and the Trainer has no max_steps"
+    ):
         fit("tiny_gpt", lambda: [LatestWeightAveraging(start=0.5)], max_steps=-1, max_epochs=-1)
 
 

@@ -233,9 +233,9 @@ def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> Non
 
 def test_runs_that_it_cannot_train_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     make = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731
-    with pytest.raises(ValueError, match="AdamWScheduleFree, which is already schedule-free. Return a plain"):
+    with pytest.raises(ValueError, match=r"AdamWScheduleFree, which is already schedule-free\. Return a plain"):
         run(schedulefree.AdamWScheduleFree, ScheduleFree())
-    with pytest.raises(ValueError, match="returned LBFGS, which evaluates the loss again within its step. Return an"):
+    with pytest.raises(ValueError, match=r"returned LBFGS, which evaluates the loss again within its step\. Return an"):
         run(torch.optim.LBFGS, ScheduleFree())
     for other in (EMAWeightAveraging(), LatestWeightAveraging()):
         with pytest.raises(ValueError, match="cannot train together: both replace the weights"):
@@ -246,7 +246,7 @@ def test_runs_that_it_cannot_train_are_refused(monkeypatch: pytest.MonkeyPatch) 
     ):
         run(lambda params: torch.optim.SGD([*params, stray], lr=0.1), ScheduleFree())
     monkeypatch.setitem(sys.modules, "schedulefree", None)
-    with pytest.raises(ImportError, match=r"pip install 'lightning-eff\[schedulefree\]'"):
+    with pytest.raises(ImportError, match=r"package schedulefree is not installed.*pip install .*\.\[schedulefree\]"):
         run(make, ScheduleFree())
 
 

@@ -138,7 +138,9 @@ def test_resumes_from_every_step_and_within_windows(tmp_path: Path) -> None:
 
 def test_no_cycle_ended_is_told() -> None:
     technique = StochasticWeightAveraging(cycle=100)
-    with pytest.warns(UserWarning, match=r"ends after 12 steps, and no cycle \(cycle=100\) ends within the last 3 steps"):
+    with pytest.warns(
+        UserWarning, match=r"ends after 12 steps, and no cycle \(cycle=100\) ends within the last 3 steps"
+    ):
         fit("tiny_gpt", lambda: [technique])
     assert "no cycle ended after 75% of the run" in technique.summary()
 
