@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import Count, Each, Either, Fraction, Number, Text
+from lightning_eff._core._arguments.kinds import BatchKeys, Fraction, Number
 from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core._targets.calls import TargetCall
 from lightning_eff._core._targets.window import Targets
@@ -22,7 +22,7 @@ Earlier = tuple[Tensor, Tensor | None]  # scores (..., C), and a mask (...) of t
 Weight = Annotated[float, Number(at_least=0)]
 Temperature = Annotated[float, Number(above=0)]
 Start = Annotated[float, Fraction()]
-Labels = Annotated[Sequence[str | int], Each(Either(Text("names"), Count(at_least=0)))] | None
+Labels = Annotated[Sequence[str | int], BatchKeys()] | None
 
 
 class _Divergence(torch.autograd.Function):
