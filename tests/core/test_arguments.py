@@ -13,6 +13,7 @@ import torch
 from lightning_eff._core._arguments.declared import aliases_of, arguments_of, declared
 from lightning_eff._core._arguments.kinds import (
     Alias,
+    BatchKeys,
     Count,
     Each,
     Either,
