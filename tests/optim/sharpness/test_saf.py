@@ -472,8 +472,8 @@ def test_a_store_that_is_too_large_is_refused_with_its_bytes() -> None:
     net = module("gpt2")
     before = flat(net).clone()
     message = (
-        r"the scores of 3 past epochs and the current one, of 20 samples with 32 x 61 each, would take 163,840 bytes \(160 KiB\);"
-        r" Use a smaller lag, more max_bytes, or MESA"
+        r"the scores of 3 past epochs and the current one, of 20 samples with 32 x 61 each, would take 163,840 bytes"
+        r" \(160 KiB\)\. Use a smaller lag, more max_bytes, or MESA"
     )
     assert store_bytes(20, 32, 61, 3, 4) != 163_840
     message = message.replace("163,840", f"{store_bytes(20, 32, 61, 3, 4):,}").replace("160 KiB", ".* KiB")
