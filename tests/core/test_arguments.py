@@ -62,6 +62,7 @@ class Plain:
             "adaptive": adaptive,
             "names": names,
             "interval": interval,
+            "labels": labels,
         }
         self.betas = betas
 
