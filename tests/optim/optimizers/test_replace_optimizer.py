@@ -767,7 +767,7 @@ def test_a_setting_or_a_name_that_does_not_exist_is_refused_with_the_nearest() -
         ReplaceOptimizer("lion", wd=0.1)
     with pytest.raises(ValueError, match=r"no class is found at 'mun' \(did you mean 'Muon'\?\)"):
         ReplaceOptimizer("mun")
-    with pytest.raises(TypeError, match=r"weight_decay=\.\.\.\): there is no optimizer to give it to"):
+    with pytest.raises(TypeError, match=r"weight_decay=\.\.\.\): this is a setting of an optimizer, and none is named"):
         ReplaceOptimizer(weight_decay=0.1)
 
 
@@ -780,7 +780,7 @@ def test_a_rate_of_zero_has_no_proportion() -> None:
     net = FourGroups(lambda optimizer: schedulers.ExponentialLR(optimizer, 0.9))
     net.RATES = (1e-2, 0.0, 1e-2, 1e-2)
     net.configure_optimizers = lambda: _scheduled(torch.optim.SGD(net.groups(), lr=0.0))  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match=r"net.blocks.0.qkv.weight, .* rate 0.0, to which 0.02 is in no proportion"):
+    with pytest.raises(ValueError, match=r"net.blocks.0.qkv.weight, .* learning rate 0.0, so a scheduler cannot scale 0.02"):
         run(net, ReplaceOptimizer(Muon))
 
 
