@@ -236,8 +236,12 @@ def test_it_learns_in_configure_optimizers(name: str) -> None:
     ("rule", "settings", "message"),
     [
         (Lion, {"lr": -1.0}, r"Lion\(lr=-1.0\): expected a finite number >= 0"),
-        (Lion, {"betas": (0.9, 1.0)}, r"Lion\(betas=\(0.9, 1.0\)\): expected 2 values, each a number in \[0, 1\) in \[0, 1\)"),
-        (Adan, {"betas": (0.9, 0.9)}, "expected 3 values, each a number in \[0, 1\)"),
+        (
+            Lion,
+            {"betas": (0.9, 1.0)},
+            r"Lion\(betas=\(0.9, 1.0\)\): expected 2 values, each a number in \[0, 1\) in \[0, 1\)",
+        ),
+        (Adan, {"betas": (0.9, 0.9)}, r"expected 3 values, each a number in \[0, 1\)"),
         (Adan, {"eps": float("nan")}, "eps=nan"),
         (LARS, {"momentum": 1.0}, "momentum=1.0"),
         (LARS, {"trust": -0.1}, "trust=-0.1"),

@@ -780,7 +780,9 @@ def test_a_rate_of_zero_has_no_proportion() -> None:
     net = FourGroups(lambda optimizer: schedulers.ExponentialLR(optimizer, 0.9))
     net.RATES = (1e-2, 0.0, 1e-2, 1e-2)
     net.configure_optimizers = lambda: _scheduled(torch.optim.SGD(net.groups(), lr=0.0))  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match=r"net.blocks.0.qkv.weight, .* learning rate 0.0, so a scheduler cannot scale 0.02"):
+    with pytest.raises(
+        ValueError, match=r"net.blocks.0.qkv.weight, .* learning rate 0.0, so a scheduler cannot scale 0.02"
+    ):
         run(net, ReplaceOptimizer(Muon))
 
 
