@@ -4,7 +4,6 @@ The rules are in ``_inverse_hessians``.
 """
 
 import contextlib
-import math
 import time
 from typing import Annotated, Any, ClassVar, Literal
 
