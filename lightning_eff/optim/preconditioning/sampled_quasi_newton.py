@@ -65,7 +65,7 @@ class SampledQuasiNewton(Preconditioner):
         interval: the number of optimizer steps from drawing to drawing. The paper draws in every step.
         radius: the length of a direction over all parameters, in units of the weights.
         epsilon: the threshold below which a pair is skipped.
-        norm: the norm of the result: the gradient's, or that of the inverse Hessian times the gradient.
+        norm: the norm of the result, as above.
 
     Raises:
         ValueError: for a value out of range. At setup, if the pairs do not fit in memory, with LBFGS, or if the optimizers

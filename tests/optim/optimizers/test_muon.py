@@ -458,7 +458,7 @@ def test_one_optimizer_step_keeps_no_more_state_than_momentum() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lr": -1.0}, r"Muon\(lr=-1.0\): expected a finite rate >= 0"),
+        ({"lr": -1.0}, r"Muon\(lr=-1.0\): expected a finite number >= 0"),
         ({"momentum": 1.0}, r"momentum=1.0\): expected a number in \[0, 1\)"),
         ({"weight_decay": -0.1}, "weight_decay=-0.1"),
         (

@@ -798,7 +798,7 @@ def _scheduled(optimizer: Any) -> Any:
             r"expected 'matrices', 'all', or a list of patterns: \['blocks",
         ),
         ({"optimizer": Muon, "parameters": []}, "expected patterns of parameter names"),
-        ({"optimizer": Muon, "lr": -1.0}, r"lr=-1.0\): expected a finite rate >= 0"),
+        ({"optimizer": Muon, "lr": -1.0}, r"lr=-1.0\): expected a finite number >= 0"),
         ({"group_lr": {"head": float("nan")}}, r"group_lr=\{'head': nan\}\): expected a finite rate"),
         ({"lr": 0.1}, "there is none; give one, or rates by group_lr= alone"),
         ({"optimizer": "torch.optim.Muno"}, "no class is found at 'torch.optim.Muno'"),
