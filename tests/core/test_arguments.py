@@ -96,7 +96,7 @@ class Plain:
         ("mode", "mean", "Plain(mode='mean'): expected 'min' or 'max': what to do. The default is 'min'."),
         ("adaptive", "yes", "Plain(adaptive='yes'): expected True or False. The default is False."),
         ("adaptive", 1, "Plain(adaptive=1): expected True or False"),
-        ("names", "fc", "Plain(names='fc'): expected a list of dotted paths, or None."),
+        ("names", "fc", "Plain(names='fc'): expected a list of dotted paths, or None. Write ['fc']."),
         ("names", [1], "Plain(names=[1]): expected a list of dotted paths"),
         ("head", "", "Plain(head=''): expected a dotted path of a submodule, or None."),
         (
@@ -108,7 +108,7 @@ class Plain:
         ("betas", 0.9, "Plain(betas=0.9): expected 2 values"),
         ("interval", 0, "Plain(interval=0): expected 'epoch' or an integer >= 1. The default is 'epoch'."),
         ("interval", "batch", "Plain(interval='batch'): expected 'epoch' or an integer >= 1"),
-        ("labels", "y", "Plain(labels='y'): expected a list of names or positions in the batch, or None."),
+        ("labels", "y", "Plain(labels='y'): expected a list of names or positions in the batch, or None. Write ['y']."),
         ("labels", [], "Plain(labels=[]): expected a list of names or positions in the batch, or None. For example ["),
         ("labels", [True], "Plain(labels=[True]): expected a list of names or positions"),
         ("loss", 3, "Plain(loss=3): expected a function of (module, batch)."),

@@ -97,6 +97,7 @@ def refusal(cls: type, name: str, value: Any, expected: str, hint: str = "") -> 
     meaning = "" if expected.startswith("a function") else meaning_of(cls, name)
     known = "" if default in (inspect.Parameter.empty, None) or hint else f" The default is {default!r}."
     quoted = " Write it without quotes." if isinstance(value, str) and "number" in expected and _numeric(value) else ""
+    quoted = f" Write [{value!r}]." if isinstance(value, str) and value and expected.startswith("a list") else quoted
     return ValueError(
         f"{cls.__name__}({name}={_short(value)}): expected {expected}{': ' + meaning if meaning else ''}."
         f"{quoted}{' ' + hint if hint else ''}{known}"
@@ -108,7 +109,7 @@ def meaning_of(cls: type, name: str) -> str:
     doc = inspect.getdoc(cls) or ""
     found = re.search(rf"^ +{re.escape(name)}: (.+?)(?:\.\s|\.$|;|\n\n|\n +\w+: |\n\w+:\n|\Z)", doc, re.S | re.M)
     text = " ".join(found[1].replace("``", "").split()).rstrip(".") if found else ""
-    return re.sub(r",? (?:in [(\[]-?\d\S*, \S+[)\]]|(?:[<>]=?|at least|from) -?\d\S*(?: on)?)$", "", text)
+    return re.sub(r",? (?:in [(\[]-?\d\S*, \S+[)\]]|(?:[<>]=?|at least|from) -?\d[\d.e-]*(?: on)?)$", "", text)
 
 
 def _argument(parameter: inspect.Parameter) -> Argument | None:
