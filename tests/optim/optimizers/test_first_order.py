@@ -239,7 +239,7 @@ def test_it_learns_in_configure_optimizers(name: str) -> None:
         (
             Lion,
             {"betas": (0.9, 1.0)},
-            r"Lion\(betas=\(0.9, 1.0\)\): expected 2 values, each a number in \[0, 1\) in \[0, 1\)",
+            r"Lion\(betas=\(0.9, 1.0\)\): expected 2 values, each a number in \[0, 1\)",
         ),
         (Adan, {"betas": (0.9, 0.9)}, r"expected 3 values, each a number in \[0, 1\)"),
         (Adan, {"eps": float("nan")}, "eps=nan"),

@@ -175,7 +175,7 @@ def test_it_tells_how_much_it_took_out() -> None:
     told = technique.report()
     assert told["centralized"] == len(output_dims(net)) == 4
     assert 0 < float(told["removed_norm"]) < 10
-    assert technique.summary().startswith("centralized the gradients of 4 weights ")
+    assert technique.summary().startswith("centralized the gradients of 4 weights; ")
 
 
 def test_a_yaml_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

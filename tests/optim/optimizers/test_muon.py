@@ -463,7 +463,7 @@ def test_one_optimizer_step_keeps_no_more_state_than_momentum() -> None:
         ({"weight_decay": -0.1}, "weight_decay=-0.1"),
         (
             {"orthogonalization": "svd"},
-            r"orthogonalization='svd'\): expected one of \['newton_schulz', 'polar_express'\]",
+            r"orthogonalization='svd'\): expected 'polar_express' or 'newton_schulz'",
         ),
         ({"num_iterations": 0}, "num_iterations=0"),
         ({"scale": "rms"}, "scale='rms'"),
@@ -472,7 +472,7 @@ def test_one_optimizer_step_keeps_no_more_state_than_momentum() -> None:
         ({"split": 3}, "split=3"),
         ({"dtype": "float16"}, "dtype='float16'"),
         ({"num_steps": 0}, "num_steps=0"),
-        ({"adam": {"lrr": 1}}, r"got \['lrr'\]; expected any of \['betas', 'eps', 'lr', 'weight_decay'\]"),
+        ({"adam": {"lrr": 1}}, r"there is no setting 'lrr'\. Choose from \['betas', 'eps', 'lr', 'weight_decay'\]"),
         ({"adam": {"betas": (0.9, 1.0)}}, "betas must be in"),
     ],
 )

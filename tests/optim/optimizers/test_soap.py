@@ -303,7 +303,7 @@ def test_it_is_plain_in_configure_optimizers() -> None:
         ({"lr": -1.0}, r"SOAP\(lr=-1.0\): expected a finite number >= 0"),
         (
             {"betas": (0.9, 1.0)},
-            r"SOAP\(betas=\(0.9, 1.0\)\): expected 2 values, each a number in \[0, 1\) in \[0, 1\)",
+            r"SOAP\(betas=\(0.9, 1.0\)\): expected 2 values, each a number in \[0, 1\)",
         ),
         ({"covariance_beta": 1.0}, r"SOAP\(covariance_beta=1.0\): expected a number in \[0, 1\)"),
         ({"refresh_steps": 0}, r"SOAP\(refresh_steps=0\): expected an integer >= 1"),

@@ -343,7 +343,7 @@ def test_what_a_later_batch_has_beyond_the_first_is_told_of() -> None:
         trainer(technique, max_epochs=3).fit(Longer(num_layers=1), data)
     told_of = [str(one.message) for one in told if str(one.message).startswith("SAF: a batch has")]
     assert len(told_of) == 2 and "32 labels per sample, more than the first batch's 16" in told_of[0]
-    assert "F.nll_loss on 60 classes that the first batch had not" in told_of[1]
+    assert "F.nll_loss on 60 classes, which the first batch did not have" in told_of[1]
     (store,) = technique._stores.values()
     assert store.num_rows == 16 and technique.report()["known"] == 0.5
 
@@ -569,7 +569,7 @@ def test_checkpoints_of_another_lag_or_data_set_are_refused(tmp_path: Path) -> N
     with pytest.raises(ValueError, match=r"SAF\(lag=2\): the checkpoint holds the scores of 1 epochs"):
         trainer(SAF(lag=2, start=0.0), max_epochs=3).fit(Plain(), loader("classifier"), ckpt_path=tmp_path / "a.ckpt")
     with pytest.raises(
-        ValueError, match=r"the checkpoint's store is of 20 samples and the data set has 24; expected the same"
+        ValueError, match=r"the checkpoint's store has 20 samples and the data set has 24. Scores are found"
     ):
         trainer(SAF(lag=1, start=0.0), max_epochs=3).fit(
             Plain(), loader("classifier", 24), ckpt_path=tmp_path / "a.ckpt"
@@ -581,9 +581,9 @@ def test_checkpoints_of_another_lag_or_data_set_are_refused(tmp_path: Path) -> N
     [
         ({"weight": -1.0}, r"SAF\(weight=-1.0\): expected a finite number >= 0"),
         ({"temperature": 0.0}, r"SAF\(temperature=0.0\): expected a finite number > 0"),
-        ({"start": 1.5}, r"SAF\(start=1.5\): expected a fraction of the budget in \[0, 1\]"),
-        ({"lag": 0}, r"SAF\(lag=0\): expected an integer >= 1, a number of epochs"),
-        ({"max_bytes": 1e9}, r"SAF\(max_bytes=1000000000.0\): expected an integer >= 1, a number of bytes"),
+        ({"start": 1.5}, r"SAF\(start=1.5\): expected a number in \[0, 1\]"),
+        ({"lag": 0}, r"SAF\(lag=0\): expected an integer >= 1: the number of epochs"),
+        ({"max_bytes": 1e9}, r"SAF\(max_bytes=1000000000.0\): expected an integer >= 1: the largest size of the store"),
         ({"labels": "y"}, r"SAF\(labels='y'\): expected a list"),
     ],
 )
