@@ -689,7 +689,7 @@ class _AnewEachStep(FourGroups):
         ),
         (_AnewEachStep, lambda: ReplaceOptimizer(group_lr={"head": 0.1}), "LBFGS keeps .* parameters='all'"),
         (_Two, lambda: ReplaceOptimizer(Muon), r"returned 2 optimizers \(\['AdamW', 'SGD'\]\)\. Return one optimizer"),
-        (_None, lambda: ReplaceOptimizer(Muon), "returned no optimizers\. Return one optimizer"),
+        (_None, lambda: ReplaceOptimizer(Muon), r"returned no optimizers\. Return one optimizer"),
         (FourGroups, lambda: ReplaceOptimizer(torch.optim.LBFGS), "LBFGS evaluates the loss anew"),
         (
             FourGroups,
