@@ -1,9 +1,9 @@
-"""Other weights than those that are trained: kept beside them, and shown to validation, checkpoints and the fit's end."""
+"""Averages of the weights: kept beside the trained weights and shown to validation, checkpoints and the end of the fit."""
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -12,6 +12,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Count
 from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._needs.offers import is_plain
@@ -20,30 +21,28 @@ from lightning_eff._core.technique import OtherWeights
 from lightning_eff.optim.averaging import _buffers
 from lightning_eff.optim.averaging._batch_norm import batch_norms, modes, recompute_statistics
 
+#: how many training batches BatchNorm's statistics are recomputed from
+BNBatches = Annotated[int, Count()] | None
+
 
 def rivals(*names: str) -> dict[str, str]:
-    """``conflicts`` with other averages, by their names, and with what gives each rank weights of its own."""
+    """The ``conflicts`` of a weight average: other averages, by name, and strategies whose ranks have their own weights."""
     return {
-        **dict.fromkeys(names, "both replace the weights that are validated and kept"),
-        "LocalSGD": "the average would be of each rank's own weights, and rank 0's alone would be saved",
+        **dict.fromkeys(names, "both replace the weights that are validated and saved"),
+        "LocalSGD": "each rank would average its own weights, and only rank 0's average would be saved",
     }
 
 
 def wide(tensor: Tensor) -> torch.dtype:
-    """The dtype in which many of ``tensor`` are summed: double precision, or single on MPS, which has no other."""
+    """The dtype for sums of many such tensors: float64, or float32 on MPS, which has no float64."""
     return torch.promote_types(tensor.dtype, torch.float32 if tensor.device.type == "mps" else torch.float64)
 
 
-def is_count(value: object) -> bool:
-    """Whether ``value`` is an integer >= 1."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
 def pieces(session: Session) -> dict[str, Tensor]:
-    """What this process has of the module's parameters and buffers, by their names; to write to it is to write to them.
+    """This process's part of the module's parameters and buffers, by name. Writing to a piece writes to the parameter.
 
-    That is all of them, but under a strategy that shards: its own part of each DTensor, also where FSDP2 has left
-    parameters whole after a forward pass.
+    Without sharding, a piece is the whole tensor. Under a strategy that shards, it is the local part of the DTensor, also
+    where FSDP2 has left parameters whole after a forward pass.
     """
     module = session.module
     if not is_plain(session.trainer.strategy):
@@ -56,24 +55,19 @@ def pieces(session: Session) -> dict[str, Tensor]:
     return {name: t.detach().to_local() if hasattr(t, "to_local") else t.detach() for name, t in held}  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def check_bn_batches(who: str, bn_batches: object) -> None:
-    """Raise ``ValueError`` unless it is a number of training batches, or None."""
-    if bn_batches is not None and not is_count(bn_batches):
-        raise ValueError(f"{who}({bn_batches=}): expected a number of training batches >= 1, or None for an epoch's.")
-
-
 class AveragedWeights(OtherWeights):
-    """A technique that makes other weights of those that are trained, and shows them in their place.
+    """A technique that computes other weights from the trained ones, and shows them in validation and checkpoints.
 
-    A subclass says in :meth:`average` what the other weights are, holds what they are made of, and calls :meth:`outdate`
-    when they change. Buffers that a parametrisation computes from weights, as spectral normalisation its vectors, are computed
-    at the other weights too. While the trainer validates, and from the end of fit on, the module holds them; every checkpoint's
-    ``state_dict`` is them too, once there are any, and the trained weights are in the callback's state. BatchNorm
-    statistics are recomputed for them where ``bn_batches`` says so.
+    A subclass yields the other weights in :meth:`average`, holds what they are made of, and calls :meth:`outdate` when they
+    change. The module holds the other weights while the trainer validates, and from the end of fit on. Every checkpoint's
+    ``state_dict`` contains them once there are any; the trained weights are in the callback's state. Buffers that a
+    parametrisation computes from weights (such as spectral normalisation's vectors) are computed at the other weights.
+    BatchNorm statistics are recomputed for them if ``recomputes`` is True.
 
     Attributes:
-        bn_batches: how many training batches, on each rank, BatchNorm statistics are recomputed from; None is an epoch.
-        recomputes: whether they are.
+        bn_batches: the number of training batches, on each rank, from which BatchNorm statistics are recomputed; None
+            means a whole epoch.
+        recomputes: whether BatchNorm statistics are recomputed.
     """
 
     bn_setting: ClassVar[str] = ""  # the argument that makes it recompute statistics, where one does
@@ -97,19 +91,19 @@ class AveragedWeights(OtherWeights):
 
     @abstractmethod
     def average(self, session: Session) -> Iterator[tuple[str, Tensor]]:
-        """The other weights, one by one, by the dotted names of parameters and buffers; called before any is replaced."""
+        """Yield the other weights with the dotted names of their parameters and buffers, before any is replaced."""
 
     @property
     def names(self) -> Iterable[str]:
-        """The names that :meth:`average` gives; none where there is nothing yet to be shown."""
+        """The names that :meth:`average` yields; empty while there is nothing to show."""
         return self._held
 
     def forget(self) -> None:
-        """Drop what is held: another technique changed which blocks the network has, or overwrote weights."""
+        """Drop what is held, because another technique changed the network's blocks or overwrote weights."""
         self._held = {}
 
     def to_devices(self, devices: Mapping[str, torch.device]) -> None:
-        """Bring what is held, which a checkpoint gave, to where the module is."""
+        """Move what a checkpoint gave to the module's devices."""
         self._held = {name: value.to(devices[name]) for name, value in self._held.items()}
 
     def saved(self) -> dict[str, Any]:
@@ -121,7 +115,7 @@ class AveragedWeights(OtherWeights):
         self._held = dict(state["held"])
 
     def saved_weights(self, state: dict[str, Any]) -> Mapping[str, Tensor]:
-        """The weights in what :meth:`saved` gave, by name."""
+        """The weights within the result of :meth:`saved`, by name."""
         return state["held"]
 
     # -- the run
@@ -133,16 +127,17 @@ class AveragedWeights(OtherWeights):
             averages = isinstance(other, AveragedWeights) and other is not self and not other.neutral
             if averages or is_a(other, WeightAveraging, StochasticWeightAveraging):
                 raise ValueError(
-                    f"{who} and {type(other).__name__} cannot train together: both replace the weights"
-                    " that are validated and kept. Take one of them out of the trainer's callbacks."
+                    f"{who} and {type(other).__name__} cannot train together: both replace the weights that are validated and"
+                    " saved. Remove one of them from the trainer's callbacks."
                 )
 
     def check_budget(self, session: Session, setting: str, otherwise: str) -> None:
-        """Raise ``ValueError`` if the run has no end that ``setting`` could be a share of."""
+        """Raise ``ValueError`` if the run has no end, of which ``setting`` is a fraction."""
         if not session.progress.limits():
             raise ValueError(
-                f"{type(self).__name__}({setting}): the Trainer has no end (max_steps=-1, max_epochs=-1, max_time=None)"
-                f" that it could be a fraction of. Set one of them, or {otherwise}."
+                f"{type(self).__name__}({setting}): this is a fraction of the run, and the Trainer has no max_steps, max_epochs"
+                " or"
+                f" max_time. Set one of them, or {otherwise}."
             )
 
     @override
@@ -154,17 +149,17 @@ class AveragedWeights(OtherWeights):
         if here != there or _divided(session) != ("ranks" in state):
             was, is_here = (f"the pieces of {n} processes" if n > 1 else "whole tensors" for n in (there, here))
             raise ValueError(
-                f"{type(self).__name__}: the checkpoint's averages are {was}, and this run's are {is_here}; expected the same"
-                " strategy and as many processes. Resume with those, or begin a new fit from the checkpoint's weights, which"
-                " are the average."
+                f"{type(self).__name__}: the checkpoint's averages are {was}, and this run's are {is_here}. Resume with the"
+                " same"
+                " strategy and number of processes, or start a new fit from the checkpoint's weights, which are the average."
             )
         held, saved = pieces(session), self.saved_weights(_own(session, state))
         wrong = [name for name, w in saved.items() if name not in held or held[name].shape != w.shape]
         if wrong:
             raise ValueError(
-                f"{type(self).__name__}: the checkpoint's averages are of {len(wrong)} parameters that"
-                f" {type(session.module).__name__} has not, or has in another shape, such as {wrong[0]!r}; expected a"
-                " checkpoint of the same model. Resume with the model it was saved from."
+                f"{type(self).__name__}: the checkpoint has averages of {len(wrong)} parameters that"
+                f" {type(session.module).__name__} lacks or has in another shape, such as {wrong[0]!r}. Resume with the model"
+                " that the checkpoint was saved from."
             )
 
     @override
@@ -199,18 +194,16 @@ class AveragedWeights(OtherWeights):
             return
         if self.recomputes and batch_norms(session.module) and not session.module.automatic_optimization:
             raise ValueError(
-                f"{type(self).__name__}: {type(session.module).__name__} has BatchNorm layers and"
-                " automatic_optimization=False; expected automatic optimization, because their statistics are"
-                " recomputed by running training_step without training, which is impossible where it steps by itself."
-                " Use automatic optimization, or layers without running statistics."
+                f"{type(self).__name__}: {type(session.module).__name__} has BatchNorm layers and automatic_optimization=False."
+                " Their statistics are recomputed by running training_step, which must not make optimizer steps itself. Use"
+                " automatic optimization, or normalization layers without running statistics."
             )
         if self.recomputes and batch_norms(session.module) and not is_plain(session.trainer.strategy):
             settings = f"({self.bn_setting})" if self.bn_setting else ""
             other = "batch_norm='average'" if self.bn_setting else "layers without running statistics"
             raise ValueError(
-                f"{type(self).__name__}{settings}: {type(session.trainer.strategy).__name__} divides the module, and BatchNorm"
-                " statistics of averaged weights are recomputed by training_step on a whole one. Use strategy='ddp' or"
-                f" {other}."
+                f"{type(self).__name__}{settings}: {type(session.trainer.strategy).__name__} shards the module, and BatchNorm"
+                f" statistics can only be recomputed on a whole one. Use strategy='ddp' or {other}."
             )
         self._modes = modes(session.module)
         self._computed = _buffers.computed(session.module) if is_plain(session.trainer.strategy) else {}
@@ -225,7 +218,7 @@ class AveragedWeights(OtherWeights):
         self._step = session.trainer.global_step
 
     def stepped(self, session: Session) -> bool:
-        """In :meth:`on_batch_end`: whether an optimizer made a step since the batch began."""
+        """Whether an optimizer made a step since the batch began; for :meth:`on_batch_end`."""
         return session.trainer.global_step > self._step
 
     @override
@@ -234,7 +227,7 @@ class AveragedWeights(OtherWeights):
         self._statistics = None
 
     def outdate(self, session: Session) -> None:
-        """The other weights have changed: trained weights were taken up."""
+        """Note that the other weights changed."""
         self._taken += 1
         self._statistics = None
         self._modes = modes(session.module)
@@ -243,7 +236,7 @@ class AveragedWeights(OtherWeights):
 
     @override
     def put_in(self, session: Session) -> None:
-        """Put the other weights into the module, if there are any and they are not there."""
+        """Put the other weights into the module, unless there are none or they are there already."""
         if self._raw is not None or not self.names:
             return
         held = pieces(session)
@@ -267,7 +260,7 @@ class AveragedWeights(OtherWeights):
     @override
     @torch.no_grad()
     def take_out(self, session: Session) -> None:
-        """Put the trained weights back, if the others are in the module."""
+        """Put the trained weights back if the module holds the others."""
         held = pieces(session) if self._raw is not None else {}
         for name, value in (self._raw or {}).items():
             held[name].copy_(value)
@@ -299,7 +292,7 @@ class AveragedWeights(OtherWeights):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self.neutral or (self._session is not None and not self._session.fitting):
-            return  # the weights that the checkpoint holds are the ones to be validated or tested
+            return  # the checkpoint's weights are the ones to validate or test
         own = state_dict if self._session is None else _own(self._session, state_dict)
         self._taken = own["taken"]
         self._raw = own["raw"]
@@ -308,7 +301,7 @@ class AveragedWeights(OtherWeights):
 
 
 def _divided(session: Session) -> bool:
-    """Whether each rank has other parts of the weights than the others."""
+    """Whether each rank holds a different part of the weights."""
     return not is_plain(session.trainer.strategy) and session.trainer.world_size > 1
 
 

@@ -1,28 +1,33 @@
-"""The last snapshots of the weights, taken at epochs or every so many steps: what several averages are made of."""
+"""A window of the latest snapshots of the weights, taken once per epoch or every few steps."""
 
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Count, Either, Fraction, OneOf
 from lightning_eff._core._run.late import ActsLate, Length
 from lightning_eff._core.session import Session
-from lightning_eff.optim.averaging._engine import AveragedWeights, check_bn_batches, is_count, pieces
+from lightning_eff.optim.averaging._engine import AveragedWeights, pieces
+
+#: when a snapshot is taken
+Interval = Annotated[Literal["epoch"] | int, Either(OneOf("epoch"), Count())]
+Start = Annotated[float, Fraction()]
 
 
 class SnapshotWindow(ActsLate, AveragedWeights):
-    """Other weights that are made of the last ``window`` snapshots of those that take gradients.
+    """A weight average over the last ``window`` snapshots of the trained weights.
 
     Attributes:
-        window: how many snapshots are held.
-        interval: "epoch", or optimizer steps between two.
-        start: the share of the budget from which on they are taken.
-        offload: hold them in CPU memory.
-        fewest: of how many at least other weights are made.
+        window: the number of snapshots kept.
+        interval: "epoch", or the number of optimizer steps between two snapshots.
+        start: the fraction of the budget before which no snapshot is taken.
+        offload: whether the snapshots are kept in CPU memory.
+        fewest: the smallest number of snapshots that can be averaged.
     """
 
     fewest: ClassVar[int] = 1
@@ -30,25 +35,6 @@ class SnapshotWindow(ActsLate, AveragedWeights):
     interval: Literal["epoch"] | int
     start: float
     offload: bool
-
-    def set_interval(
-        self, interval: Literal["epoch"] | int, start: float, offload: bool, bn_batches: int | None
-    ) -> None:
-        """Set these attributes.
-
-        Raises:
-            ValueError: for values out of their range.
-        """
-        who = type(self).__name__
-        if interval != "epoch" and not is_count(interval):
-            raise ValueError(f"{who}({interval=}): expected 'epoch' or a number of optimizer steps >= 1.")
-        if not 0.0 <= start <= 1.0:
-            raise ValueError(f"{who}({start=}): expected a fraction of the budget in [0, 1].")
-        check_bn_batches(who, bn_batches)
-        self.interval = interval
-        self.start = start
-        self.offload = offload
-        self.bn_batches = bn_batches
 
     @override
     def _reset(self) -> None:
@@ -144,6 +130,7 @@ class SnapshotWindow(ActsLate, AveragedWeights):
         after = f" after {length.first(every, self.start) + (self.fewest - 1) * every:,}" if known else " later"
         start = f", start={self.start}" if self.start else ""
         return (
-            f"{which} would be taken{after} (interval={self.interval!r}{start}), so nothing will be averaged. Give a"
-            f" smaller number of steps as interval={', or an earlier start=' if start else ''}."
+            f"{which} would be taken{after} (interval={self.interval!r}{start}), so nothing will be averaged. Set interval= to"
+            " a"
+            f" smaller number of steps{', or an earlier start=' if start else ''}."
         )

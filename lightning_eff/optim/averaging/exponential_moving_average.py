@@ -4,20 +4,21 @@ import difflib
 import math
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Fraction, Names, Number
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.optim.averaging._buffers import is_statistic
-from lightning_eff.optim.averaging._engine import AveragedWeights, check_bn_batches, pieces, rivals
+from lightning_eff.optim.averaging._engine import AveragedWeights, BNBatches, pieces, rivals
 
-TAIL_BLEND = 0.6  # the average's share at the end of a run of which the tail is averaged: modded-nanogpt's
+TAIL_BLEND = 0.6  # the default of `blend` with `tail`, from the modded-nanogpt records
 
 
 def decay(half_life: float) -> float:
@@ -43,10 +44,10 @@ def move_average(average: list[Tensor], weights: list[Tensor], *, s: float) -> N
 
 
 def excluded(module: nn.Module, patterns: Sequence[str]) -> set[str]:
-    """The names of the parameters that ``patterns`` mean: of names, as in fnmatch, or "embedding" for all tables.
+    """The names of the parameters that ``patterns`` match: fnmatch patterns of names, or "embedding" for all tables.
 
     Raises:
-        ValueError: for a pattern that means none, with the nearest names.
+        ValueError: for a pattern that matches none, with the nearest names.
     """
     tables = {
         id(p) for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) for p in m.parameters(False)
@@ -63,8 +64,9 @@ def excluded(module: nn.Module, patterns: Sequence[str]) -> set[str]:
             parts = sorted({".".join(name.split(".")[:i]) for name in named for i in range(1, name.count(".") + 2)})
             near = difflib.get_close_matches(pattern.replace("*", "").strip("."), parts, n=4, cutoff=0.4)
             raise ValueError(
-                f"ExponentialMovingAverage(exclude={pattern!r}): it matches no parameter of {type(module).__name__}; expected"
-                " a pattern of names with *, as in 'head.*', or 'embedding' for all tables of nn.Embedding. Nearest:"
+                f"ExponentialMovingAverage(exclude={pattern!r}): no parameter of {type(module).__name__} matches. Use a pattern"
+                " such"
+                " as 'head.*', or 'embedding' for all nn.Embedding tables. Nearest names:"
                 f" {', '.join(near or list(named)[:4])}."
             )
         found |= meant
@@ -72,49 +74,55 @@ def excluded(module: nn.Module, patterns: Sequence[str]) -> set[str]:
 
 
 class ExponentialMovingAverage(AveragedWeights):
-    """Validate, test and keep a moving average of the weights, while training goes on from the raw ones.
+    """Validate, test and save a moving average of the weights, while training continues from the raw weights.
 
-    After each optimizer step ``a <- s a + (1 - s) w`` with ``s = 2^(-1 / half_life)``, of every parameter that takes
-    gradients, and of BatchNorm's running statistics; it starts from the first weights that it sees. Other buffers, such as
-    counts, masks, codebooks and scales of quantisers, are shown as training left them, and the vectors of spectral
-    normalisation are computed at the averaged weights. With ``tail`` only the last share of the run is averaged, and what is
-    shown is a blend of the average and the present weights: the average lags behind, the more so the faster the weights still
-    move. With a rate that is wholly decayed little is left to gain.
+    After each optimizer step ``a <- s a + (1 - s) w`` with ``s = 2^(-1 / half_life)``. The average covers every parameter
+    that requires gradients, and BatchNorm's running statistics. It starts from the first weights. Other buffers (counts,
+    masks, codebooks, scales of quantisers) keep the values of training. With ``tail``, only the end of the run is averaged,
+    and the result is a blend of the average and the current weights, because the average lags behind while the weights
+    still move.
 
-    While the trainer validates, and from the end of fit on, the module holds the average, and so does every checkpoint's
-    ``state_dict``; the raw weights are in this callback's state, and a resumed fit goes on from them. A checkpoint that is
-    saved because of an exception holds raw weights. Averages are held in single precision at least. Parameters that are
-    unfrozen later are averaged from then on; where another technique changes which blocks the network has, the average
-    starts anew.
+    Use it where the learning rate does not decay to zero. With a fully decayed learning rate there is little left to gain.
+    It costs one more copy of the weights, in float32 at least.
 
-    Under FSDP2 (``ModelParallelStrategy``, ``HybridParallelStrategy`` in any layout) each process averages its own pieces of
-    the weights. Such a run is resumed by as many processes in the same layout; its checkpoints' weights load anywhere.
+    The module holds the average while the trainer validates, and from the end of fit on. Every checkpoint's ``state_dict``
+    is the average; the raw weights are in this callback's state, from which a resumed fit continues. Checkpoints saved
+    because of an exception hold raw weights. A parameter that is unfrozen later is averaged from then on. If another
+    technique changes the network's blocks, the average starts anew.
 
-    Lightning's ``EMAWeightAveraging`` does not serve: it keeps a deep copy of the module that it makes in setup, which holds
-    what techniques have wrapped around the original, and has no blend. The update is that of torch's ``AveragedModel``.
+    Under FSDP2 (``ModelParallelStrategy``, ``HybridParallelStrategy``) each process averages its own part of the weights.
+    Resume such a run with the same number of processes and the same layout. Its checkpoints' weights load anywhere.
+
+    It differs from Lightning's ``EMAWeightAveraging``, which copies the module in setup, before other techniques are in
+    place, and has no blend. The update is the one of torch's ``AveragedModel``.
 
     Args:
-        half_life: optimizer steps after which weights count half as much, >= 0; 0 is plain training. Divide a time constant
-            by 1.44 for it.
-        tail: average only over this last share of the budget, in (0, 1]; None for all of it.
-        blend: the share of the average in what is shown, in [0, 1]; the rest is the present weights. None for 1, and with
-            ``tail`` for 0.6.
-        exclude: parameters that keep their raw weights: patterns of their names, such as ``"head.*"``, or ``"embedding"``.
-        batch_norm: "average" takes BatchNorm's statistics along as other buffers; "recompute" finds those of the averaged
-            weights from training data, whenever they are used.
-        bn_batches: of "recompute": training batches on each rank; None takes a whole epoch.
+        half_life: the number of optimizer steps after which a step's weights count half as much. 0 is plain training. For
+            a decay ``s``, give ``log(0.5) / log(s)``: 693 for 0.999.
+        tail: the fraction of the budget, at its end, that is averaged; None averages the whole run.
+        blend: the weight of the average in the result; the current weights have the rest. None means 1, or 0.6 with
+            ``tail``. 0 is plain training.
+        exclude: patterns of the names of parameters that keep their raw weights, such as ``["head.*"]``, or
+            ``["embedding"]`` for all embedding tables.
+        batch_norm: what happens to BatchNorm statistics. "average" averages them; "recompute" computes them from training
+            data for the averaged weights, whenever these are used.
+        bn_batches: the number of training batches, on each rank, for "recompute"; None uses a whole epoch.
 
     Raises:
-        ValueError: for other values; at setup, beside another weight averaging, with a ``tail`` in a run without an end, or
-            where a pattern matches no parameter; under ``FSDPStrategy`` and DeepSpeed, and for "recompute" under any strategy
+        ValueError: for a value out of range. At setup, with another weight average, with ``tail`` in a run without an end,
+            if a pattern matches no parameter, under ``FSDPStrategy`` or DeepSpeed, or for "recompute" under a strategy
             that shards.
 
-    Sources:
-        Polyak & Juditsky 1992, SIAM J. Control Optim. 30(4); Izmailov et al. 2018, arXiv:1803.05407, on BatchNorm; the tail
-        and its blend are of the modded-nanogpt records.
+    Example:
+        >>> ema = ExponentialMovingAverage(half_life=700, exclude=["head.*"])
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[ema])
+
+    References:
+        Polyak & Juditsky 1992, "Acceleration of Stochastic Approximation by Averaging", SIAM J. Control Optim. 30(4).
+        Izmailov et al. 2018, arXiv:1803.05407, on BatchNorm. The tail and its blend are from the modded-nanogpt records.
     """
 
-    saves: ClassVar[str] = "epochs while the learning rate is high; little once it is fully decayed"
+    saves: ClassVar[str] = "epochs, as long as the learning rate is high; little once it has decayed"
     paper: ClassVar[str] = "Polyak & Juditsky 1992, doi:10.1137/0330046"
     constraints: ClassVar[str] = (
         "one more copy of the weights; batch_norm='recompute' needs automatic optimization and whole weights"
@@ -123,43 +131,25 @@ class ExponentialMovingAverage(AveragedWeights):
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"half_life": Uniform(10.0, 1000.0, log=True), "tail": Choice((None, 0.25))},
         lambda profile: (
-            "the learning rate ends at zero, where the last weights are as good" if profile.decayed_rate else None
+            "the learning rate ends at zero, where an average gains little" if profile.decayed_rate else None
         ),
     )
     control: ClassVar[Control] = Control(
-        "the baseline for as many seconds with its learning rate decayed to zero, where the gain shrinks"
+        "the baseline for the same time with a learning rate that decays to zero, where the gain shrinks"
     )
     conflicts: ClassVar = rivals("LatestWeightAveraging")
     bn_setting: ClassVar[str] = "batch_norm='recompute'"
 
     def __init__(
         self,
-        half_life: float,
+        half_life: Annotated[float, Number(at_least=0)],
         *,
-        tail: float | None = None,
-        blend: float | None = None,
-        exclude: Sequence[str] = (),
+        tail: Annotated[float, Fraction(above=0)] | None = None,
+        blend: Annotated[float, Fraction()] | None = None,
+        exclude: Annotated[Sequence[str], Names("patterns of parameter names")] = (),
         batch_norm: Literal["average", "recompute"] = "average",
-        bn_batches: int | None = 100,
+        bn_batches: BNBatches = 100,
     ) -> None:
-        if isinstance(half_life, bool) or not 0.0 <= half_life < math.inf:
-            raise ValueError(
-                f"ExponentialMovingAverage({half_life=}): expected a finite number of optimizer steps >= 0; 0 is plain"
-                " training."
-            )
-        if tail is not None and not 0.0 < tail <= 1.0:
-            raise ValueError(
-                f"ExponentialMovingAverage({tail=}): expected a share of the budget in (0, 1], or None for all of it."
-            )
-        if blend is not None and not 0.0 <= blend <= 1.0:
-            raise ValueError(
-                f"ExponentialMovingAverage({blend=}): expected the average's share in [0, 1], or None; 0 is plain training."
-            )
-        if isinstance(exclude, str):
-            raise ValueError(f"ExponentialMovingAverage({exclude=}): expected a list of patterns. Write [{exclude!r}].")
-        if batch_norm not in ("average", "recompute"):
-            raise ValueError(f"ExponentialMovingAverage({batch_norm=}): expected 'average' or 'recompute'.")
-        check_bn_batches("ExponentialMovingAverage", bn_batches)
         self.half_life = half_life
         self.tail = tail
         self.blend = blend if blend is not None else 1.0 if tail is None else TAIL_BLEND
@@ -231,7 +221,7 @@ class ExponentialMovingAverage(AveragedWeights):
             # blend a + (1 − blend) w
             yield name, a if self.blend == 1.0 else torch.lerp(w.to(a.dtype), a, self.blend)
 
-    # -- what it tells
+    # -- what it reports
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:
@@ -240,6 +230,10 @@ class ExponentialMovingAverage(AveragedWeights):
     @override
     def summary(self) -> str:
         if not self._held:
-            return "nothing was averaged: the weights are the raw ones"
-        what = "the average" if self.blend == 1.0 else f"{self.blend:g} of the average and the rest of the last weights"
+            return "nothing was averaged; the module holds the raw weights"
+        what = (
+            "the average"
+            if self.blend == 1.0
+            else f"{self.blend:g} of the average plus {1 - self.blend:g} of the last weights"
+        )
         return f"{what}, over {self._taken:,} steps with a half-life of {self.half_life:g}"

@@ -1,17 +1,18 @@
 """Latest weight averaging (LAWA): the mean of the last k snapshots of the weights (Kaddour 2022, arXiv:2209.14981)."""
 
 from collections.abc import Iterable, Iterator
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Count
 from lightning_eff._core.search_space import Choice, Integer, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
-from lightning_eff.optim.averaging._engine import is_count, pieces, wide
-from lightning_eff.optim.averaging._snapshots import SnapshotWindow
+from lightning_eff.optim.averaging._engine import BNBatches, pieces, wide
+from lightning_eff.optim.averaging._snapshots import Interval, SnapshotWindow, Start
 
 
 @torch.no_grad()
@@ -34,42 +35,50 @@ def latest_mean(snapshots: Iterable[Tensor], *, device: torch.device) -> Tensor:
 
 
 class LatestWeightAveraging(SnapshotWindow):
-    """Validate, test and keep the mean of the last ``window`` snapshots, while training goes on from the raw weights.
+    """Validate, test and save the mean of the last ``window`` snapshots, while training continues from the raw weights.
 
-    A snapshot holds every parameter that takes gradients; one that is unfrozen later is averaged over the snapshots
-    since. While the trainer validates, and from the end of fit on, the module holds the mean. Every checkpoint's
-    ``state_dict`` is the mean too, once there is a snapshot, so what ``ModelCheckpoint`` keeps as best is what was
-    validated; the raw weights and the snapshots (``window`` copies of the weights) are in this callback's state, and a
-    resumed fit goes on from them. A second fit without a checkpoint starts from the mean, with an empty window. A
-    checkpoint that is saved because of an exception, after this callback has put everything back, holds raw weights.
+    A snapshot holds every parameter that requires gradients. A parameter that is unfrozen later is averaged over the
+    snapshots taken since. Use it where the learning rate does not decay to zero, and early in long runs. It costs
+    ``window + 1`` copies of the weights (with ``offload``, in CPU memory).
 
-    BatchNorm statistics are not averaged: they are recomputed for each mean that is used, by the rule of torch's
-    ``update_bn``, from forward passes of ``training_step`` that leave no trace in the run: no log, no draw from the
-    global generators, the training loader where it was. Their cost is counted. Other buffers keep their latest values.
-    If another technique changes which blocks the network has, the window is emptied: earlier snapshots are of another
-    network.
+    The module holds the mean while the trainer validates, and from the end of fit on. Every checkpoint's ``state_dict`` is
+    the mean once there is a snapshot, so the checkpoint that ``ModelCheckpoint`` keeps as best is the one that was
+    validated. The raw weights and the snapshots are in this callback's state, from which a resumed fit continues. A second
+    fit without a checkpoint starts from the mean, with an empty window. Checkpoints saved because of an exception hold raw
+    weights.
 
-    Lightning's own ``WeightAveraging`` does not serve: it keeps one running average in a deep copy of the module, from
-    which a snapshot that leaves the window cannot be taken out again.
+    BatchNorm statistics are recomputed for each mean that is used, by the rule of torch's ``update_bn``. The forward passes
+    of ``training_step`` for this leave no trace in the run (no logs, no random draws, the loader stays where it was), and
+    their cost is counted. Other buffers keep their latest values. If another technique changes the network's blocks, the
+    window is emptied.
+
+    It differs from Lightning's ``WeightAveraging``, which keeps one running average, so a snapshot that leaves the window
+    cannot be removed from it.
 
     Args:
-        window: how many of the latest snapshots the mean is over, >= 1; 1 means the latest alone.
-        interval: "epoch" takes a snapshot after each complete epoch, a number N >= 1 after every N optimizer steps
-            (under manual optimization as Lightning counts them: each optimizer's).
-        start: take snapshots only of steps from this fraction of the budget on, in [0, 1]; 1 takes none, which is
-            plain training.
-        offload: keep the snapshots in CPU memory.
-        bn_batches: how many training batches, on each rank, BatchNorm statistics are recomputed from; None takes a
-            whole epoch. Wu & Johnson (2021, arXiv:2105.07576) find 1,000 to 10,000 samples to be enough.
+        window: the number of latest snapshots that are averaged. 1 uses only the latest.
+        interval: when a snapshot is taken. "epoch" takes one after each complete epoch, a number N after every N optimizer
+            steps (under manual optimization, each optimizer's steps count).
+        start: the fraction of the budget before which no snapshot is taken. 1 is plain training.
+        offload: whether to keep the snapshots in CPU memory.
+        bn_batches: the number of training batches, on each rank, from which BatchNorm statistics are recomputed; None uses
+            a whole epoch. Wu & Johnson (2021, arXiv:2105.07576) find 1,000 to 10,000 samples sufficient.
 
     Raises:
-        ValueError: if an argument is out of its range; at setup, if the trainer has another weight averaging, if
-            ``start`` needs a budget that it has not, or if BatchNorm meets manual optimization.
+        ValueError: for a value out of range. At setup, with another weight average, if ``start`` is set in a run without an
+            end, or for BatchNorm with manual optimization.
+
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[LatestWeightAveraging(window=6, interval=200)])
+
+    References:
+        Kaddour 2022, "Stop Wasting My Time! Saving Days of ImageNet and BERT Training with Latest Weight Averaging",
+        arXiv:2209.14981.
     """
 
-    saves = "epochs while the learning rate is high; nothing once it is fully decayed"
+    saves = "epochs, as long as the learning rate is high; nothing once it has decayed"
     paper = "Kaddour 2022, arXiv:2209.14981"
-    constraints = "window + 1 copies of the weights; BatchNorm needs automatic optimization"
+    constraints = "keeps window + 1 copies of the weights; BatchNorm needs automatic optimization"
     survey: ClassVar[Survey | None] = Survey("latest weight averaging (LAWA)", zhuang="2.1", shen="5.4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {
@@ -78,27 +87,26 @@ class LatestWeightAveraging(SnapshotWindow):
             "start": Choice((0.0, 0.5, 0.75)),
         },
         lambda profile: (
-            "the learning rate ends at zero, where the last weights are as good" if profile.decayed_rate else None
+            "the learning rate ends at zero, where an average gains little" if profile.decayed_rate else None
         ),
     )
-    control = Control("the baseline for as many seconds with its learning rate decayed to zero, where the gain shrinks")
+    control = Control("the baseline for the same time with a learning rate that decays to zero, where the gain shrinks")
     sparse_gradients = True
 
     def __init__(
         self,
-        window: int = 6,
+        window: Annotated[int, Count()] = 6,
         *,
-        interval: Literal["epoch"] | int = "epoch",
-        start: float = 0.0,
+        interval: Interval = "epoch",
+        start: Start = 0.0,
         offload: bool = False,
-        bn_batches: int | None = 100,
+        bn_batches: BNBatches = 100,
     ) -> None:
-        if not is_count(window):
-            raise ValueError(
-                f"LatestWeightAveraging({window=}): expected an integer >= 1; 1 keeps the latest snapshot alone."
-            )
-        self.set_interval(interval, start, offload, bn_batches)
         self.window = window
+        self.interval = interval
+        self.start = start
+        self.offload = offload
+        self.bn_batches = bn_batches
         self._reset()
 
     @override
@@ -114,5 +122,5 @@ class LatestWeightAveraging(SnapshotWindow):
     @override
     def summary(self) -> str:
         if not self._snapshots:
-            return f"no snapshot to average (of {self._taken} taken): the weights are the raw ones"
+            return f"no snapshot to average ({self._taken} taken); the module holds the raw weights"
         return f"mean of the last {len(self._snapshots)} of {self._taken} snapshots"

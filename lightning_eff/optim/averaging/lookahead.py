@@ -1,17 +1,18 @@
-"""Lookahead: slow weights that follow the optimizer's, k steps at a time (Zhang et al. 2019)."""
+"""Lookahead: slow weights that follow the optimizer's weights every k steps (Zhang et al. 2019)."""
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Count, Fraction
 from lightning_eff._core._run.late import ActsLate, Length
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
-from lightning_eff.optim.averaging._engine import AveragedWeights, is_count, pieces, rivals
+from lightning_eff.optim.averaging._engine import AveragedWeights, pieces, rivals
 
 
 @torch.no_grad()
@@ -28,48 +29,47 @@ def slow_step(slow: Tensor, fast: Tensor, *, alpha: float) -> Tensor:
 
 
 class Lookahead(ActsLate, AveragedWeights):
-    """Let the optimizer run ahead for ``interval`` steps, go a part of the way, and let it start again from there.
+    """Move slow weights towards the optimizer's weights every ``interval`` steps, and restart the optimizer from them.
 
-    The slow weights are those that the run, or a network that has changed, starts with. After every ``interval`` optimizer
-    steps they go the share ``alpha`` of the way to the trained ones, which are then set to them. The optimizer's own state
-    goes on as it is, as in the paper's experiments.
+    The slow weights start as the weights of the run (or of a network that another technique has changed). After every
+    ``interval`` optimizer steps they move the fraction ``alpha`` of the way to the trained weights, which are then set to
+    the slow ones. The optimizer's own state is kept, as in the paper's experiments. It costs one more copy of the weights
+    and almost no time.
 
-    What validation and checkpoints see, and what fit leaves behind, are the slow weights: those that would be if they went
-    their share now, which after each ``interval`` steps are the trained ones. The trained weights are in this callback's
-    state, and a resumed fit goes on from them. Buffers, BatchNorm's statistics among them, are the trained network's.
+    Validation, checkpoints and the end of fit use the slow weights, moved as if an interval ended now. The trained weights
+    are in this callback's state, from which a resumed fit continues. Buffers, including BatchNorm's statistics, are those
+    of training.
 
     Args:
-        interval: ``k``, optimizer steps between two of the slow weights, >= 1.
-        alpha: the share of the way, in (0, 1]. 1 is plain training.
+        interval: the number of optimizer steps between two updates of the slow weights, ``k`` in the paper.
+        alpha: the fraction of the way that the slow weights move. 1 is plain training.
 
     Raises:
-        ValueError: for other values; at setup, beside another weight averaging.
+        ValueError: for a value out of range. At setup, with another weight average.
 
-    Sources:
-        Zhang et al. 2019, arXiv:1907.08610.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[Lookahead(interval=5, alpha=0.5)])
+
+    References:
+        Zhang et al. 2019, "Lookahead Optimizer: k steps forward, 1 step back", arXiv:1907.08610.
     """
 
-    saves: ClassVar[str] = "steps, by the paper's claim: less noise in the weights at hardly any cost"
+    saves: ClassVar[str] = "steps, according to the paper: less noise in the weights at almost no cost"
     paper: ClassVar[str] = "Zhang et al. 2019, arXiv:1907.08610"
-    constraints: ClassVar[str] = "one more copy of the weights"
+    constraints: ClassVar[str] = "keeps one more copy of the weights"
     survey: ClassVar[Survey | None] = Survey("Lookahead", shen="5.4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"interval": Choice((5, 10, 20)), "alpha": Uniform(0.3, 0.8)}
     )
     control: ClassVar[Control] = Control(
-        "the baseline for as many seconds with its learning rate decayed to zero: a step costs about the same"
+        "the baseline for the same time with a learning rate that decays to zero; step costs are about equal"
     )
     conflicts: ClassVar = rivals("ExponentialMovingAverage", "LatestWeightAveraging")
     recomputes = False
 
-    def __init__(self, interval: int = 5, *, alpha: float = 0.5) -> None:
-        if not is_count(interval):
-            raise ValueError(f"Lookahead({interval=}): expected a number of optimizer steps >= 1. 5 is the paper's.")
-        if not 0.0 < alpha <= 1.0:
-            raise ValueError(
-                f"Lookahead({alpha=}): expected a number in (0, 1], the share of the way to the trained weights; 1 is plain"
-                " training."
-            )
+    def __init__(
+        self, interval: Annotated[int, Count()] = 5, *, alpha: Annotated[float, Fraction(above=0)] = 0.5
+    ) -> None:
         self.interval = interval
         self.alpha = alpha
         self._reset()
@@ -77,7 +77,7 @@ class Lookahead(ActsLate, AveragedWeights):
     @override
     def _reset(self) -> None:
         super()._reset()
-        self._ahead = 0  # optimizer steps since the slow weights went
+        self._ahead = 0  # optimizer steps since the slow weights moved
 
     @property
     @override
@@ -93,11 +93,11 @@ class Lookahead(ActsLate, AveragedWeights):
     def on_blocks_changed(self, session: Session) -> None:
         super().on_blocks_changed(session)
         self._ahead = 0
-        self._begin(session)  # at once, so that the order of techniques does not count
+        self._begin(session)  # at once, so that the order of techniques does not matter
 
     @torch.no_grad()
     def _begin(self, session: Session) -> None:
-        """Let parameters that have no slow weights get some where they are."""
+        """Start slow weights for parameters that have none, at their current values."""
         fresh = [n for n, p in session.module.named_parameters() if p.requires_grad and n not in self._held]
         now = pieces(session) if fresh else {}
         for name in fresh:
@@ -133,7 +133,7 @@ class Lookahead(ActsLate, AveragedWeights):
         super().restore(state)
         self._ahead = state["ahead"]
 
-    # -- what it tells
+    # -- what it reports
 
     @property
     @override
@@ -147,8 +147,8 @@ class Lookahead(ActsLate, AveragedWeights):
     @override
     def idle(self, length: Length) -> str:
         return (
-            f"the slow weights go after every {self.interval:,}, so training never starts again from them, and what it leaves"
-            f" is {self.alpha:.0%} of the way from the first weights to the last. Give a smaller interval=."
+            f"the slow weights move every {self.interval:,} steps, so training never restarts from them, and the final weights"
+            f" are {self.alpha:.0%} of the way from the first to the last. Set a smaller interval=."
         )
 
     @override
@@ -157,4 +157,4 @@ class Lookahead(ActsLate, AveragedWeights):
 
     @override
     def summary(self) -> str:
-        return f"the slow weights went {self._taken:,} times, every {self.interval} steps {self.alpha:g} of the way"
+        return f"moved the slow weights {self._taken:,} times, every {self.interval} steps, by {self.alpha:g} of the distance"

@@ -1,18 +1,19 @@
-"""Regularised nonlinear acceleration (RNA): a run's end, extrapolated from its iterates (Scieur et al. 2016)."""
+"""Regularized nonlinear acceleration (RNA): extrapolate from the last iterates (Scieur et al. 2016)."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Count, Number
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core.search_space import Choice, Integer, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
-from lightning_eff.optim.averaging._engine import is_count, rivals, wide
-from lightning_eff.optim.averaging._snapshots import SnapshotWindow
+from lightning_eff.optim.averaging._engine import BNBatches, rivals, wide
+from lightning_eff.optim.averaging._snapshots import Interval, SnapshotWindow, Start
 
 
 @torch.no_grad()
@@ -28,8 +29,8 @@ def coefficients(gram: Tensor, *, regularization: float) -> Tensor:
     """The ``c`` that minimises ``c^T (K + lambda I) c`` with ``sum_i c_i = 1`` and ``K = R^T R / ||R^T R||``; shape (k,).
 
     Args:
-        gram: ``R^T R``, shape (k, k). Where it is not finite, as of a run that has diverged, ``c`` is a plain mean's.
-        regularization: ``lambda`` >= 0. With 0 and dependent residuals, ``c`` is the shortest of all that minimise.
+        gram: ``R^T R``, shape (k, k). If it is not finite (the run has diverged), ``c`` is that of a plain mean.
+        regularization: ``lambda`` >= 0. With 0 and dependent residuals, ``c`` is the minimiser of least norm.
     """
     k = len(gram)
     if not bool(gram.isfinite().all()):
@@ -59,41 +60,48 @@ def combination(points: Iterable[Tensor], c: Tensor, *, device: torch.device) ->
 
 
 class RegularizedNonlinearAcceleration(SnapshotWindow):
-    """Validate, test and keep the point that the last iterates are on the way to, while training goes on undisturbed.
+    """Validate, test and save a point extrapolated from the last snapshots, while training continues undisturbed.
 
-    Of ``window`` snapshots ``x_0, ..., x_k`` the ``k`` differences ``r_i = x_{i+1} - x_i`` are the residuals. The weights that
-    are shown are ``sum_i c_i x_i``, ``i < k``, with the coefficients that make the sum of residuals shortest, on condition
-    that they sum to one, with ``lambda`` against large ones. For gradient descent on a quadratic in d dimensions, d + 1
-    residuals and no ``lambda`` give its minimiser exactly. In training with noise, coefficients grow with it: give a larger
-    ``lambda``, with which they become those of a plain mean.
+    The ``window`` snapshots ``x_0, ..., x_k`` have ``k`` differences ``r_i = x_{i+1} - x_i``, the residuals. The shown
+    weights are ``sum_i c_i x_i`` with ``i < k``. The coefficients ``c`` minimise the norm of the summed residuals under the
+    condition that they sum to one, with ``lambda`` as a penalty on large coefficients. For gradient descent on a quadratic
+    in d dimensions, d + 1 residuals without ``lambda`` give the minimiser exactly. Noisy training makes the coefficients
+    large. A larger ``lambda`` then brings them closer to those of a plain mean.
 
-    While the trainer validates, and from the end of fit on, the module holds that point, and so does every checkpoint's
-    ``state_dict``, once there are three snapshots; the raw weights and the snapshots are in this callback's state. BatchNorm
-    statistics are recomputed for it, by the rule of torch's ``update_bn``. Parameters that are thawed later join when every
-    snapshot has them.
+    Use it for smooth problems with little gradient noise. It costs ``window + 1`` copies of the weights.
 
-    Logged: ``snapshots``, how many are held, and ``largest``, the largest coefficient's size.
+    The module holds that point while the trainer validates, and from the end of fit on. Every checkpoint's ``state_dict``
+    is that point once there are three snapshots; the raw weights and the snapshots are in this callback's state. BatchNorm
+    statistics are recomputed for it, by the rule of torch's ``update_bn``. A parameter that is unfrozen later joins when
+    every snapshot has it.
+
+    It logs ``snapshots`` (the number kept) and ``largest`` (the largest absolute coefficient).
 
     Args:
-        window: ``k + 1``, snapshots that are held, >= 3.
-        interval: "epoch" takes a snapshot after each complete epoch, a number N >= 1 after every N optimizer steps.
-        regularization: ``lambda``, relative to the largest eigenvalue of ``R^T R``, >= 0.
-        start: take snapshots only of steps from this fraction of the budget on, in [0, 1]; 1 takes none, which is plain
-            training.
-        offload: keep the snapshots in CPU memory.
-        bn_batches: how many training batches, on each rank, BatchNorm statistics are recomputed from; None takes an epoch.
+        window: the number of snapshots kept, ``k + 1``.
+        interval: when a snapshot is taken. "epoch" takes one after each complete epoch, a number N after every N optimizer
+            steps.
+        regularization: ``lambda``, relative to the largest eigenvalue of ``R^T R``.
+        start: the fraction of the budget before which no snapshot is taken. 1 is plain training.
+        offload: whether to keep the snapshots in CPU memory.
+        bn_batches: the number of training batches, on each rank, from which BatchNorm statistics are recomputed; None uses
+            a whole epoch.
 
     Raises:
-        ValueError: if an argument is out of its range; at setup, beside another weight averaging, if ``start`` needs a budget
-            that the run has not, or if BatchNorm meets manual optimization.
+        ValueError: for a value out of range. At setup, with another weight average, if ``start`` is set in a run without an
+            end, or for BatchNorm with manual optimization.
 
-    Sources:
-        Scieur et al. 2016, arXiv:1606.04133.
+    Example:
+        >>> rna = RegularizedNonlinearAcceleration(window=6, interval=100, regularization=1e-4)
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[rna])
+
+    References:
+        Scieur et al. 2016, "Regularized Nonlinear Acceleration", arXiv:1606.04133.
     """
 
-    saves: ClassVar[str] = "steps of smooth problems without noise; fragile under noise"
+    saves: ClassVar[str] = "steps on smooth problems with little gradient noise; it is fragile under noise"
     paper: ClassVar[str] = "Scieur et al. 2016, arXiv:1606.04133"
-    constraints: ClassVar[str] = "window + 1 copies of the weights; BatchNorm needs automatic optimization"
+    constraints: ClassVar[str] = "keeps window + 1 copies of the weights; BatchNorm needs automatic optimization"
     needs: ClassVar[Need] = Need.WHOLE
     fewest: ClassVar[int] = 3
     survey: ClassVar[Survey | None] = Survey("regularized nonlinear acceleration", zhuang="2.1", shen="5.4")
@@ -105,7 +113,7 @@ class RegularizedNonlinearAcceleration(SnapshotWindow):
         }
     )
     control: ClassVar[Control] = Control(
-        "the baseline for as many seconds with its learning rate decayed to zero; and the mean of as many snapshots"
+        "the baseline for the same time with a learning rate that decays to zero, and the mean of as many snapshots"
     )
     conflicts: ClassVar = rivals(
         "ExponentialMovingAverage", "LatestWeightAveraging", "Lookahead", "StochasticWeightAveraging"
@@ -113,23 +121,20 @@ class RegularizedNonlinearAcceleration(SnapshotWindow):
 
     def __init__(
         self,
-        window: int = 6,
+        window: Annotated[int, Count(at_least=3)] = 6,
         *,
-        interval: Literal["epoch"] | int = "epoch",
-        regularization: float = 1e-4,
-        start: float = 0.0,
+        interval: Interval = "epoch",
+        regularization: Annotated[float, Number(at_least=0)] = 1e-4,
+        start: Start = 0.0,
         offload: bool = False,
-        bn_batches: int | None = 100,
+        bn_batches: BNBatches = 100,
     ) -> None:
-        if not is_count(window) or window < 3:
-            raise ValueError(
-                f"RegularizedNonlinearAcceleration({window=}): expected an integer >= 3, of which two residuals are made."
-            )
-        if not 0.0 <= regularization < float("inf"):
-            raise ValueError(f"RegularizedNonlinearAcceleration({regularization=}): expected a finite number >= 0.")
-        self.set_interval(interval, start, offload, bn_batches)
         self.window = window
+        self.interval = interval
         self.regularization = regularization
+        self.start = start
+        self.offload = offload
+        self.bn_batches = bn_batches
         self._reset()
 
     @override
@@ -169,5 +174,5 @@ class RegularizedNonlinearAcceleration(SnapshotWindow):
     @override
     def summary(self) -> str:
         if not self.names:
-            return f"too few snapshots to extrapolate from ({len(self._snapshots)}): the weights are the raw ones"
-        return f"extrapolated from {len(self._snapshots)} snapshots, the largest coefficient {self._largest:.3g}"
+            return f"too few snapshots to extrapolate ({len(self._snapshots)}); the module holds the raw weights"
+        return f"extrapolated from {len(self._snapshots)} snapshots; the largest coefficient is {self._largest:.3g}"

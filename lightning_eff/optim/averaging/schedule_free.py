@@ -1,11 +1,11 @@
-"""Schedule-free learning: the average of all steps in the place of a decaying rate (Defazio et al. 2024, arXiv:2405.15682)."""
+"""Schedule-free learning: an average of all steps replaces the decay of the learning rate (Defazio et al. 2024)."""
 
 import importlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Count, Fraction, Number
+from lightning_eff._core._lightning.extras import missing
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._optim.combined import set_rate
 from lightning_eff._core._optim.held import HeldRates
@@ -24,24 +26,24 @@ from lightning_eff._core.optimizers import evaluates_anew
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
-from lightning_eff.optim.averaging._engine import AveragedWeights, check_bn_batches, rivals
+from lightning_eff.optim.averaging._engine import AveragedWeights, BNBatches, rivals
 
 _PROGRESS = ("k", "lr_max", "weight_sum")  # what the library keeps for a group
 
 
 def rates_of(optimizer: Optimizer) -> list[float | None]:
-    """The rate of each group; None where it has none."""
+    """The learning rate of each parameter group; None where a group has none."""
     return [None if group.get("lr") is None else float(group["lr"]) for group in optimizer.param_groups]
 
 
 class Base:
-    """The module's optimizer as ``schedulefree.ScheduleFreeWrapper`` sees it; what the wrapper keeps, it keeps here.
+    """The module's optimizer as ``schedulefree.ScheduleFreeWrapper`` sees it; the wrapper's own state lives here.
 
-    So the optimizer's own state stays that of a plain run, and loads into one.
+    The optimizer's state therefore stays that of a plain run, and loads into one.
 
     Args:
-        optimizer: the module's.
-        step: its own step, without a closure.
+        optimizer: the module's optimizer.
+        step: the optimizer's own step, without a closure.
     """
 
     def __init__(self, optimizer: Optimizer, step: Callable[[], Any]) -> None:
@@ -51,11 +53,11 @@ class Base:
         self.look()
 
     def look(self) -> None:
-        """See the groups as they are now."""
+        """Take over the optimizer's current parameter groups."""
         groups = self.optimizer.param_groups
-        self.param_groups += [{} for _ in groups[len(self.param_groups) :]]  # somebody has thawed parameters since
+        self.param_groups += [{} for _ in groups[len(self.param_groups) :]]  # groups that were added in the meantime
         for group, own in zip(groups, self.param_groups, strict=True):
-            # rates are weights of the average here, and a sum of weights must not be zero
+            # learning rates are weights of the average here, and their sum must not be zero
             own |= {"params": group["params"], "lr": float(group.get("lr", 1.0)) or 1e-30}
 
     def step(self) -> None:
@@ -65,7 +67,7 @@ class Base:
 
 @contextmanager
 def without_momentum(optimizer: Optimizer) -> Iterator[None]:
-    """Within, ``momentum`` and the first of the ``betas`` are zero in every group: the average's own takes their place."""
+    """Set ``momentum`` and the first beta to zero in every group: the average's interpolation replaces them."""
     kept = [{k: group[k] for k in ("momentum", "nesterov", "betas") if k in group} for group in optimizer.param_groups]
     try:
         for group, own in zip(optimizer.param_groups, kept, strict=True):
@@ -83,8 +85,8 @@ def wrapper_around(base: Base, momentum: float, power: float) -> Any:
 
     Args:
         base: the optimizer.
-        momentum: of the interpolation.
-        power: of the steps' number, in their weight.
+        momentum: the interpolation's momentum.
+        power: the exponent of the step number in a step's weight.
 
     Raises:
         ImportError: if the library is not installed.
@@ -92,14 +94,12 @@ def wrapper_around(base: Base, momentum: float, power: float) -> Any:
     try:
         library: Any = importlib.import_module("schedulefree")
     except ImportError as error:
-        raise ImportError(
-            "ScheduleFree needs the library schedulefree, which is not installed: pip install 'lightning-eff[schedulefree]'."
-        ) from error
+        raise ImportError(missing("ScheduleFree", "schedulefree", "schedulefree")) from error
 
     class Wrapper(library.ScheduleFreeWrapper):
         @staticmethod
         def swap(x: Tensor, y: Tensor) -> None:
-            """The library's own swaps bytes, which tensors without dimensions and with channels last do not have in a row."""
+            """Swap two tensors. The library's own swap needs contiguous bytes, which scalars and channels-last tensors lack."""
             kept = x.clone()
             x.copy_(y)
             y.copy_(kept)
@@ -110,44 +110,56 @@ def wrapper_around(base: Base, momentum: float, power: float) -> Any:
 
 
 class ScheduleFree(AveragedWeights):
-    """Train without a schedule: validate, keep and leave behind an average of the steps, in the place of a decayed rate.
+    """Train without a learning-rate schedule: validate, save and end with an average of all steps.
 
-    The library's ``schedulefree.ScheduleFreeWrapper`` goes around the module's own optimizer, whichever that is, and this
-    callback does what its ``eval()`` and ``train()`` are called for. With ``beta`` for ``momentum``, and ``c`` the share of a
-    step's weight in the sum of all so far, each weighing ``t^power`` times the square of the highest rate so far::
+    ``schedulefree.ScheduleFreeWrapper`` wraps the module's own optimizer, whichever it is, and this callback calls its
+    ``eval()`` and ``train()`` at the right times. With ``beta`` for ``momentum``, and ``c`` the weight of the current step
+    relative to the sum of all weights so far (a step weighs ``t^power`` times the square of the highest learning rate so
+    far)::
 
         z = the module's optimizer's step from z, with the gradient at y
         x = (1 - c) x + c z
         y = (1 - beta) z + beta x
 
-    Training runs at ``y``. While the trainer validates, in every checkpoint's ``state_dict``, and from the end of fit on, the
-    module holds ``x``; afterwards ``y`` is put back bit for bit, so that neither validation nor checkpoints change training.
-    ``y`` and ``z`` are in this callback's state (two copies of the weights), and a resumed fit goes on from them. The
-    optimizer's own momentum, or the first of its betas, is zero in its steps, since the interpolation takes its place. Its
-    decay acts on ``z``. The module's schedulers are put to rest, each group at the highest rate that they name; the paper's
-    runs want rates 1 to 10 times those of a schedule, see ``lr_factor``, and a warm-up.
+    Training runs at ``y``. The module holds ``x`` while the trainer validates, in every checkpoint's ``state_dict``, and
+    from the end of fit on. Afterwards ``y`` is restored bit for bit, so neither validation nor checkpoints change training.
+    ``y`` and ``z`` are in this callback's state (two more copies of the weights), from which a resumed fit continues. The
+    optimizer's own momentum, or its first beta, is set to zero, because the interpolation replaces it. Weight decay acts on
+    ``z``.
 
-    BatchNorm's statistics are recomputed for each ``x`` that is used, as by :class:`LatestWeightAveraging`. If another
-    technique changes which blocks the network has, the average begins anew there.
+    Use it when the length of the run is not known in advance. The module's schedulers are switched off, and each group keeps
+    its highest scheduled learning rate. The paper uses learning rates 1 to 10 times those of a schedule (see ``lr_factor``),
+    and a warm-up.
+
+    BatchNorm statistics are recomputed for each ``x`` that is used. If another technique changes the network's blocks, the
+    average starts anew.
 
     Args:
-        momentum: beta in (0, 1); longer runs take more, as 0.95 or 0.98. None is plain training.
-        lr_factor: each group's rate is multiplied by this, > 0; one that a ``LearningRateFinder`` sets counts as it is.
-        warmup_steps: optimizer steps over which the rates rise from zero, >= 0.
-        power: >= 0; above zero late steps weigh more.
-        bn_batches: how many training batches, on each rank, BatchNorm statistics are recomputed from; None takes an epoch.
+        momentum: ``beta``. Longer runs use more, such as 0.95 or 0.98. None is plain training.
+        lr_factor: the factor on each group's learning rate. A rate set by ``LearningRateFinder`` is used as it is.
+        warmup_steps: the number of optimizer steps over which the learning rate rises from zero.
+        power: the exponent of the step number in a step's weight. Above zero, late steps weigh more.
+        bn_batches: the number of training batches, on each rank, from which BatchNorm statistics are recomputed; None uses
+            a whole epoch.
 
     Raises:
-        ValueError: for other values; at setup, for manual optimization, for an optimizer that is schedule-free by itself or
-            holds parameters that are not the module's, or beside another averaging of weights.
-        ImportError: at setup, if the library is not installed.
+        ValueError: for a value out of range. At setup, for manual optimization, for an optimizer that is schedule-free
+            itself or holds parameters that are not the module's, or with another weight average.
+        ImportError: at setup, if the package schedulefree is not installed.
+
+    Example:
+        >>> schedule_free = ScheduleFree(momentum=0.9, lr_factor=3.0, warmup_steps=100)
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[schedule_free])
+
+    References:
+        Defazio et al. 2024, "The Road Less Scheduled", arXiv:2405.15682.
     """
 
     saves: ClassVar[str] = (
-        "the schedule: no end needs to be known; by the paper's claim, weights as good as a decayed rate's"
+        "the schedule: the run's length need not be known; according to the paper, results match a decayed learning rate"
     )
     paper: ClassVar[str] = "Defazio et al. 2024, arXiv:2405.15682"
-    constraints: ClassVar[str] = "pip install 'lightning-eff[schedulefree]'; one optimizer, which needs gradients alone"
+    constraints: ClassVar[str] = "needs the package schedulefree, and one optimizer without a closure"
     needs: ClassVar[Need] = Need.WHOLE
     survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
@@ -158,7 +170,7 @@ class ScheduleFree(AveragedWeights):
         },
     )
     control: ClassVar[Control] = Control(
-        "the baseline for as many seconds with its learning rate tuned as long and decayed linearly to zero"
+        "the baseline for the same time, with a learning rate tuned for as long that decays linearly to zero"
     )
     conflicts: ClassVar[Mapping[str, str]] = {
         **rivals(
@@ -168,35 +180,23 @@ class ScheduleFree(AveragedWeights):
             "RegularizedNonlinearAcceleration",
             "StochasticWeightAveraging",
         ),
-        "LearningRateSchedule": "it does without a schedule, and the rates weigh its average",
-        "LocalSGD": "it averages the weights that are trained, and not those that they are stepped from",
-        "OptimizerOffload": "it makes the optimizer's step elsewhere, and here the step is made at other weights",
-        "StochasticRoundingBF16": "it makes the optimizer's step by itself, and here the step is made at other weights",
+        "LearningRateSchedule": "schedule-free training has no schedule, and the learning rates weigh its average",
+        "LocalSGD": "LocalSGD averages only the trained weights, not the ones that the optimizer steps from",
+        "OptimizerOffload": "the optimizer's step runs on the CPU there, and at other weights here",
+        "StochasticRoundingBF16": "the plugin makes the optimizer's step itself, and here the step is made at other weights",
     }
     needs_automatic_optimization: ClassVar[bool] = True
     sets_rates: ClassVar[bool] = True
 
     def __init__(
         self,
-        momentum: float | None = 0.9,
+        momentum: Annotated[float, Fraction(above=0, below=1)] | None = 0.9,
         *,
-        lr_factor: float = 1.0,
-        warmup_steps: int = 0,
-        power: float = 0.0,
-        bn_batches: int | None = 100,
+        lr_factor: Annotated[float, Number(above=0)] = 1.0,
+        warmup_steps: Annotated[int, Count(at_least=0)] = 0,
+        power: Annotated[float, Number(at_least=0)] = 0.0,
+        bn_batches: BNBatches = 100,
     ) -> None:
-        def refuse(name: str, got: object, expected: str) -> None:
-            raise ValueError(f"ScheduleFree({name}={got!r}): expected {expected}.")
-
-        if momentum is not None and not 0.0 < momentum < 1.0:
-            refuse("momentum", momentum, "a number in (0, 1), or None for plain training")
-        if not 0.0 < lr_factor < float("inf"):
-            refuse("lr_factor", lr_factor, "a finite number > 0")
-        if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 0:
-            refuse("warmup_steps", warmup_steps, "a number of steps >= 0")
-        if not 0.0 <= power < float("inf"):
-            refuse("power", power, "a finite number >= 0")
-        check_bn_batches("ScheduleFree", bn_batches)
         self.momentum, self.lr_factor, self.warmup_steps = momentum, lr_factor, warmup_steps
         self.power, self.bn_batches = power, bn_batches
         self._reset()
@@ -232,21 +232,22 @@ class ScheduleFree(AveragedWeights):
                 if any("train_mode" in group for group in optimizer.param_groups):
                     raise ValueError(
                         f"ScheduleFree: {type(session.module).__name__}.configure_optimizers returned"
-                        f" {type(optimizer).__name__}, which is schedule-free by itself; expected a plain optimizer,"
-                        " such as AdamW, which is made so here. Return that."
+                        f" {type(optimizer).__name__}, which is already schedule-free. Return a plain optimizer such as AdamW,"
+                        " or"
+                        " remove ScheduleFree."
                     )
                 if evaluates_anew(optimizer):
                     raise ValueError(
                         f"ScheduleFree: {type(session.module).__name__}.configure_optimizers returned"
-                        f" {type(optimizer).__name__}, which evaluates the loss anew within its step; expected an optimizer"
-                        " that needs gradients alone, such as AdamW. Return one."
+                        f" {type(optimizer).__name__}, which evaluates the loss again within its step. Return an optimizer that"
+                        " only needs gradients, such as AdamW."
                     )
                 for group, rate in zip(optimizer.param_groups, reference_rates(optimizer, schedulers), strict=True):
                     if rate is not None and group.get("lr") is not None:
                         set_rate(group, rate * self.lr_factor)
             if schedulers:
                 put_to_rest(schedulers)
-                rank_zero_info(f"ScheduleFree: in the place of {', '.join(type(s).__name__ for s in schedulers)}")
+                rank_zero_info(f"ScheduleFree: replaces {', '.join(type(s).__name__ for s in schedulers)}")
             return configured
 
         session.patches.set(session.module, "configure_optimizers", configure_optimizers)
@@ -261,8 +262,10 @@ class ScheduleFree(AveragedWeights):
         strange = [p for group in optimizer.param_groups for p in group["params"] if p not in self._names]
         if strange:
             raise ValueError(
-                f"ScheduleFree: {type(optimizer).__name__} steps {len(strange)} tensors that are no parameters of"
-                f" {type(session.module).__name__} (shapes {[tuple(p.shape) for p in strange[:3]]}); expected the module's own."
+                f"ScheduleFree: {type(optimizer).__name__} updates {len(strange)} tensors that are not parameters of"
+                f" {type(session.module).__name__} (shapes {[tuple(p.shape) for p in strange[:3]]}). Register them as"
+                " parameters of"
+                " the module."
             )
         super().on_optimizers(session)
         plain = optimizer.step
@@ -298,7 +301,7 @@ class ScheduleFree(AveragedWeights):
             self.outdate(session)
             return loss
 
-        # a method, since a scheduler that is made later, as lr_find's is, looks for its function
+        # a bound method, since schedulers made later (lr_find's) look up its function
         session.patches.set(optimizer, "step", MethodType(step, optimizer))
 
     def _take_up_progress(self) -> None:
@@ -310,13 +313,13 @@ class ScheduleFree(AveragedWeights):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._take_up_progress()  # of groups that were added as that run went on, too
+        self._take_up_progress()  # also for groups that were added during that run
         self._progress = []
 
     @override
     def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
         super().on_batch_start(session, batch, batch_idx)
-        if not self._rates:  # lr_find may have set others than they were made with
+        if not self._rates:  # lr_find may have changed them
             self._rates = [rate for optimizer in session.optimizers for rate in rates_of(optimizer)]
         if self.warmup_steps:
             share = min(1.0, (session.trainer.global_step + 1) / self.warmup_steps)
@@ -358,7 +361,7 @@ class ScheduleFree(AveragedWeights):
                 for name in _PROGRESS:
                     group.pop(name, None)
 
-    # -- what is kept and told
+    # -- state and reports
 
     @override
     def to_devices(self, devices: Mapping[str, torch.device]) -> None:
@@ -394,4 +397,4 @@ class ScheduleFree(AveragedWeights):
 
     @override
     def summary(self) -> str:
-        return f"the weights are the average of {self._taken} steps" if self._taken else "no step was made"
+        return f"the weights are the average of {self._taken} steps" if self._taken else "no optimizer step was made"

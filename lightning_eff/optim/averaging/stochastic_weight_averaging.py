@@ -1,31 +1,33 @@
-"""Stochastic weight averaging (SWA): the mean of weights that a rate kept high visits (Izmailov et al. 2018)."""
+"""Stochastic weight averaging (SWA): the mean of weights along a high learning rate (Izmailov et al. 2018)."""
 
 import math
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Number
 from lightning_eff._core._optim.held import HeldRates
 from lightning_eff._core._optim.scheduled import reference_rates
 from lightning_eff._core._run.late import ActsLate, Length
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
-from lightning_eff.optim.averaging._engine import AveragedWeights, check_bn_batches, is_count, pieces, rivals, wide
+from lightning_eff.optim.averaging._engine import AveragedWeights, BNBatches, pieces, rivals, wide
+from lightning_eff.optim.averaging._snapshots import Interval, Start
 
 
 def cycle_rate(i: int, length: int, *, high: float, low: float) -> float:
-    """``alpha(i) = (1 - t) high + t low`` with ``t = (i mod c + 1) / c``: the rate of a cycle's steps, the last at ``low``.
+    """``alpha(i) = (1 - t) high + t low`` with ``t = (i mod c + 1) / c``: the learning rate within a cycle.
 
     Args:
         i: the step, from 0.
-        length: ``c``, steps of a cycle, >= 1.
-        high: the rate that a cycle falls from.
-        low: the rate at its end.
+        length: ``c``, the number of steps of a cycle, >= 1.
+        high: the learning rate from which a cycle falls.
+        low: the learning rate of its last step.
     """
     # t(i) = (mod(i − 1, c) + 1) / c for i from 1
     t = (i % length + 1) / length
@@ -34,76 +36,73 @@ def cycle_rate(i: int, length: int, *, high: float, low: float) -> float:
 
 
 class StochasticWeightAveraging(ActsLate, AveragedWeights):
-    """From a share of the run on, keep the rate up, and validate and keep the mean of the weights at the ends of cycles.
+    """Keep the learning rate high late in the run, and validate and save the mean of the weights at cycle ends.
 
-    Up to ``start`` the module trains as it would. From there on every group's rate is ``rate`` times its highest one,
-    whatever the module's own schedule says; with ``low`` it falls from that to ``low`` in every cycle. At each end of a
-    cycle the weights go into the mean, which every cycle's weights have an equal part in.
+    Before ``start`` the module trains as usual. From then on, every group's learning rate is ``rate`` times its highest one,
+    whatever the module's own schedule says. With ``low`` it falls from there to ``low`` within every cycle. At the end of
+    each cycle the weights are added to the mean, with equal weight for every cycle.
 
-    While the trainer validates, and from the end of fit on, the module holds the mean, and so does every checkpoint's
-    ``state_dict``, once there is one; the raw weights are in this callback's state, and a resumed fit goes on from them.
-    BatchNorm statistics are recomputed for each mean that is used, by the rule of torch's ``update_bn``, from forward passes
-    of ``training_step`` that leave no trace in the run; their cost is counted.
+    Use it for flatter minima, or for good weights while the learning rate is still high. It does not save time by itself.
+    It costs one more copy of the weights in float64.
 
-    Lightning's callback of the same name changes the trainer's schedulers for the rest of the fit and recomputes statistics
-    once, in an epoch of its own after the last. In a YAML the short name would mean either: write
-    ``class_path: lightning_eff.StochasticWeightAveraging``.
+    The module holds the mean while the trainer validates, and from the end of fit on. Every checkpoint's ``state_dict`` is
+    the mean once there is one; the raw weights are in this callback's state, from which a resumed fit continues. BatchNorm
+    statistics are recomputed for each mean that is used, by the rule of torch's ``update_bn``. The forward passes for this
+    leave no trace in the run, and their cost is counted.
+
+    Lightning's callback of the same name replaces the trainer's schedulers for the rest of the fit, and recomputes
+    statistics only once, in an extra epoch at the end. In a YAML file the short name is ambiguous: write ``class_path:
+    lightning_eff.StochasticWeightAveraging``.
 
     Args:
-        start: the share of the budget from which on it acts, in [0, 1]; 1 is plain training.
-        rate: the rate from there on, and at the start of a cycle, as a fraction of each group's highest, > 0.
-        low: the rate at a cycle's end, as a fraction of the highest, in (0, rate]; None for ``rate``.
-        cycle: "epoch", or optimizer steps of a cycle >= 1.
-        bn_batches: how many training batches, on each rank, BatchNorm statistics are recomputed from; None takes a whole
-            epoch.
+        start: the fraction of the budget at which it begins to act. 1 is plain training.
+        rate: the learning rate from ``start`` on, and at the start of each cycle, as a fraction of each group's highest.
+        low: the learning rate at the end of each cycle, as a fraction of the highest, at most ``rate``; None for ``rate``.
+        cycle: the length of a cycle: "epoch", or a number of optimizer steps.
+        bn_batches: the number of training batches, on each rank, from which BatchNorm statistics are recomputed; None uses
+            a whole epoch.
 
     Raises:
-        ValueError: for other values; at setup, in a run without an end, under manual optimization, or beside another weight
-            averaging or another schedule of this package; as training starts, for ``low`` with epochs of no known length.
+        ValueError: for a value out of range. At setup, in a run without an end, under manual optimization, or with another
+            weight average or learning-rate schedule of this package. When training starts, for ``low`` with
+            ``cycle="epoch"`` and a loader without a length.
 
-    Sources:
-        Izmailov et al. 2018, arXiv:1803.05407.
+    Example:
+        >>> swa = lightning_eff.StochasticWeightAveraging(start=0.75, rate=0.5)
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[swa])
+
+    References:
+        Izmailov et al. 2018, "Averaging Weights Leads to Wider Optima and Better Generalization", arXiv:1803.05407.
     """
 
-    saves: ClassVar[str] = "nothing in time: flatter minima; good weights while the rate is still high"
+    saves: ClassVar[str] = "no time by itself: flatter minima, and good weights while the learning rate is still high"
     paper: ClassVar[str] = "Izmailov et al. 2018, arXiv:1803.05407"
-    constraints: ClassVar[str] = "automatic optimization; one more copy of the weights in float64"
+    constraints: ClassVar[str] = "needs automatic optimization; keeps one more copy of the weights in float64"
     survey: ClassVar[Survey | None] = Survey("stochastic weight averaging (SWA)", zhuang="2.1", shen="5.4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"start": Choice((0.5, 0.75, 0.9)), "rate": Uniform(0.05, 1.0, log=True)}
     )
-    control: ClassVar[Control] = Control("the baseline for as many seconds with its learning rate decayed to zero")
+    control: ClassVar[Control] = Control("the baseline for the same time with a learning rate that decays to zero")
     conflicts: ClassVar = {
         **rivals("ExponentialMovingAverage", "LatestWeightAveraging", "Lookahead"),
-        "LearningRateSchedule": "both set the rate",
+        "LearningRateSchedule": "both set the learning rate",
     }
     needs_automatic_optimization: ClassVar[bool] = True
     needs_budget: ClassVar[bool] = True
 
     def __init__(
         self,
-        start: float = 0.75,
+        start: Start = 0.75,
         *,
-        rate: float = 0.5,
-        low: float | None = None,
-        cycle: Literal["epoch"] | int = "epoch",
-        bn_batches: int | None = 100,
+        rate: Annotated[float, Number(above=0)] = 0.5,
+        low: Annotated[float, Number(above=0)] | None = None,
+        cycle: Interval = "epoch",
+        bn_batches: BNBatches = 100,
     ) -> None:
-        if not 0.0 <= start <= 1.0:
-            raise ValueError(f"StochasticWeightAveraging({start=}): expected a fraction of the budget in [0, 1].")
-        if not 0.0 < rate < math.inf:
+        if low is not None and low > rate:
             raise ValueError(
-                f"StochasticWeightAveraging({rate=}): expected a finite number > 0, the rate as a fraction of the highest."
+                f"StochasticWeightAveraging({low=}, {rate=}): low must be at most rate. Lower it, or omit it."
             )
-        if low is not None and not 0.0 < low <= rate:
-            raise ValueError(
-                f"StochasticWeightAveraging({low=}): expected a number in (0, {rate}], the rate at a cycle's end, or None."
-            )
-        if cycle != "epoch" and not is_count(cycle):
-            raise ValueError(
-                f"StochasticWeightAveraging({cycle=}): expected 'epoch' or a number of optimizer steps >= 1."
-            )
-        check_bn_batches("StochasticWeightAveraging", bn_batches)
         self.start = start
         self.rate = rate
         self.low = low
@@ -114,7 +113,7 @@ class StochasticWeightAveraging(ActsLate, AveragedWeights):
     @override
     def _reset(self) -> None:
         super()._reset()
-        self._counts: dict[str, int] = {}  # how many weights each of the sums holds
+        self._counts: dict[str, int] = {}  # the number of weights in each sum
         self._bases: list[list[float | None]] = []
         self._saved_bases: list[list[float | None]] = []
         self._rates = HeldRates("StochasticWeightAveraging")
@@ -141,12 +140,12 @@ class StochasticWeightAveraging(ActsLate, AveragedWeights):
         super().on_train_start(trainer, pl_module)
         if not self.neutral and self.low is not None and math.isinf(self._length(trainer)):
             raise ValueError(
-                f"StochasticWeightAveraging(low={self.low}, cycle='epoch'): the training loader has no length, so where a"
-                " cycle ends is not known; expected one that has. Give the cycle in optimizer steps, cycle=500."
+                f"StochasticWeightAveraging(low={self.low}, cycle='epoch'): the training loader has no length, so the end of a"
+                " cycle is unknown. Give the cycle in optimizer steps, such as cycle=500."
             )
 
     def _length(self, trainer: Trainer) -> float:
-        """Optimizer steps of a cycle."""
+        """The number of optimizer steps in a cycle."""
         if self.cycle != "epoch":
             return self.cycle
         batches = trainer.num_training_batches
@@ -207,7 +206,7 @@ class StochasticWeightAveraging(ActsLate, AveragedWeights):
 
     @override
     def saved(self) -> dict[str, Any]:
-        bases = [list(rates) for rates in self._bases]  # of groups, too, that somebody has added since
+        bases = [list(rates) for rates in self._bases]  # also of groups that were added later
         state = {"counts": dict(self._counts), "steps": self._steps, "active": self._active, "bases": bases}
         return {**super().saved(), **state}
 
@@ -217,7 +216,7 @@ class StochasticWeightAveraging(ActsLate, AveragedWeights):
         self._counts, self._steps, self._active = dict(state["counts"]), state["steps"], state["active"]
         self._saved_bases = state.get("bases", [])
 
-    # -- what it tells
+    # -- what it reports
 
     @property
     @override
@@ -236,9 +235,10 @@ class StochasticWeightAveraging(ActsLate, AveragedWeights):
         cycle = max(1, left // 5)
         each = f" of {length.epoch:,} steps" if self.cycle == "epoch" and math.isfinite(length.epoch) else ""
         return (
-            f"no cycle (cycle={self.cycle!r}{each}) ends in its last {left:,}, from start={self.start} on: nothing will be"
-            " averaged while the rate is changed all the same. Give a shorter cycle in optimizer steps, such as"
-            f" cycle={cycle}, or an earlier start=."
+            f"no cycle (cycle={self.cycle!r}{each}) ends within the last {left:,} steps, from start={self.start} on. Nothing"
+            " will"
+            f" be averaged, although the learning rate changes. Set a shorter cycle, such as cycle={cycle}, or an earlier"
+            " start=."
         )
 
     @override
@@ -248,5 +248,5 @@ class StochasticWeightAveraging(ActsLate, AveragedWeights):
     @override
     def summary(self) -> str:
         if not self._held:
-            return f"no cycle ended after {self.start:.0%} of the run: the weights are the raw ones"
-        return f"mean of {max(self._counts.values())} ends of cycles, the rate at {self.rate:g} of its highest"
+            return f"no cycle ended after {self.start:.0%} of the run; the module holds the raw weights"
+        return f"mean of the weights at {max(self._counts.values())} cycle ends; learning rate {self.rate:g} of its highest"

@@ -1,8 +1,8 @@
-"""Trainable weight averaging (TWA): a run's end is trained in the span of earlier weights alone (Li et al. 2022)."""
+"""Trainable weight averaging (TWA): train the end of a run in the span of earlier weights (Li et al. 2022)."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -11,15 +11,16 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Count, Fraction, Number
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core.search_space import Choice, Integer, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.optim.averaging._batch_norm import modes, recompute_statistics
-from lightning_eff.optim.averaging._engine import check_bn_batches, is_count, rivals, wide
+from lightning_eff.optim.averaging._engine import BNBatches, rivals, wide
 from lightning_eff.optim.averaging._snapshots import SnapshotWindow
 
-RANK_TOLERANCE = 1e-12  # eigenvalues of W^T W below this share of the largest are of snapshots that add nothing
+RANK_TOLERANCE = 1e-12  # smaller eigenvalues of W^T W, relative to the largest, count as zero
 Named = dict[str, Tensor]
 
 
@@ -85,45 +86,56 @@ def point(mean: Tensor, basis: Tensor, c: Tensor) -> Tensor:
 
 
 class TrainableWeightAveraging(SnapshotWindow):
-    """Find the best average of earlier weights by training its coefficients, in place of the run's last steps (TWA).
+    """Replace the last steps of a run by training the coefficients of an average of earlier weights.
 
-    From ``start`` to ``until``, both shares of the budget, ``window`` snapshots of the weights are taken, evenly spread. At
-    ``until`` the weights become the mean of these, and from then on move within their span alone: with ``P`` an orthonormal
-    basis of it, ``w = w_bar + P c``, and each optimizer step is one of SGD on the ``window`` numbers ``c``, whose gradient is
-    ``P^T g``: that is ``w <- w - lr P P^T g``. So few numbers follow little of the noise in ``g``, and need few steps.
+    Between ``start`` and ``until``, ``window`` snapshots of the weights are taken at even distances. At ``until`` the
+    weights become the mean of the snapshots, and from then on they move only within the span of the snapshots. With ``P`` an
+    orthonormal basis of the span, ``w = w_bar + P c``. Each optimizer step is a step of SGD on the numbers ``c``, whose
+    gradient is ``P^T g``: that is ``w <- w - lr P P^T g``. So few numbers pick up little of the noise in ``g``, and need few
+    steps. It costs ``window + 1`` copies of the weights.
 
-    ``g`` is what the module's optimizer would have stepped along: accumulated, over all ranks, clipped. That optimizer makes
-    its step as before, and what it did to these weights is replaced, so its own rate and decay play no part; ``lr`` falls
-    linearly to zero at the end of the budget. Weights that did not train while the snapshots were taken are left to it.
+    ``g`` is the gradient that the module's optimizer would use: accumulated, over all ranks, clipped. That optimizer still
+    makes its step, and its effect on these weights is replaced, so its learning rate and weight decay have no effect. ``lr``
+    falls linearly to zero at the end of the budget. Weights that did not train while the snapshots were taken are left to
+    the module's optimizer.
 
-    Before ``until`` validation and checkpoints see the weights as plain training does; after it those of the average, which
-    are the ones that train: there are no others. BatchNorm statistics are recomputed for the mean, and go on from there as
-    in any training. If another technique changes which blocks the network has, what was taken before is forgotten; with
-    fewer than two snapshots left at ``until``, or if it happens later, the run goes on as plain training and says so.
+    Before ``until``, validation and checkpoints see the weights of plain training. After it they see the trained average,
+    which is the module's only set of weights. BatchNorm statistics are recomputed for the mean, and continue from there.
+    If another technique changes the network's blocks, earlier snapshots are dropped. With fewer than two snapshots at
+    ``until``, or if the blocks change later, the run continues as plain training, with a warning.
 
-    Logged: ``snapshots`` taken; ``coefficients``, how many are trained, 0 before ``until``; ``moved``, ``||c||``.
+    It logs ``snapshots`` (taken so far), ``coefficients`` (trained, 0 before ``until``) and ``moved`` (``||c||``).
 
     Args:
-        window: snapshots ``w_1, ..., w_n``, >= 2.
-        start: the share of the budget in [0, 1) from which on they are taken.
-        until: the share in (start, 1] at which the coefficients begin to be trained; 1 is plain training.
-        lr: the rate at ``until``, > 0, as SGD's on the weights: the authors have 2 for snapshots of the head of a run, and 0.3
-            to 0.03 for those of its tail.
-        momentum: of SGD on the coefficients, in [0, 1).
-        offload: keep snapshots, mean and basis in CPU memory, and compute there.
-        bn_batches: how many training batches, on each rank, BatchNorm statistics are recomputed from; None takes an epoch.
+        window: the number of snapshots.
+        start: the fraction of the budget at which the first snapshot may be taken.
+        until: the fraction of the budget, above ``start``, at which training of the coefficients begins. 1 is plain
+            training.
+        lr: the learning rate at ``until``, as that of SGD on the weights. The authors use 2 for snapshots of the head of a
+            run, and 0.3 to 0.03 for those of its tail.
+        momentum: the momentum of SGD on the coefficients.
+        offload: whether to keep snapshots, mean and basis in CPU memory, and compute there.
+        bn_batches: the number of training batches, on each rank, from which BatchNorm statistics are recomputed; None uses
+            a whole epoch.
 
     Raises:
-        ValueError: for other values; at setup, in a run without an end, under manual optimization, or beside another weight
-            averaging.
+        ValueError: for a value out of range. At setup, in a run without an end, under manual optimization, or with another
+            weight average.
 
-    Sources:
-        Li et al. 2022, arXiv:2205.13104.
+    Example:
+        >>> twa = TrainableWeightAveraging(window=10, start=0.5, until=0.9)
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[twa])
+
+    References:
+        Li et al. 2022, "Trainable Weight Averaging: Efficient Training by Optimizing Historical Solutions",
+        arXiv:2205.13104.
     """
 
-    saves: ClassVar[str] = "epochs at the end of a run: an average's coefficients are trained in few steps"
+    saves: ClassVar[str] = "epochs at the end of a run: the coefficients of an average need few steps"
     paper: ClassVar[str] = "Li et al. 2022, arXiv:2205.13104"
-    constraints: ClassVar[str] = "automatic optimization; a run with an end; window + 1 copies of the weights"
+    constraints: ClassVar[str] = (
+        "needs automatic optimization and a run with an end; keeps window + 1 copies of the weights"
+    )
     needs: ClassVar[Need] = Need.WHOLE
     survey: ClassVar[Survey | None] = Survey("trainable weight averaging (TWA)", zhuang="2.1", shen="5.4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
@@ -135,7 +147,7 @@ class TrainableWeightAveraging(SnapshotWindow):
         }
     )
     control: ClassVar[Control] = Control(
-        "the baseline for as many seconds with its learning rate decayed to zero; and the mean of as many snapshots"
+        "the baseline for the same time with a learning rate that decays to zero, and the mean of as many snapshots"
     )
     conflicts: ClassVar[Mapping[str, str]] = rivals(
         "ExponentialMovingAverage",
@@ -150,28 +162,20 @@ class TrainableWeightAveraging(SnapshotWindow):
 
     def __init__(
         self,
-        window: int = 10,
+        window: Annotated[int, Count(at_least=2)] = 10,
         *,
-        start: float = 0.5,
-        until: float = 0.9,
-        lr: float = 0.3,
-        momentum: float = 0.9,
+        start: Annotated[float, Fraction(below=1)] = 0.5,
+        until: Annotated[float, Fraction(above=0)] = 0.9,
+        lr: Annotated[float, Number(above=0)] = 0.3,
+        momentum: Annotated[float, Fraction(below=1)] = 0.9,
         offload: bool = False,
-        bn_batches: int | None = 100,
+        bn_batches: BNBatches = 100,
     ) -> None:
-        who = "TrainableWeightAveraging"
-        if not is_count(window) or window < 2:
-            raise ValueError(f"{who}({window=}): expected an integer >= 2, the snapshots that are averaged.")
-        if not 0.0 <= start < until <= 1.0:
+        if start >= until:
             raise ValueError(
-                f"{who}({start=}, {until=}): expected 0 <= start < until <= 1, shares of the budget: snapshots are taken"
-                " between them, and coefficients trained afterwards."
+                f"TrainableWeightAveraging({start=}, {until=}): start must be below until, because snapshots are taken between"
+                " them. The defaults are 0.5 and 0.9."
             )
-        if not 0.0 < lr < math.inf:
-            raise ValueError(f"{who}({lr=}): expected a finite number > 0, the rate of the coefficients.")
-        if not 0.0 <= momentum < 1.0:
-            raise ValueError(f"{who}({momentum=}): expected a number in [0, 1).")
-        check_bn_batches(who, bn_batches)
         self.window = window
         self.start = start
         self.until = until
@@ -184,15 +188,15 @@ class TrainableWeightAveraging(SnapshotWindow):
     @override
     def _reset(self) -> None:
         super()._reset()
-        self._due = 0  # snapshots that were due so far
-        self._over = False  # whether ``until`` has come
+        self._due = 0  # the number of snapshots due so far
+        self._over = False  # whether ``until`` has passed
         self._mean: Named = {}
         self._basis: Named = {}
         self._c = torch.zeros(0, dtype=torch.float64)
         self._velocity = torch.zeros(0, dtype=torch.float64)
         self._hooks: list[RemovableHandle] = []
 
-    # -- the weights that are shown are those that train
+    # -- the shown weights are the trained ones
 
     @property
     @override
@@ -225,7 +229,7 @@ class TrainableWeightAveraging(SnapshotWindow):
     @property
     @override
     def acted(self) -> bool:
-        return True  # there is no interval that could be too long
+        return True  # no interval can be too long
 
     @override
     def on_batch_end(self, session: Session, batch_idx: int) -> None:
@@ -242,14 +246,15 @@ class TrainableWeightAveraging(SnapshotWindow):
 
     @torch.no_grad()
     def _begin(self, session: Session) -> None:
-        """Go over from the snapshots to their mean and the basis of their span."""
+        """Switch from the snapshots to their mean and the basis of their span."""
         named = dict(session.module.named_parameters())
         names = [name for name in named if all(name in snapshot for snapshot in self._snapshots)]
         if len(self._snapshots) < 2 or not names:
             rank_zero_warn(
-                f"TrainableWeightAveraging: {len(self._snapshots)} snapshot(s) of one network, with {len(names)} parameters"
-                f" that trained, were taken up to until={self.until}; expected at least 2, with at least one, so the run goes"
-                " on as plain training. Set start earlier or until later, or let what changes the network end before start."
+                f"TrainableWeightAveraging: only {len(self._snapshots)} snapshot(s) with {len(names)} trained parameters were"
+                " taken"
+                f" before until={self.until}, so the run continues as plain training. Set start earlier or until later, or let"
+                " techniques that change the network end before start."
             )
             self.forget()
             return
@@ -258,7 +263,7 @@ class TrainableWeightAveraging(SnapshotWindow):
         self._snapshots.clear()
         rank = len(self._basis[names[0]])
         self._c, self._velocity = (torch.zeros(rank, dtype=torch.float64) for _ in range(2))
-        rank_zero_info(f"TrainableWeightAveraging: {rank} coefficients of {count} snapshots are trained from here on")
+        rank_zero_info(f"TrainableWeightAveraging: trains {rank} coefficients of {count} snapshots from here on")
         for name in names:
             named[name].copy_(self._mean[name])
         buffers = dict(session.module.named_buffers())
@@ -269,13 +274,13 @@ class TrainableWeightAveraging(SnapshotWindow):
 
     @torch.no_grad()
     def _stepped_by(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Replace what the module's optimizer did by a step of the coefficients."""
+        """Replace the module's optimizer step by a step of the coefficients."""
         if not self._basis:
             return
         session = self.session
         named = {name: session.module.get_parameter(name) for name in self._basis}
         found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
-        if found_inf is None or not bool(found_inf):  # of a fused step, which looks at the gradient scaler by itself
+        if found_inf is None or not bool(found_inf):  # a fused step handles the gradient scaler itself
             gradients = {name: p.grad for name, p in named.items() if p.grad is not None}
             g = coordinates(self._basis, {n: x.to_dense() if x.is_sparse else x for n, x in gradients.items()})
             g = g if scale is None else g / float(scale)
@@ -287,7 +292,7 @@ class TrainableWeightAveraging(SnapshotWindow):
 
     @property
     def rate(self) -> float:
-        """The coefficients' rate in the step at hand: it falls linearly from ``until`` to the end of the budget."""
+        """The coefficients' learning rate in this step; it falls linearly from ``until`` to the end of the budget."""
         return self.lr * (1.0 - self.session.progress.u) / (1.0 - self.until)
 
     # -- what is held
@@ -297,8 +302,9 @@ class TrainableWeightAveraging(SnapshotWindow):
         super().forget()
         if self._basis:
             rank_zero_warn(
-                f"TrainableWeightAveraging: the network changed after until={self.until}, so the snapshots are of another"
-                " one, and the run goes on as plain training. Let what changes it end earlier."
+                f"TrainableWeightAveraging: another technique changed the network after until={self.until}, so the run"
+                " continues as"
+                " plain training. Let that technique end earlier."
             )
         self._mean, self._basis = {}, {}
 
@@ -332,7 +338,7 @@ class TrainableWeightAveraging(SnapshotWindow):
     def saved_weights(self, state: dict[str, Any]) -> Mapping[str, Tensor]:
         return state["mean"] or super().saved_weights(state)
 
-    # -- what it tells
+    # -- what it reports
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:
@@ -341,5 +347,7 @@ class TrainableWeightAveraging(SnapshotWindow):
     @override
     def summary(self) -> str:
         if not self._basis:
-            return f"no coefficient was trained ({self._taken} snapshots were taken): the weights are those of plain training"
-        return f"{len(self._c)} coefficients of {self._taken} snapshots trained, which moved the mean by {self._c.norm():.3g}"
+            return (
+                f"no coefficient was trained ({self._taken} snapshots taken); the weights are those of plain training"
+            )
+        return f"trained {len(self._c)} coefficients of {self._taken} snapshots; the mean moved by {self._c.norm():.3g}"

@@ -1,47 +1,28 @@
-"""What update rules of gradients alone share: their settings' checks, and a step over lists of tensors."""
+"""Shared by first-order update rules: the types of their arguments, and a step over lists of tensors."""
 
-import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Each, Fraction, Number
 from lightning_eff.optim.optimizers import _lists as lists
 
-
-def check(who: str, *, betas: Sequence[float] = (), num_betas: int = 0, **positive: float) -> None:
-    """Raise ``ValueError`` for settings that an update rule cannot have.
-
-    Args:
-        who: the rule.
-        betas: decay rates, each in [0, 1).
-        num_betas: how many.
-        positive: the others, by name, >= 0.
-    """
-    for name, value in positive.items():
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{who}({name}={value!r}): expected a finite number >= 0.")
-    if len(betas) != num_betas or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"{who}(betas={tuple(betas)}): expected {num_betas} numbers in [0, 1).")
-
-
-def check_counts(who: str, **counts: int) -> None:
-    """Raise ``ValueError`` for what must be an integer >= 1 and is not."""
-    for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{who}({name}={value!r}): expected an integer >= 1.")
+Rate = Annotated[float, Number(at_least=0)]  #: a learning rate, a weight decay, or another factor
+Eps = Annotated[float, Number(at_least=0)]
+Betas = Annotated[tuple[float, float], Each(Fraction(below=1), length=2)]
 
 
 def keep_dtypes(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Give a state that was just loaded the dtypes that it was saved in: torch casts it to those of the parameters.
+    """Restore the dtypes of a state after loading, because torch casts it to the parameters' dtypes.
 
     Args:
-        optimizer: what has loaded it.
-        state_dict: what it has loaded.
+        optimizer: the optimizer that loaded the state.
+        state_dict: the state that it loaded.
     """
     ids = [i for group in state_dict["param_groups"] for i in group["params"]]
     params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -52,7 +33,7 @@ def keep_dtypes(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
 
 
 class FirstOrder(Optimizer):
-    """A rule that moves each parameter by its gradient and its own state; a subclass writes :meth:`update`."""
+    """An update rule that moves each parameter by its gradient and its own state; a subclass implements :meth:`update`."""
 
     @abstractmethod
     def begin(self, p: Tensor) -> dict[str, Any]:
@@ -62,14 +43,14 @@ class FirstOrder(Optimizer):
     def update(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]
     ) -> None:
-        """One step of ``params`` in place, and of what is in ``states``; ``grads`` must not be changed."""
+        """Update ``params`` and ``states`` in place; ``grads`` must not be changed."""
 
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of all groups.
+        """Make one step of all groups.
 
         Args:
-            closure: computes the loss anew, with gradients on, and returns it.
+            closure: a function that computes the loss again, with gradients, and returns it.
 
         Raises:
             ValueError: for a sparse gradient.
@@ -86,8 +67,9 @@ class FirstOrder(Optimizer):
                         continue
                     if p.grad.is_sparse:
                         raise ValueError(
-                            f"{type(self).__name__}: the gradient of a parameter of shape {tuple(p.shape)} is sparse; expected"
-                            " a dense one. Make its embedding dense, or leave it to another optimizer."
+                            f"{type(self).__name__}: the gradient of a parameter of shape {tuple(p.shape)} is sparse. Set"
+                            " sparse=False"
+                            " in its embedding, or leave it to another optimizer."
                         )
                     params.append(p)
                     grads.append(p.grad)
@@ -99,12 +81,12 @@ class FirstOrder(Optimizer):
 
 
 def held(states: list[dict[str, Any]], name: str) -> list[Any]:
-    """One entry of every state."""
+    """The entry ``name`` of every state."""
     return [state[name] for state in states]
 
 
 def count(states: list[dict[str, Any]]) -> list[int]:
-    """The number of every parameter's step, from 1 on."""
+    """Advance and return the step number of every parameter, from 1 on."""
     for state in states:
         state["step"] += 1
     return held(states, "step")

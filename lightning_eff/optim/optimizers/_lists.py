@@ -1,6 +1,4 @@
-"""torch's operations on lists of tensors, one call for all of them. They have no public names, though all of
-``torch.optim`` stands on them.
-"""
+"""torch's operations on lists of tensors. They have no public names, but all of ``torch.optim`` is built on them."""
 
 # pyright: reportPrivateImportUsage=false
 

@@ -1,53 +1,63 @@
-"""Adan: Adam with Nesterov's momentum, written in differences of gradients (Xie et al. 2022, arXiv:2208.06677)."""
+"""Adan: Adam with Nesterov momentum, expressed by differences of gradients (Xie et al. 2022)."""
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.declared import declared
+from lightning_eff._core._arguments.kinds import Each, Fraction
 from lightning_eff.optim.optimizers import _lists as lists
-from lightning_eff.optim.optimizers._first_order import FirstOrder, check, count, held
+from lightning_eff.optim.optimizers._first_order import Eps, FirstOrder, Rate, count, held
 
 
 class Adan(FirstOrder):
-    """Momentum of gradients and of their differences, divided by the root of the mean square of both.
+    """Adam with Nesterov momentum, estimated from differences of consecutive gradients.
 
-    For a parameter ``w`` with gradients ``g`` and, of the step before, ``g'`` (itself, at the first)::
+    For a parameter ``w`` with gradients ``g`` and, in the step before, ``g'`` (equal to ``g`` in the first step)::
 
         m = b1 m + (1 - b1) g
         v = b2 v + (1 - b2) (g - g')
         n = b3 n + (1 - b3) (g + b2 (g - g'))^2
         w = (w - lr (m^ + b2 v^) / (sqrt(n^) + eps)) / (1 + lr lambda)
 
-    with ``^`` for division by ``1 - b^t``. Where gradients do not change, a step is ``-lr sign(g)``. Its betas are what is
-    kept, as in the authors' code; the paper writes one minus each. Four tensors of state, twice Adam's.
+    with ``^`` for division by ``1 - b^t``. If gradients do not change, a step is ``-lr sign(g)``. The betas are the kept
+    fractions, as in the authors' code; the paper writes one minus each. It keeps four tensors of state per parameter, twice
+    Adam's.
 
     Args:
-        params: parameters or groups.
-        lr: the rate, >= 0. Its authors take 5 to 10 times AdamW's.
-        betas: (b1, b2, b3), each in [0, 1).
-        eps: > 0 keeps the denominator away from zero.
-        weight_decay: ``lambda`` >= 0, taken implicitly.
+        params: the parameters, or parameter groups.
+        lr: the learning rate. The authors use 5 to 10 times AdamW's.
+        betas: the decay factors (b1, b2, b3).
+        eps: the number that keeps the denominator away from zero.
+        weight_decay: the weight decay ``lambda``, applied implicitly.
 
     Raises:
-        ValueError: for other values; as a step begins, for a sparse gradient.
+        ValueError: for a value out of range. When a step begins, for a sparse gradient.
+
+    Example:
+        >>> optimizer = Adan(model.parameters(), lr=5e-3, weight_decay=0.02)
+        >>> trainer = L.Trainer(callbacks=[ReplaceOptimizer(Adan, parameters="all", lr=5e-3)])
+
+    References:
+        Xie et al. 2022, "Adan: Adaptive Nesterov Momentum Algorithm for Faster Optimizing Deep Models", arXiv:2208.06677.
     """
 
     paper: ClassVar[str] = "Xie et al. 2022, arXiv:2208.06677"
-    saves: ClassVar[str] = "steps, by the paper's claim; costs two more states than Adam"
-    constraints: ClassVar[str] = "any parameters with dense gradients"
+    saves: ClassVar[str] = "steps, according to the paper; keeps two more tensors of state than Adam"
+    constraints: ClassVar[str] = "needs dense gradients"
 
+    @declared
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float, float] = (0.98, 0.92, 0.99),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
+        lr: Rate = 1e-3,
+        betas: Annotated[tuple[float, float, float], Each(Fraction(below=1), length=3)] = (0.98, 0.92, 0.99),
+        eps: Eps = 1e-8,
+        weight_decay: Rate = 0.0,
     ) -> None:
-        check("Adan", betas=betas, num_betas=3, lr=lr, eps=eps, weight_decay=weight_decay)
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
 
     @override

@@ -1,6 +1,6 @@
-"""Gradient centralisation: each output's gradient without its mean (Yong et al. 2020)."""
+"""Gradient centralization: remove the mean from each output's gradient (Yong et al. 2020)."""
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Fraction
 from lightning_eff._core._needs.needs import Part, Reasons
 from lightning_eff._core.search_space import SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
@@ -20,15 +21,15 @@ _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 @torch.no_grad()
 def centralize(gradient: Tensor, *, dim: int, strength: float = 1.0) -> Tensor:
-    """Take each output's mean out of the gradient of a weight, in place.
+    """Subtract each output's mean from the gradient of a weight, in place.
 
     Args:
-        gradient: ``g``, of a linear map or a convolution, of two dimensions or more.
-        dim: the one that outputs lie along.
-        strength: of the mean, the share that is taken out.
+        gradient: ``g``, of a linear layer or a convolution, with two or more dimensions.
+        dim: the dimension of the outputs.
+        strength: the fraction of the mean that is subtracted.
 
     Returns:
-        The norm of what was taken out, shape ().
+        The norm of what was subtracted, shape ().
     """
     # μ_o = mean over inputs (and places in a kernel) of g_o
     mean = gradient.mean([d for d in range(gradient.ndim) if d != dim], keepdim=True) * strength
@@ -39,11 +40,11 @@ def centralize(gradient: Tensor, *, dim: int, strength: float = 1.0) -> Tensor:
 
 
 def output_dims(module: nn.Module) -> dict[str, int]:
-    """The weights of linear maps and convolutions, by their names among the parameters, each with the outputs' dimension.
+    """The weights of linear layers and convolutions, by parameter name, each with the dimension of its outputs.
 
-    Never those of embeddings, also where one is tied to the head: a row of a table is no map. A transposed convolution in
-    groups is left out, since its outputs lie along no one dimension. So is a weight with one input for each output, whose
-    gradient is its own mean, and the lengths that ``weight_norm`` keeps beside the directions.
+    Embeddings are left out, also if one is tied to the head. So are grouped transposed convolutions, whose outputs do not
+    lie along one dimension; weights with one input per output, whose gradient is its own mean; and the lengths that
+    ``weight_norm`` keeps beside the directions.
     """
     tables = {id(p) for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) for p in m.parameters()}
     found: dict[int, int] = {}
@@ -64,54 +65,52 @@ def _is_lengths(owner: nn.Module, p: Tensor) -> bool:
 
 
 def _output_dim(owner: nn.Module) -> int | None:
-    """The dimension of a module's weights along which its outputs lie; None where they are no maps."""
+    """The dimension of the outputs in a module's weights; None for modules without such weights."""
     if isinstance(owner, _TRANSPOSED):
         return 1 if owner.groups == 1 else None
-    if type(owner).__name__ == "Conv1D":  # transformers' linear map of (in, out)
+    if type(owner).__name__ == "Conv1D":  # transformers' linear layer of shape (in, out)
         return 1
     return 0 if isinstance(owner, (*_CONVOLUTIONS, nn.RNNBase)) or is_linear(owner) else None
 
 
 class GradientCentralization(Technique):
-    """Step along gradients of which each output's mean over its inputs is zero.
+    """Subtract the mean over inputs from each output's gradient, before every optimizer step.
 
-    Before each optimizer step, the gradient of every weight of a linear map or a convolution loses, output by output, its
-    mean over inputs and places in the kernel. Under plain SGD the mean of each output's weights then stays what it was at
-    the start, and what all inputs have in common, such as the mean of activations that are never negative, moves the
-    weights no more. It comes before clipping, and after gradients are summed over accumulation windows and ranks, which is
-    the same as before, since the mean is linear. Biases, norms, embeddings and what is tied to one keep their gradients. So do
-    weights with one input for each output, such as those of ``nn.Linear(1, n)`` and of depthwise 1x1 convolutions, which would
-    be left without any gradient, and the lengths of ``weight_norm``.
+    This applies to the weights of linear layers and convolutions; the mean is over inputs and kernel positions. Under plain
+    SGD the mean of each output's weights then stays constant, and anything that all inputs have in common, such as the mean
+    of non-negative activations, no longer moves the weights. It runs before gradient clipping, after gradients are summed
+    over accumulation windows and ranks. It costs almost nothing.
 
-    Logged: ``centralized``, the number of weights in the last step; ``removed_norm``, the norm of what it took out of their
-    gradients.
+    Biases, norms and embeddings (also tied ones) keep their gradients. So do weights with one input per output, such as those
+    of ``nn.Linear(1, n)`` and depthwise 1x1 convolutions, which would lose their whole gradient, and the lengths of
+    ``weight_norm``.
+
+    It logs ``centralized``, the number of weights in the last step, and ``removed_norm``, the norm of what was subtracted.
 
     Args:
-        strength: the share of the mean that is taken out, in [0, 1]. 1 is the paper's; 0 is plain training.
+        strength: the fraction of the mean that is subtracted. 1 is the paper's, 0 is plain training.
 
     Raises:
-        ValueError: for another ``strength``; at setup, where no optimizer has a weight of a linear map or a convolution.
+        ValueError: for a value out of range. At setup, if no optimizer has a weight of a linear layer or a convolution.
 
-    Sources:
-        Yong et al. 2020, arXiv:2004.01461.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[GradientCentralization()])
+
+    References:
+        Yong et al. 2020, "Gradient Centralization: A New Optimization Technique for Deep Neural Networks", arXiv:2004.01461.
     """
 
-    saves: ClassVar[str] = "steps, by the paper's claim: better conditioned gradients at hardly any cost"
+    saves: ClassVar[str] = "steps, according to the paper: better conditioned gradients at almost no cost"
     paper: ClassVar[str] = "Yong et al. 2020, arXiv:2004.01461"
     refuses: ClassVar[Reasons] = dict.fromkeys((Part.SHARD, Part.TENSOR, Part.PIPELINE), "")
     survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"strength": Uniform(0.25, 1.0)})
     control: ClassVar[Control] = Control(
-        "the baseline for as many seconds with its learning rate decayed to zero: a step costs about the same"
+        "the baseline for the same time with a learning rate that decays to zero; step costs are about equal"
     )
     needs_automatic_optimization: ClassVar[bool] = False
 
-    def __init__(self, strength: float = 1.0) -> None:
-        if not 0.0 <= strength <= 1.0:
-            raise ValueError(
-                f"GradientCentralization(strength={strength}): expected a number in [0, 1], the share of each output's mean"
-                " gradient that is taken out. 1 is the paper's; 0 is plain training."
-            )
+    def __init__(self, strength: Annotated[float, Fraction()] = 1.0) -> None:
         self.strength = strength
         self._reset()
 
@@ -137,9 +136,9 @@ class GradientCentralization(Technique):
         }
         if not self._dims:
             raise ValueError(
-                f"GradientCentralization: the optimizers of {type(session.module).__name__} step no weight of a linear map or a"
-                " convolution with several inputs for each output; expected one of those that it has:"
-                f" {', '.join(dims) or 'none'}. Let an optimizer step it, or take the technique out."
+                f"GradientCentralization: no optimizer of {type(session.module).__name__} has the weight of a linear layer or a"
+                f" convolution with several inputs per output (there are: {', '.join([*dims][:5]) or 'none'}). Give one to an"
+                " optimizer, or remove the technique."
             )
 
     @override
@@ -160,9 +159,10 @@ class GradientCentralization(Technique):
     @override
     def summary(self) -> str:
         if not self._last:
-            return "no gradient centralised"
+            return "no gradient was centralized"
         removed = float(self._last["removed_norm"])
-        return f"{self._last['centralized']:g} weights' gradients lost {removed:.2g} of their norm in the last step"
+        count = f"{self._last['centralized']:g}"
+        return f"centralized the gradients of {count} weights; removed a norm of {removed:.2g} in the last step"
 
     @override
     def state_dict(self) -> dict[str, Any]:

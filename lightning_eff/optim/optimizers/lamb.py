@@ -1,4 +1,4 @@
-"""LAMB: Adam's direction with steps in proportion to each layer's weights (You et al. 2019, arXiv:1904.00962)."""
+"""LAMB: Adam's direction, with steps proportional to the norm of each layer's weights (You et al. 2019)."""
 
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -7,52 +7,59 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.declared import declared
 from lightning_eff.optim.optimizers import _lists as lists
-from lightning_eff.optim.optimizers._first_order import FirstOrder, check, count, held, ratio_of_norms
+from lightning_eff.optim.optimizers._first_order import Betas, Eps, FirstOrder, Rate, count, held, ratio_of_norms
 
 
 class LAMB(FirstOrder):
-    """AdamW for large batches, whose steps are a given part of each layer's weights.
+    """AdamW for large batches, with steps proportional to the norm of each layer's weights.
 
-    For a layer's weights ``w`` with gradient ``g``, at rate ``lr`` and decay ``lambda``::
+    For a layer's weights ``w`` with gradient ``g``, at learning rate ``lr`` and weight decay ``lambda``::
 
         m = b1 m + (1 - b1) g
         v = b2 v + (1 - b2) g^2
         u = m^ / (sqrt(v^) + eps) + lambda w
         w = w - lr |w| / |u| u                   # |w| / |u| is 1 where a norm is zero
 
-    with ``^`` for division by ``1 - b^t``: every step of a layer is as long as ``lr |w|``. Later work finds plain Adam as good,
-    where it is tuned as long (Nado et al. 2021, arXiv:2102.06356). Clipping is the Trainer's matter; the authors' runs of BERT
-    clip gradients at 1.
+    with ``^`` for division by ``1 - b^t``. Every step of a layer has the length ``lr |w|``. Use it for batches of thousands of
+    samples. Later work finds that AdamW is as good if it is tuned equally well (Nado et al. 2021, arXiv:2102.06356). The
+    authors' BERT runs clip gradients at 1, which the Trainer's ``gradient_clip_val`` does.
 
     Args:
-        params: parameters or groups.
-        lr: the rate, >= 0.
-        betas: (b1, b2), each in [0, 1).
-        eps: > 0 keeps the denominator away from zero.
-        weight_decay: ``lambda`` >= 0.
-        vectors: whether biases, scales and other tensors of one dimension have steps in proportion, and decay, too. Left
-            out, they are plain Adam, as the authors' runs have them.
+        params: the parameters, or parameter groups.
+        lr: the learning rate.
+        betas: the decay factors (b1, b2).
+        eps: the number that keeps the denominator away from zero.
+        weight_decay: the weight decay ``lambda``.
+        vectors: whether biases, scales and other one-dimensional tensors also have proportional steps and weight decay. By
+            default they get plain Adam, as in the authors' runs.
 
     Raises:
-        ValueError: for other values; as a step begins, for a sparse gradient.
+        ValueError: for a value out of range. When a step begins, for a sparse gradient.
+
+    Example:
+        >>> optimizer = LAMB(model.parameters(), lr=2e-3)
+
+    References:
+        You et al. 2019, "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", arXiv:1904.00962.
     """
 
     paper: ClassVar[str] = "You et al. 2019, arXiv:1904.00962"
-    saves: ClassVar[str] = "steps of very large batches; tuned AdamW does as well"
-    constraints: ClassVar[str] = "batches of thousands"
+    saves: ClassVar[str] = "steps with very large batches; tuned AdamW does as well"
+    constraints: ClassVar[str] = "meant for batches of thousands of samples"
 
+    @declared
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.01,
+        lr: Rate = 1e-3,
+        betas: Betas = (0.9, 0.999),
+        eps: Eps = 1e-6,
+        weight_decay: Rate = 0.01,
         *,
         vectors: bool = False,
     ) -> None:
-        check("LAMB", betas=betas, num_betas=2, lr=lr, eps=eps, weight_decay=weight_decay)
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "vectors": vectors}
         super().__init__(params, defaults)
 

@@ -1,58 +1,65 @@
-"""LARS: a rate for each layer, in proportion to its weights' norm over its gradient's (You et al. 2017, arXiv:1708.03888)."""
+"""LARS: a learning rate per layer, proportional to the ratio of weight norm and gradient norm (You et al. 2017)."""
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.declared import declared
+from lightning_eff._core._arguments.kinds import Fraction
 from lightning_eff.optim.optimizers import _lists as lists
-from lightning_eff.optim.optimizers._first_order import FirstOrder, check, held
+from lightning_eff.optim.optimizers._first_order import FirstOrder, Rate, held
 
 
 class LARS(FirstOrder):
-    """Momentum SGD for large batches, whose steps are a given part of each layer's weights.
+    """Momentum SGD for large batches, with steps proportional to the norm of each layer's weights.
 
-    For a layer's weights ``w`` with gradient ``g``, at rate ``lr`` and decay ``beta``::
+    For a layer's weights ``w`` with gradient ``g``, at learning rate ``lr`` and weight decay ``beta``::
 
         local = eta |w| / (|g| + beta |w|)       # 1 where a norm is zero
         v = momentum v + lr local (g + beta w)
         w = w - v
 
-    The momentum holds rates, as in the paper: where the rate falls, steps made before keep theirs. Later work finds plain
-    Nesterov momentum as good, where it is tuned as long (Nado et al. 2021, arXiv:2102.06356).
+    The momentum includes the learning rate, as in the paper: when the learning rate falls, earlier steps keep theirs. Use it
+    for batches of thousands of samples. Later work finds that Nesterov momentum is as good if it is tuned equally well (Nado
+    et al. 2021, arXiv:2102.06356).
 
     Args:
-        params: parameters or groups.
-        lr: the global rate ``gamma``, >= 0.
-        momentum: in [0, 1).
-        weight_decay: ``beta`` >= 0.
-        trust: ``eta`` >= 0.
-        vectors: whether biases, scales and other tensors of one dimension have local rates and decay too. Left out, they
-            are plain momentum SGD without decay, as large-batch training has them.
+        params: the parameters, or parameter groups.
+        lr: the global learning rate, ``gamma`` in the paper.
+        momentum: the momentum factor.
+        weight_decay: the weight decay ``beta``.
+        trust: the trust coefficient ``eta``.
+        vectors: whether biases, scales and other one-dimensional tensors also have local learning rates and weight decay. By
+            default they get plain momentum SGD without decay, as is usual for large batches.
 
     Raises:
-        ValueError: for other values; as a step begins, for a sparse gradient.
+        ValueError: for a value out of range. When a step begins, for a sparse gradient.
+
+    Example:
+        >>> optimizer = LARS(model.parameters(), lr=1.0, weight_decay=1e-4)
+
+    References:
+        You et al. 2017, "Large Batch Training of Convolutional Networks", arXiv:1708.03888.
     """
 
     paper: ClassVar[str] = "You et al. 2017, arXiv:1708.03888"
-    saves: ClassVar[str] = "steps of very large batches; tuned SGD with momentum does as well"
-    constraints: ClassVar[str] = "batches of thousands"
+    saves: ClassVar[str] = "steps with very large batches; tuned SGD with momentum does as well"
+    constraints: ClassVar[str] = "meant for batches of thousands of samples"
 
+    @declared
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1.0,
-        momentum: float = 0.9,
-        weight_decay: float = 1e-4,
+        lr: Rate = 1.0,
+        momentum: Annotated[float, Fraction(below=1)] = 0.9,
+        weight_decay: Rate = 1e-4,
         *,
-        trust: float = 1e-3,
+        trust: Rate = 1e-3,
         vectors: bool = False,
     ) -> None:
-        check("LARS", lr=lr, weight_decay=weight_decay, trust=trust)
-        if not 0 <= momentum < 1:
-            raise ValueError(f"LARS({momentum=}): expected a number in [0, 1).")
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust, "vectors": vectors}
         super().__init__(params, defaults)
 

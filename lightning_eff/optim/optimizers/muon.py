@@ -1,10 +1,11 @@
-"""Muon: momentum whose every hidden matrix is made orthogonal before it is taken as a step (Jordan et al. 2024).
+"""Muon: the momentum of every hidden matrix is orthogonalized before the step (Jordan et al. 2024).
 
-Also NorMuon's normalization by neuron (Li et al. 2025), cautious decay (Chen et al. 2025) and AdamW for all other parameters.
+Also NorMuon's normalization by neuron (Li et al. 2025), cautious weight decay (Chen et al. 2025), and AdamW for all other
+parameters.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,17 +13,19 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 from typing_extensions import override
 
+from lightning_eff._core._arguments.declared import declared
+from lightning_eff._core._arguments.kinds import Count, Fraction
 from lightning_eff.optim.optimizers import _lists as lists
-from lightning_eff.optim.optimizers._first_order import keep_dtypes
+from lightning_eff.optim.optimizers._first_order import Rate, keep_dtypes
 from lightning_eff.optim.optimizers._matrices import Layout, Split, layout_by_name, layouts_of, named
 from lightning_eff.optim.optimizers._muon.division import Division, part_of, whole_of
 from lightning_eff.optim.optimizers._muon.orthogonalization import Stack, orthogonalize, polar_stacks, stacked
-from lightning_eff.optim.optimizers._muon.settings import DTYPES, Scheduled, check_settings, checked_adam
+from lightning_eff.optim.optimizers._muon.settings import DTYPES, Decay, Momentum, checked_adam
 from lightning_eff.optim.optimizers._muon.steps import Piece, normalize_stack, parts_of, take_step, take_steps
 
 
 class Muon(Optimizer):
-    """One optimizer for a whole network: Muon for its hidden matrices, AdamW for all else.
+    """Muon for the hidden matrices of a network and AdamW for all its other parameters, in one optimizer.
 
     For each hidden matrix ``p`` of shape (out, in) with gradient ``g``::
 
@@ -31,94 +34,91 @@ class Muon(Optimizer):
         O = polar(u)                              # all singular values near one
         p = p - lr * scale(out, in) * O - lr * weight_decay * p
 
-    Matrices of one shape are stacked and made orthogonal together; where fewer multiplications are needed so, on their
-    Gram matrices. Fused projections of queries, keys and values are taken apart, and convolutions are (out, in * ...).
+    Use it for Transformers and other networks with many matrices, where it usually needs fewer steps than AdamW. It keeps one
+    tensor of state per matrix, where Adam keeps two. Matrices of one shape are stacked and orthogonalized together, on
+    their Gram matrices where that needs fewer multiplications. Fused projections of queries, keys and values are split, and
+    convolutions are treated as (out, in * ...).
 
-    **Which parameters are matrices** is known best from the module: pass it instead of its parameters. From
-    ``named_parameters()`` it is told by name and shape. From ``parameters()`` alone nothing tells an embedding or a head
-    from a hidden matrix: all tensors of two dimensions or more count as matrices, as in ``torch.optim.Muon``. A parameter
-    group with ``"algorithm": "muon"`` or ``"adamw"`` of its own is taken at its word.
+    **Pass the module itself** if you can: it shows best which parameters are hidden matrices. With ``named_parameters()``,
+    names and shapes decide. With ``parameters()`` alone, all tensors of two or more dimensions count as matrices, as in
+    ``torch.optim.Muon``, including embeddings and heads. A parameter group with ``"algorithm": "muon"`` or ``"adamw"``
+    decides for itself.
 
-    Under DDP each rank makes its share of the matrices orthogonal, and the ranks exchange the results: the numbers are
-    those of one process, bit for bit. That the ranks hold equal gradients is agreed on at the first step and checked at
-    each; where they do not (under :class:`LocalSGD`), every rank does all by itself from then on. DTensors (FSDP2,
-    tensor parallelism) are gathered for the products and stay divided otherwise.
+    Under DDP the ranks divide the matrices and exchange the results, which equal those of one process bit for bit. The ranks
+    agree at the first step that their gradients are equal, and check it at each step. If they are not (under
+    :class:`LocalSGD`), every rank does all the work from then on. DTensors (FSDP2, tensor parallelism) are gathered for the
+    products and otherwise stay sharded.
 
     Args:
         params: a module, its ``named_parameters()`` or ``parameters()``, or groups of them.
-        lr: the rate of hidden matrices, >= 0. With ``scale="spectral"`` about 0.02; with "match_rms_adamw" AdamW's.
-        weight_decay: >= 0, decoupled and scaled by the rate; or a function of the share ``u`` of the run that is over,
-            see ``num_steps``.
-        momentum: in [0, 1), or a function of ``u`` with such values.
-        nesterov: look one step of momentum ahead.
-        orthogonalization: "polar_express" (Amsel et al. 2025) or "newton_schulz" (Jordan et al. 2024).
-        num_iterations: its steps, 1 to 99.
-        scale: "spectral" or "match_rms_adamw".
-        normalization: "neuron" for NorMuon's, or None.
-        beta2: of ``normalization="neuron"``, in [0, 1).
-        cautious: decay only weights that the step moves towards zero.
-        split: what is several maps in one tensor: "auto" takes apart what is named as fused (qkv, c_attn, in_proj, Wqkv:
-            thirds; gate_up_proj: halves) and divides so; a mapping of patterns of names to a number of equal parts or
-            to sizes along ``out``; or None.
-        adam: settings of AdamW for all else: any of ``lr`` (3e-4), ``betas`` (0.9, 0.95), ``eps`` (1e-10) and
+        lr: the learning rate of hidden matrices. Use about 0.02 with ``scale="spectral"``, and AdamW's with
+            "match_rms_adamw".
+        weight_decay: the weight decay, decoupled and scaled by the learning rate; or a function of the fraction ``u`` of the
+            run that is over (see ``num_steps``).
+        momentum: the momentum factor, or a function of ``u``.
+        nesterov: whether to look one step of momentum ahead.
+        orthogonalization: the iteration. "polar_express" is by Amsel et al. 2025, "newton_schulz" by Jordan et al. 2024.
+        num_iterations: the number of steps of the iteration.
+        scale: the factor by shape. "spectral" is ``sqrt(max(1, out / in))``, "match_rms_adamw" is ``0.2 sqrt(max(out, in))``.
+        normalization: "neuron" for NorMuon's normalization, or None.
+        beta2: the decay factor of ``normalization="neuron"``.
+        cautious: whether to decay only weights that the step moves towards zero.
+        split: tensors that hold several matrices. "auto" splits fused projections by name (qkv, c_attn, in_proj, Wqkv into
+            thirds, gate_up_proj into halves). A mapping of name patterns to a number of equal parts, or to sizes along
+            ``out``, decides otherwise; None splits nothing.
+        adam: settings of AdamW for all other parameters: any of ``lr`` (3e-4), ``betas`` (0.9, 0.95), ``eps`` (1e-10) and
             ``weight_decay`` (0).
-        dtype: of the products: "float32", "bfloat16", or None for bfloat16 on CUDA and float32 elsewhere.
-        num_steps: steps after which ``u`` is 1, >= 1, for ``momentum`` and ``weight_decay`` that are functions of it. Without,
-            whoever drives the run sets the attribute ``u`` before each step.
-        distributed: divide the matrices over the ranks of the default process group where their gradients are equal;
-            False where not all ranks step this optimizer.
+        dtype: the dtype of the products, "float32" or "bfloat16". None is bfloat16 on CUDA and float32 elsewhere.
+        num_steps: the number of steps after which ``u`` is 1, for ``momentum`` and ``weight_decay`` that are functions.
+            Without it, the caller sets the attribute ``u`` before each step.
+        distributed: whether to divide the matrices over the ranks of the default process group while their gradients are
+            equal. Set it to False if not all ranks step this optimizer.
 
     Raises:
-        ValueError: for other values, and where there is no hidden matrix; as a step begins, for sparse gradients of a matrix,
-            or where ``u`` is needed and not known.
+        ValueError: for a value out of range, or if there is no hidden matrix. When a step begins, for the sparse gradient of
+            a matrix, or if ``u`` is needed and unknown.
 
-    Sources:
-        Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Amsel et al. 2025, arXiv:2505.16932;
-        Liu et al. 2025, arXiv:2502.16982 (scale); Li et al. 2025, arXiv:2510.05491 (NorMuon).
+    Example:
+        >>> optimizer = Muon(model.parameters(), lr=0.02, weight_decay=0.1)
+        >>> trainer = L.Trainer(callbacks=[ReplaceOptimizer(Muon, lr=0.02)])
+
+    References:
+        Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks". Amsel et al. 2025, arXiv:2505.16932
+        (Polar Express). Liu et al. 2025, arXiv:2502.16982 (scale). Li et al. 2025, arXiv:2510.05491 (NorMuon).
     """
 
-    u: float | None = None  #: the share of the run that is over, in [0, 1]
+    u: float | None = None  #: the fraction of the run that is over, in [0, 1]
 
     paper: ClassVar[str] = (
         "Jordan et al. 2024, kellerjordan.github.io/posts/muon; Amsel et al. 2025, arXiv:2505.16932; Li et al. "
         "2025, arXiv:2510.05491 (NorMuon)"
     )
-    saves: ClassVar[str] = "steps, by a matrix's whole direction; one state a weight, where Adam has two"
-    constraints: ClassVar[str] = "hidden matrices; other parameters are AdamW's; its rate is its own"
+    saves: ClassVar[str] = "steps; keeps one state per weight, where Adam keeps two"
+    constraints: ClassVar[str] = "acts on hidden matrices, and AdamW on the rest; needs a learning rate of its own"
 
+    @declared
     def __init__(
         self,
         params: nn.Module | Iterable[Any],
-        lr: float = 0.02,
-        weight_decay: Scheduled = 0.1,
-        momentum: Scheduled = 0.95,
+        lr: Rate = 0.02,
+        weight_decay: Decay = 0.1,
+        momentum: Momentum = 0.95,
         nesterov: bool = True,
         *,
-        orthogonalization: str = "polar_express",
-        num_iterations: int = 5,
-        scale: str = "spectral",
-        normalization: str | None = None,
-        beta2: float = 0.95,
+        orthogonalization: Literal["polar_express", "newton_schulz"] = "polar_express",
+        num_iterations: Annotated[int, Count(at_most=99)] = 5,
+        scale: Literal["spectral", "match_rms_adamw"] = "spectral",
+        normalization: Literal["neuron"] | None = None,
+        beta2: Annotated[float, Fraction(below=1)] = 0.95,
         cautious: bool = True,
         split: Split = "auto",
         adam: Mapping[str, Any] | None = None,
-        dtype: str | None = None,
-        num_steps: int | None = None,
+        dtype: Literal["float32", "bfloat16"] | None = None,
+        num_steps: Annotated[int, Count()] | None = None,
         distributed: bool = True,
     ) -> None:
-        check_settings(
-            lr=lr,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            orthogonalization=orthogonalization,
-            num_iterations=num_iterations,
-            scale=scale,
-            normalization=normalization,
-            beta2=beta2,
-            split=split,
-            dtype=dtype,
-            num_steps=num_steps,
-        )
+        if not (split is None or split == "auto" or isinstance(split, Mapping)):
+            raise ValueError(f"Muon({split=}): expected 'auto', None, or a mapping of name patterns to parts.")
         adam = checked_adam(adam)
         functions = (("weight_decay", weight_decay), ("momentum", momentum))
         self._schedules = {name: fn for name, fn in functions if callable(fn)}
@@ -146,21 +146,21 @@ class Muon(Optimizer):
         if not any(group["algorithm"] == "muon" for group in self.param_groups):
             held = [tuple(p.shape) for group in self.param_groups for p in group["params"]]
             raise ValueError(
-                f"Muon: no hidden matrix among {len(held)} parameters (shapes {held[:6]}{' ...' if len(held) > 6 else ''});"
-                " expected weights of linear maps or convolutions beside embeddings and heads. Use AdamW, or name the"
-                ' matrices by a parameter group with "algorithm": "muon".'
+                f"Muon: found no hidden matrix among {len(held)} parameters (shapes"
+                f" {held[:6]}{' ...' if len(held) > 6 else ''})."
+                ' Use AdamW, or put matrices into a parameter group with "algorithm": "muon".'
             )
 
     # -- parameter groups
 
     def _groups(self, params: nn.Module | Iterable[Any]) -> list[dict[str, Any]]:
-        """Each group as given, in up to two: its matrices, and all else."""
+        """The given groups, each split into its matrices and its other parameters."""
         known = layouts_of(params if isinstance(params, nn.Module) else None, self._split)
         if isinstance(params, nn.Module):
             params = [(name, p) for name, p in params.named_parameters() if p.requires_grad]
         given = list(params)
         if not given:
-            raise ValueError("Muon: got no parameters; expected a module, its named_parameters(), or groups of them.")
+            raise ValueError("Muon: got no parameters. Pass a module, its named_parameters(), or groups of them.")
         groups = given if isinstance(given[0], dict) else [{"params": given}]
         return [part for group in groups for part in self._parted(group, known)]
 
@@ -169,29 +169,29 @@ class Muon(Optimizer):
         pairs = named([held] if isinstance(held, Tensor) else held)
         algorithm = rest.pop("algorithm", None)
         if algorithm not in (None, "muon", "adamw"):
-            raise ValueError(f'Muon: a parameter group has "algorithm": {algorithm!r}; expected "muon" or "adamw".')
+            raise ValueError(f'Muon: a parameter group has "algorithm": {algorithm!r}. Use "muon" or "adamw".')
         parts: dict[str, list[Any]] = {"muon": [], "adamw": []}
         for name, p in pairs:
             layout = known.get(id(p)) if known is not None else layout_by_name(name, p, self._split)
             if algorithm == "muon" and layout is None:
                 if p.ndim < 2:
                     raise ValueError(
-                        f'Muon: a group with "algorithm": "muon" holds {name or "a parameter"} of shape {tuple(p.shape)};'
-                        " expected two dimensions or more. Put it into another group."
+                        f'Muon: a group with "algorithm": "muon" holds {name or "a parameter"} of shape {tuple(p.shape)}, which'
+                        " has fewer than two dimensions. Put it into another group."
                     )
                 layout = Layout("matrix" if p.ndim == 2 else "convolution")
             which = algorithm or ("adamw" if layout is None else "muon")
             if which == "muon" and layout is not None:
                 self._layouts[p] = layout
             parts[which].append(p if name is None else (name, p))
-        # settings of the group are the matrices' own; AdamW's come from `adam` where the group says nothing else
+        # a group's settings are for its matrices; AdamW's come from `adam`, unless the group is AdamW's
         aside = {**self._adam, "momentum": 0.0, **(rest if algorithm == "adamw" else {})}
         of = {"muon": rest, "adamw": aside}
         return [{**of[which], "params": held, "algorithm": which} for which, held in parts.items() if held]
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, all of one kind: by its ``"algorithm"``, or by what its first parameter is."""
+        """Add a parameter group; without an ``"algorithm"`` it is split into matrices and other parameters."""
         if "algorithm" not in param_group:
             parts = self._parted(param_group, None)
             for part in parts:
@@ -199,11 +199,11 @@ class Muon(Optimizer):
             return
         super().add_param_group(param_group)
 
-    # -- what a bare torch.optim.Optimizer would lose
+    # -- state that torch.optim.Optimizer would lose
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, each tensor of it in the dtype that it was saved in."""
+        """Load a state, and keep the dtype of each tensor in it."""
         super().load_state_dict(state_dict)
         keep_dtypes(self, state_dict)
 
@@ -215,10 +215,10 @@ class Muon(Optimizer):
 
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of all groups.
+        """Make one step of all groups.
 
         Args:
-            closure: computes the loss anew, with gradients on, and returns it.
+            closure: a function that computes the loss again, with gradients, and returns it.
         """
         loss = None
         if closure is not None:
@@ -233,13 +233,14 @@ class Muon(Optimizer):
         return loss
 
     def _schedule(self) -> None:
-        """Let momentum and decay be what their functions say at the run's ``u``."""
+        """Set momentum and weight decay by their functions of ``u``."""
         if not self._schedules:
             return
         if self.u is None and self._num_steps is None:
             raise ValueError(
-                f"Muon: {sorted(self._schedules)} follow the run's progress u, which nobody tells; expected num_steps=, after"
-                " which u is 1, or somebody who sets the attribute u before each step."
+                f"Muon: {sorted(self._schedules)} are functions of the run's progress u, which is unknown. Give num_steps=, or"
+                " set"
+                " the attribute u before each step."
             )
         for group in self.param_groups:
             if group["algorithm"] != "muon":
@@ -280,8 +281,8 @@ class Muon(Optimizer):
 
     def _step_matrices(self) -> None:
         held = [(group, p) for group in self.param_groups if group["algorithm"] == "muon" for p in group["params"]]
-        held = [(group, p) for group, p in held if p.grad is not None]  # none where a step drops every block
-        alike: dict[Any, list[Piece]] = {}  # what may be in one stack
+        held = [(group, p) for group, p in held if p.grad is not None]  # empty if a step drops every block
+        alike: dict[Any, list[Piece]] = {}  # pieces that can share a stack
         for (group, p), u in zip(held, self._momentum(held), strict=True):
             divided = hasattr(p, "full_tensor")
             key = (group["orthogonalization"], group["num_iterations"], divided, p.dtype)
@@ -306,7 +307,7 @@ class Muon(Optimizer):
                 take_step(local, step, float(group["lr"]), float(group["weight_decay"]), cautious=group["cautious"])
 
     def _pieces(self, group: dict[str, Any], p: Tensor, u: Tensor, *, divided: bool) -> list[Piece]:
-        """The matrices of a parameter, by their shapes."""
+        """The matrices within a parameter."""
         layout = self._layouts[p]
         blocks = layout.blocks(u)
         none = [None] * len(blocks)
@@ -316,7 +317,7 @@ class Muon(Optimizer):
         return [Piece(group, p, *one) for one in made]
 
     def _momentum(self, held: list[tuple[dict[str, Any], Tensor]]) -> list[Tensor]:
-        """The ``u`` of each parameter; momenta are moved on."""
+        """Advance the momenta, and return the ``u`` of each parameter."""
         updates: list[Tensor] = []
         for group in self.param_groups:
             params = [p for other, p in held if other is group]
@@ -327,8 +328,9 @@ class Muon(Optimizer):
                 assert p.grad is not None
                 if p.grad.is_sparse:
                     raise ValueError(
-                        f"Muon: the gradient of a matrix of shape {tuple(p.shape)} is sparse; expected a dense one. Put the"
-                        ' parameter into a group with "algorithm": "adamw", or make its embedding dense.'
+                        f"Muon: the gradient of a matrix of shape {tuple(p.shape)} is sparse. Set sparse=False in its"
+                        " embedding, or"
+                        ' put the parameter into a group with "algorithm": "adamw".'
                     )
                 grads.append(p.grad)
                 if "momentum_buffer" not in self.state[p]:
@@ -349,7 +351,7 @@ class Muon(Optimizer):
         return stacked([torch.stack([next(found) for _ in block]) for block in blocks])
 
     def _second_moments(self, p: Tensor, blocks: list[Tensor]) -> list[Tensor]:
-        """``S`` of the matrices of each block, kept as one vector."""
+        """The second moments ``S`` of the matrices of each block, stored as one vector."""
         state = self.state[p]
         sizes = [len(block) * max(block.shape[1:]) for block in blocks]
         if "second_moment" not in state:
@@ -358,7 +360,7 @@ class Muon(Optimizer):
         return [part.view(len(block), -1) for part, block in zip(parts, blocks, strict=True)]
 
     def _joined(self, p: Tensor, steps: dict[int, Tensor]) -> Tensor:
-        """The steps of a parameter's blocks in one tensor of its shape."""
+        """The steps of a parameter's blocks, joined in one tensor of its shape."""
         whole = torch.empty(p.shape, dtype=p.dtype, device=p.device)
         for index, view in enumerate(self._layouts[p].targets(whole)):
             view.copy_(steps[index].reshape(view.shape))

@@ -1,113 +1,115 @@
-"""Shampoo: gradients multiplied from either side by roots of their covariances (Gupta et al. 2018, arXiv:1802.09568)."""
+"""Shampoo: gradients multiplied from both sides by inverse roots of their covariances (Gupta et al. 2018)."""
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core._arguments.declared import declared
+from lightning_eff._core._arguments.kinds import Count, Each, Fraction
 from lightning_eff.optim.optimizers import _lists as lists
-from lightning_eff.optim.optimizers._first_order import check, check_counts
+from lightning_eff.optim.optimizers._first_order import Eps, Rate
 from lightning_eff.optim.optimizers._kronecker import Fold, Kronecker, multiplied, outer, sides, working
 from lightning_eff.optim.optimizers._matrices import Split
 
 
 def inverse_root(covariance: Tensor, power: float, eps: float) -> Tensor:
-    """``(C + eps lambda_max I)^-power`` by eigenvalues, none of which counts as less than zero.
+    """``(C + eps lambda_max I)^-power`` by eigenvalues, of which negative ones count as zero.
 
     Args:
-        covariance: ``C``, (n, d, d), symmetric. Where one is not finite, the result is not either.
+        covariance: ``C``, (n, d, d), symmetric. If one is not finite, neither is the result.
         power: > 0.
-        eps: >= 0, in parts of the largest eigenvalue. Eigenvalues that small are rounding errors of the larger ones, so it
-            counts as no less than 8 units of the dtype's precision (1e-6 in float32).
+        eps: >= 0, relative to the largest eigenvalue. It is at least 8 units of the dtype's precision (1e-6 in float32),
+            because smaller eigenvalues are rounding errors.
     """
     eps = max(eps, 8 * torch.finfo(covariance.dtype).eps)
     finite = covariance.isfinite().all(-1).all(-1)[:, None, None]
     identity = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
     values, vectors = torch.linalg.eigh(torch.where(finite, covariance, identity))
     values = values.clamp(min=0) + eps * values[:, -1:].clamp(min=0)
-    # a covariance of zero multiplies gradients of zero, by whatever
+    # a covariance of zero only multiplies gradients of zero
     roots = torch.where(values > 0, values, 1.0).pow(-power)
     return torch.where(finite, (vectors * roots.unsqueeze(-2)) @ vectors.mT, covariance)
 
 
-GRAFTS = ("adam", "sgd", None)
-
-
 class Shampoo(Kronecker):
-    """Momentum multiplied from either side by the inverse root of the gradients' covariance; AdamW for all else.
+    """Multiply the momentum of matrices from both sides by inverse roots of the gradients' covariances; AdamW for the rest.
 
-    For each hidden matrix ``W`` of shape (out, in) with gradient ``G``, at rate ``lr`` and decay ``lambda``, block by block::
+    For each hidden matrix ``W`` of shape (out, in) with gradient ``G``, at learning rate ``lr`` and weight decay ``lambda``,
+    block by block::
 
         M = b1 M + (1 - b1) G
         L = b2 L + (1 - b2) G G^T,  R = b2 R + (1 - b2) G^T G
         U = (L^ + eps I)^(-1/4) M^ (R^ + eps I)^(-1/4)
         W = W - lr lambda W - lr |A| / |U| U
 
-    with ``^`` for division by ``1 - b^t``, ``eps`` in parts of the largest eigenvalue, and roots that are computed anew every
-    ``root_steps`` and stale in between. ``b2 = 1`` sums covariances, as the first paper does. ``A`` is the step that is grafted
-    on: Adam's, or gradient descent's ``M^``; each matrix then moves as far as that would have moved it, in Shampoo's direction,
-    so that Adam's rate serves (Anil et al. 2020). Without grafting the first step of a matrix is ``U V^T`` of its gradient's
-    singular vectors. Sides longer than ``block_size`` are cut up, each block with factors of its own. Tensors of ``k`` sides
+    with ``^`` for division by ``1 - b^t``, and ``eps`` relative to the largest eigenvalue. The roots are computed every
+    ``root_steps`` steps and reused in between. ``b2 = 1`` sums covariances, as the first paper does. ``A`` is the grafted
+    step, Adam's or gradient descent's ``M^``: each matrix moves as far as that step would move it, in Shampoo's direction, so
+    Adam's learning rate fits (Anil et al. 2020). Without grafting, the first step of a matrix is ``U V^T`` of its gradient's
+    singular vectors. Sides longer than ``block_size`` are cut into blocks with factors of their own. Tensors with ``k`` sides
     have ``k`` factors and the power ``-1 / (2 k)``.
 
-    Which parameters are matrices, how they are folded, and what stays AdamW's is as in :class:`SOAP`; a group may say
-    ``"algorithm": "shampoo"`` or ``"adamw"``. State: for each side of ``d`` two tensors (d, d), momentum, and with
-    ``graft="adam"`` its second moment. Every rank of DDP does the same step by itself. Parameters that are divided over ranks
-    are refused.
+    Which parameters are matrices, how they are reshaped and which stay with AdamW is as in :class:`SOAP`. A parameter group
+    may say ``"algorithm": "shampoo"`` or ``"adamw"``. The state holds two tensors (d, d) for each side of length ``d``, the
+    momentum, and with ``graft="adam"`` its second moment. Every rank of DDP computes the same step. Sharded parameters are
+    refused.
 
     Args:
         params: a module, its ``named_parameters()`` or ``parameters()``, or groups of them.
-        lr: the rate, >= 0: about AdamW's, with ``graft="adam"``.
-        betas: (b1, b2), b1 in [0, 1), b2 in [0, 1].
-        eps: > 0, what is added to the eigenvalues, in parts of the largest one; at least 1e-6 in float32 and 2e-15 in
-            float64, below which an eigenvalue is a rounding error.
-        weight_decay: ``lambda`` >= 0, decoupled and scaled by the rate.
-        graft: "adam", "sgd" or None.
-        graft_eps: > 0 keeps Adam's denominator away from zero.
-        root_steps: steps between two computations of the roots, >= 1.
-        block_size: the longest side of a block, >= 1.
-        merge: kernels of convolutions are merged into inputs up to this product, >= 1.
-        vectors: whether tensors of one dimension have a factor too.
-        split: what is several maps in one tensor, as in :class:`Muon`.
+        lr: the learning rate: about AdamW's with ``graft="adam"``.
+        betas: the factors (b1, b2); b2 may be 1.
+        eps: the number added to the eigenvalues, relative to the largest. It is at least 1e-6 in float32 and 2e-15 in
+            float64, because smaller eigenvalues are rounding errors.
+        weight_decay: the weight decay ``lambda``, decoupled and scaled by the learning rate.
+        graft: the step whose length is used: "adam", "sgd", or None for Shampoo's own.
+        graft_eps: the number that keeps Adam's denominator away from zero.
+        root_steps: the number of steps between two computations of the roots.
+        block_size: the longest side of a block.
+        merge: the largest product up to which kernels of convolutions are merged into inputs.
+        vectors: whether one-dimensional tensors have a factor too.
+        split: tensors that hold several matrices, as in :class:`Muon`.
 
     Raises:
-        ValueError: for other values, where there is no hidden matrix, and for DTensors; as a step begins, for a sparse
-            gradient.
+        ValueError: for a value out of range, if there is no hidden matrix, and for DTensors. When a step begins, for a
+            sparse gradient.
 
-    Sources:
-        Anil et al. 2020, arXiv:2002.09018 (grafting, stale roots); Shi et al. 2023, arXiv:2309.06497 (blocks, Adam).
+    Example:
+        >>> optimizer = Shampoo(model.parameters(), lr=1e-3, root_steps=10)
+        >>> trainer = L.Trainer(callbacks=[ReplaceOptimizer(Shampoo, lr=1e-3)])
+
+    References:
+        Gupta et al. 2018, "Shampoo: Preconditioned Stochastic Tensor Optimization", arXiv:1802.09568. Anil et al. 2020,
+        arXiv:2002.09018 (grafting, reused roots). Shi et al. 2023, arXiv:2309.06497 (blocks, Adam).
     """
 
     paper: ClassVar[str] = "Gupta et al. 2018, arXiv:1802.09568; Anil et al. 2020, arXiv:2002.09018 (grafting)"
     saves: ClassVar[str] = (
-        "steps; each costs products with two square matrices for each weight matrix, and roots of them now and then"
+        "steps; each costs products with two square matrices per weight matrix, and their roots now and then"
     )
-    constraints: ClassVar[str] = "hidden matrices of some thousand rows at most, or in blocks"
+    constraints: ClassVar[str] = "acts on hidden matrices of up to a few thousand rows, or in blocks"
 
+    @declared
     def __init__(
         self,
         params: nn.Module | Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.99),
-        eps: float = 1e-6,
-        weight_decay: float = 0.01,
+        lr: Rate = 1e-3,
+        betas: Annotated[tuple[float, float], Each(Fraction(), length=2)] = (0.9, 0.99),
+        eps: Eps = 1e-6,
+        weight_decay: Rate = 0.01,
         *,
-        graft: str | None = "adam",
-        graft_eps: float = 1e-8,
-        root_steps: int = 10,
-        block_size: int = 1024,
-        merge: int = 1024,
+        graft: Literal["adam", "sgd"] | None = "adam",
+        graft_eps: Eps = 1e-8,
+        root_steps: Annotated[int, Count()] = 10,
+        block_size: Annotated[int, Count()] = 1024,
+        merge: Annotated[int, Count()] = 1024,
         vectors: bool = False,
         split: Split = "auto",
     ) -> None:
-        check("Shampoo", betas=betas[:1], num_betas=1, lr=lr, eps=eps, weight_decay=weight_decay, graft_eps=graft_eps)
-        if len(betas) != 2 or not 0 <= betas[1] <= 1:
-            raise ValueError(f"Shampoo(betas={tuple(betas)}): expected b1 in [0, 1) and b2 in [0, 1].")
-        if graft not in GRAFTS:
-            raise ValueError(f"Shampoo({graft=}): expected one of {GRAFTS}.")
-        check_counts("Shampoo", root_steps=root_steps, block_size=block_size, merge=merge)
+        if betas[0] == 1:
+            raise ValueError(f"Shampoo(betas={tuple(betas)}): the first must be below 1. The default is (0.9, 0.99).")
         defaults = {
             "lr": lr,
             "betas": tuple(betas),

@@ -1,24 +1,26 @@
-"""SOAP: Adam in the slowly turning eigenbasis of Shampoo's preconditioner (Vyas et al. 2024, arXiv:2409.11321)."""
+"""SOAP: Adam in the eigenbasis of Shampoo's preconditioner (Vyas et al. 2024)."""
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core._arguments.declared import declared
+from lightning_eff._core._arguments.kinds import Count, Fraction
 from lightning_eff.optim.optimizers import _lists as lists
-from lightning_eff.optim.optimizers._first_order import check, check_counts
+from lightning_eff.optim.optimizers._first_order import Betas, Eps, Rate
 from lightning_eff.optim.optimizers._kronecker import Kronecker, multiplied, outer, sides, working
 from lightning_eff.optim.optimizers._matrices import Split
 
 
 def first_basis(covariance: Tensor) -> Tensor:
-    """Eigenvectors as columns, those of the largest eigenvalues first.
+    """The eigenvectors as columns, by falling eigenvalue.
 
     Args:
-        covariance: (n, d, d), symmetric. Where one is not finite, the basis is the identity, and what is not finite shows
-            in the weights, as with any optimizer.
+        covariance: (n, d, d), symmetric. If one is not finite, its basis is the identity, and the weights show the
+            non-finite values, as with any optimizer.
     """
     finite = covariance.isfinite().all(-1).all(-1)[:, None, None]
     identity = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
@@ -33,7 +35,7 @@ def next_basis(covariance: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
         basis: ``Q``, (n, d, d).
 
     Returns:
-        The new ``Q``, and where each of its columns was before, (n, d).
+        The new ``Q``, and the former place of each of its columns, (n, d).
     """
     turned = torch.bmm(covariance, basis)
     # eigenvalues, about: diag(Q^T C Q)
@@ -43,9 +45,9 @@ def next_basis(covariance: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class SOAP(Kronecker):
-    """Adam for matrices, in the eigenbasis of the gradients' covariance on either side; Adam for all else.
+    """Adam for matrices in the eigenbasis of the gradients' covariances; AdamW for all other parameters.
 
-    For each hidden matrix ``W`` of shape (out, in) with gradient ``G``, at rate ``lr`` and decay ``lambda``::
+    For each hidden matrix ``W`` of shape (out, in) with gradient ``G``, at learning rate ``lr`` and weight decay ``lambda``::
 
         M = b1 M + (1 - b1) G
         G' = Q_L^T G Q_R,  M' = Q_L^T M Q_R
@@ -54,62 +56,65 @@ class SOAP(Kronecker):
         L = b3 L + (1 - b3) G G^T,  R = b3 R + (1 - b3) G^T G
         every refresh_steps:  Q_L = qr(L Q_L),  Q_R = qr(R Q_R)
 
-    with ``^`` for division by ``1 - b^t``. Adam runs between two refreshes as it would in any basis, which is what makes stale
-    bases good enough: with ``refresh_steps`` from 1 to 100 the paper's loss differs little, and ten are its choice. They are
-    also about what a CPU affords, since the decompositions, which use it badly, then are a small part of the step. As in the
-    authors' code a matrix's first gradient sets its bases and moves nothing: seen in its own singular basis, that gradient
-    would be a diagonal and rounding.
+    with ``^`` for division by ``1 - b^t``. Between two refreshes Adam runs in a fixed basis, so an old basis is good enough:
+    in the paper the loss differs little for ``refresh_steps`` from 1 to 100, and 10 is its choice. On a CPU, 10 also keeps
+    the decompositions a small part of the step. As in the authors' code, a matrix's first gradient only sets its bases and
+    moves nothing, because in its own singular basis that gradient is diagonal.
 
-    **Which parameters are matrices** is told as by :class:`Muon`, best from the module itself; fused projections of queries,
-    keys and values are taken apart, experts are a matrix each. A convolution is (out, in * kernel) up to ``merge``, above it
-    (out, in, kernel) with a basis for each of the three sides. Embeddings, heads, biases and scales are AdamW's, at the same
-    rate, betas and decay; a group with ``"algorithm": "soap"`` or ``"adamw"`` of its own is taken at its word. Pieces of one
-    shape are stacked into batched products.
+    Use it for networks with many matrices. Each step costs products with two square matrices per weight matrix. **Which
+    parameters are matrices** is decided as in :class:`Muon`, best from the module itself. Fused projections of queries, keys
+    and values are split, and each expert is a matrix. A convolution is (out, in * kernel) up to ``merge``, and above it (out,
+    in, kernel) with a basis for each of the three sides. Embeddings, heads, biases and scales use AdamW with the same
+    learning rate, betas and weight decay. A parameter group with ``"algorithm": "soap"`` or ``"adamw"`` decides for itself.
 
-    State: what Adam has, and for each side of ``d`` two tensors (d, d): for square matrices three times Adam's. Every rank
-    of DDP does the same step by itself. Parameters that are divided over ranks are refused.
+    The state is Adam's, plus two tensors (d, d) for each side of length ``d``: three times Adam's for square matrices. Every
+    rank of DDP computes the same step. Sharded parameters are refused.
 
     Args:
         params: a module, its ``named_parameters()`` or ``parameters()``, or groups of them.
-        lr: the rate, >= 0: about AdamW's.
-        betas: (b1, b2), each in [0, 1).
-        covariance_beta: b3 in [0, 1); None for b2.
-        eps: > 0 keeps the denominator away from zero.
-        weight_decay: ``lambda`` >= 0, decoupled and scaled by the rate.
-        refresh_steps: steps between two refreshes of the bases, >= 1.
-        max_dim: sides longer than this keep the identity for a basis, >= 1.
-        merge: kernels of convolutions are merged into inputs up to this product, >= 1; 1 keeps every dimension a side.
-        vectors: whether tensors of one dimension have a basis too.
-        split: what is several maps in one tensor, as in :class:`Muon`.
+        lr: the learning rate: about AdamW's.
+        betas: the factors (b1, b2).
+        eps: the number that keeps the denominator away from zero.
+        weight_decay: the weight decay ``lambda``, decoupled and scaled by the learning rate.
+        covariance_beta: the factor b3; None means b2.
+        refresh_steps: the number of steps between two refreshes of the bases.
+        max_dim: the longest side that gets a basis. Longer sides keep the identity.
+        merge: the largest product up to which kernels of convolutions are merged into inputs; 1 keeps every dimension.
+        vectors: whether one-dimensional tensors have a basis too.
+        split: tensors that hold several matrices, as in :class:`Muon`.
 
     Raises:
-        ValueError: for other values, where there is no hidden matrix, and for DTensors; as a step begins, for a sparse
-            gradient.
+        ValueError: for a value out of range, if there is no hidden matrix, and for DTensors. When a step begins, for a
+            sparse gradient.
+
+    Example:
+        >>> optimizer = SOAP(model.parameters(), lr=3e-3, refresh_steps=10)
+        >>> trainer = L.Trainer(callbacks=[ReplaceOptimizer(SOAP, lr=3e-3)])
+
+    References:
+        Vyas et al. 2024, "SOAP: Improving and Stabilizing Shampoo using Adam", arXiv:2409.11321.
     """
 
     paper: ClassVar[str] = "Vyas et al. 2024, arXiv:2409.11321"
-    saves: ClassVar[str] = "steps; each costs products with two square matrices for each weight matrix, and holds four"
-    constraints: ClassVar[str] = "hidden matrices; other parameters are Adam's"
+    saves: ClassVar[str] = "steps; each costs products with two square matrices per weight matrix, and four are kept"
+    constraints: ClassVar[str] = "acts on hidden matrices, and AdamW on the rest"
 
+    @declared
     def __init__(
         self,
         params: nn.Module | Iterable[Any],
-        lr: float = 3e-3,
-        betas: tuple[float, float] = (0.95, 0.95),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
+        lr: Rate = 3e-3,
+        betas: Betas = (0.95, 0.95),
+        eps: Eps = 1e-8,
+        weight_decay: Rate = 0.01,
         *,
-        covariance_beta: float | None = None,
-        refresh_steps: int = 10,
-        max_dim: int = 10_000,
-        merge: int = 1024,
+        covariance_beta: Annotated[float, Fraction(below=1)] | None = None,
+        refresh_steps: Annotated[int, Count()] = 10,
+        max_dim: Annotated[int, Count()] = 10_000,
+        merge: Annotated[int, Count()] = 1024,
         vectors: bool = False,
         split: Split = "auto",
     ) -> None:
-        check("SOAP", betas=betas, num_betas=2, lr=lr, eps=eps, weight_decay=weight_decay)
-        if covariance_beta is not None and not 0 <= covariance_beta < 1:
-            raise ValueError(f"SOAP({covariance_beta=}): expected a number in [0, 1), or None for the second of betas.")
-        check_counts("SOAP", refresh_steps=refresh_steps, max_dim=max_dim, merge=merge)
         defaults = {
             "lr": lr,
             "betas": tuple(betas),

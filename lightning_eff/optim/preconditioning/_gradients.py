@@ -1,9 +1,9 @@
-"""What all preconditioners share: the one place where gradients are rewritten, once for each optimizer step."""
+"""Shared by preconditioners: the one place where gradients are rewritten, once per optimizer step."""
 
 import functools
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,10 @@ Norm = Literal["gradient", "inverse"]
 
 
 def rivals(*names: str) -> dict[str, str]:
-    """``conflicts`` of a preconditioner: with others, by their names, and with what keeps gradients on their rank."""
+    """The ``conflicts`` of a preconditioner with others, by name, and with strategies that do not average gradients."""
     return {
         **dict.fromkeys(names, "both multiply the gradient by an inverse of the same curvature"),
-        "LocalSGD": "each rank steps along a gradient of its own, and curvature is that of the mean over all ranks",
+        "LocalSGD": "each rank uses its own gradient, and the curvature is that of the mean over all ranks",
     }
 
 
@@ -35,7 +35,7 @@ def norm_of(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def stepped(session: Session, *, waiting: bool = True) -> dict[str, nn.Parameter]:
-    """The parameters that the run's optimizers step, by name: those that take gradients, also if their block waits."""
+    """The parameters that the run's optimizers train, by name, including those of blocks that grow in later."""
     held = {id(p) for optimizer in session.optimizers for group in optimizer.param_groups for p in group["params"]}
 
     def taking() -> dict[str, nn.Parameter]:
@@ -44,30 +44,21 @@ def stepped(session: Session, *, waiting: bool = True) -> dict[str, nn.Parameter
     return thawing(taking, session._stacks)() if waiting else taking()
 
 
-def check_norm(who: str, norm: str) -> None:
-    """Raise ``ValueError`` unless ``norm`` says whose norm a direction has."""
-    if norm not in get_args(Norm):
-        raise ValueError(
-            f'{who}({norm=}): expected "gradient", for a direction of the gradient\'s norm, or "inverse", for that which it has'
-            " in the paper."
-        )
-
-
 def dtype_of_rows(of: Tensor) -> torch.dtype:
-    """That of the vectors that are kept of a parameter: float32 or finer, and real."""
+    """The dtype of vectors kept for a parameter: real, and float32 or finer."""
     return torch.promote_types(of.dtype.to_real(), torch.float32)
 
 
 def length_of_rows(of: Tensor) -> int:
-    """The real numbers of a parameter."""
+    """The number of real numbers in a parameter."""
     return of.numel() * (2 if of.is_complex() else 1)
 
 
 def check_room(who: str, session: Session, count: int) -> str:
-    """What ``count`` vectors of all parameters that are stepped take, in words.
+    """The memory of ``count`` vectors of all trained parameters, as text.
 
     Raises:
-        ValueError: if a device has less than that left; ``who`` begins the message.
+        ValueError: if a device has less memory left; ``who`` begins the message.
     """
     needed, parameters = dict[torch.device, int](), stepped(session)
     size = sum(p.numel() for p in parameters.values())
@@ -80,21 +71,20 @@ def check_room(who: str, session: Session, count: int) -> str:
         if free is not None and num_bytes > free:
             raise ValueError(
                 f"{who}: {count} vectors of {size:,} parameters are {in_words(num_bytes)} on {device}, which has"
-                f" {in_words(free)} left; expected at most {free * count // num_bytes} vectors, and fewer where training"
-                " needs the rest. Keep fewer."
+                f" {in_words(free)} left. Keep at most {free * count // num_bytes} vectors, or fewer if training needs the"
+                " rest."
             )
     told = ", ".join(f"{in_words(num_bytes)} on {device}" for device, num_bytes in needed.items())
     return f"{count} vectors of {size:,} parameters take {told}"
 
 
 class Preconditioner(Technique):
-    """A technique that gives the optimizer another gradient in the place of the step's own.
+    """A technique that replaces the gradients before the optimizer uses them.
 
-    It does so when accumulated micro-batches and ranks have been added up, a gradient scaler's factor is out, and every
-    hook of the module and of other callbacks has seen the gradients; clipping comes after it, and then the step. It is
-    given float32 (or finer) gradients by the names of their parameters. Left as they are: parameters without a gradient in
-    this step, gradients that torch keeps sparse, and all gradients of a step of which one is not finite, which then is
-    that of plain training (a gradient scaler skips it).
+    It acts after micro-batches and ranks have been summed, a gradient scaler's factor has been removed, and every hook of the
+    module and of other callbacks has seen the gradients. Clipping and the step come after it. A subclass gets gradients in
+    float32 or finer, by parameter name. Left alone are parameters without a gradient in this step, gradients that torch keeps
+    sparse, and all gradients of a step if one is not finite (a gradient scaler skips such a step).
     """
 
     needs_optimizer: ClassVar[bool] = True
@@ -107,9 +97,9 @@ class Preconditioner(Technique):
 
     @abstractmethod
     def precondition(self, session: Session, gradients: Gradients) -> Gradients | None:
-        """The direction of each gradient, of its shape and dtype, or None to leave all as they are.
+        """The new gradients, of the same shapes and dtypes, or None to leave all of them alone.
 
-        ``gradients`` may share memory with what the optimizer will use, and must not be written to.
+        ``gradients`` may share memory with the optimizer's gradients, and must not be changed.
         """
 
     # -- the run
@@ -130,21 +120,23 @@ class Preconditioner(Technique):
     def on_optimizers(self, session: Session) -> None:
         if any(isinstance(optimizer, LBFGS) for optimizer in session.optimizers):
             raise ValueError(
-                f"{type(self).__name__}: got the optimizer LBFGS; expected one that takes a step along one gradient, since"
-                " LBFGS asks for many in a step and estimates curvature itself. Use SGD or Adam, or take the technique out."
+                f"{type(self).__name__}: the optimizer LBFGS evaluates many gradients per step and estimates curvature itself."
+                " Use"
+                f" SGD or Adam, or remove {type(self).__name__}."
             )
         if not stepped(session):
             raise ValueError(
-                f"{type(self).__name__}: the optimizers of {type(session.module).__name__} step no parameter of it that takes a"
-                " gradient; expected one. Give them the module's parameters, or take the technique out."
+                f"{type(self).__name__}: the optimizers of {type(session.module).__name__} have no parameter of it that"
+                " requires a"
+                f" gradient. Give them the module's parameters, or remove {type(self).__name__}."
             )
 
     @torch.no_grad()
     def _rewrite(self, session: Session, optimizer: Optimizer) -> None:
         scaler = getattr(session.trainer.precision_plugin, "scaler", None)
         if session.asleep or (scaler is not None and not session._backward_done):
-            return  # a trial run of a tuner's, or a step whose loss was None, of which nothing was unscaled
-        by_itself = scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)  # as fused ones do
+            return  # a tuner's trial run, or a step whose loss was None, so nothing was unscaled
+        by_itself = scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)  # fused ones do
         factor = scaler.get_scale() if scaler is not None and by_itself else 1.0
         own = self._held(session, optimizer)
         if not own:
@@ -161,7 +153,7 @@ class Preconditioner(Technique):
         self._rewritten += 1
 
     def _held(self, session: Session, optimizer: Optimizer) -> Gradients:
-        """The dense gradients that ``optimizer`` will step along, as they are, by the names of their parameters."""
+        """The dense gradients that ``optimizer`` will use, by parameter name."""
         found: Gradients = {}
         for group in optimizer.param_groups:
             for p in group["params"]:
@@ -169,14 +161,14 @@ class Preconditioner(Technique):
                     continue
                 if id(p) not in self._names:
                     self._names = {id(q): name for name, q in session.module.named_parameters()}
-                if id(p) in self._names:  # one that lies outside the module has no name, and steps as it would
+                if id(p) in self._names:  # a parameter outside the module has no name, and is left alone
                     found[self._names[id(p)]] = torch.view_as_real(p.grad) if p.grad.is_complex() else p.grad
         return found
 
     def _finished(self, gradients: Gradients, directions: Gradients, product: float, norm: Norm) -> Gradients | None:
-        """The directions with the norm that they shall have; None if they are not finite.
+        """The directions with the requested norm; None if they are not finite.
 
-        ``product`` is the gradient's with the direction, over all parameters.
+        ``product`` is the product of the gradient and the direction, over all parameters.
         """
         length, wanted = norm_of(list(directions.values())), norm_of(list(gradients.values()))
         if not bool(length.isfinite()):
@@ -187,7 +179,7 @@ class Preconditioner(Technique):
                 direction *= (wanted / length).to(direction.device, direction.dtype)
         return directions
 
-    # -- what it tells and keeps
+    # -- reports and state
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:
@@ -205,13 +197,13 @@ class Preconditioner(Technique):
 
 
 class Sums:
-    """A sum of tensors of one shape that lie on several devices: one transfer from each, however many there are."""
+    """A sum of tensors of one shape on several devices, with one transfer per device."""
 
     def __init__(self) -> None:
         self._parts: dict[torch.device, Tensor] = {}
 
     def add(self, x: Tensor) -> None:
-        """One more; it is summed in double precision, or single on MPS, which has no other."""
+        """Add a tensor, in float64, or in float32 on MPS, which has no float64."""
         x = x.to(torch.float32 if x.device.type == "mps" else torch.float64)
         self._parts[x.device] = self._parts[x.device] + x if x.device in self._parts else x
 
@@ -221,5 +213,5 @@ class Sums:
 
 
 def _fine(gradient: Tensor) -> Tensor:
-    """In float32 or finer."""
+    """The gradient in float32 or finer."""
     return gradient.to(torch.promote_types(gradient.dtype, torch.float32))

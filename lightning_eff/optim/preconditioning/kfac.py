@@ -1,16 +1,17 @@
-"""K-FAC: gradients preconditioned by Kronecker factors of the Fisher matrix (Martens & Grosse 2015, Grosse & Martens 2016)."""
+"""K-FAC: precondition gradients by Kronecker factors of the Fisher matrix (Martens & Grosse 2015)."""
 
 import contextlib
 import math
 import time
 from contextlib import ExitStack
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Count, Fraction, Number
 from lightning_eff._core._run.checks import is_checkpointed_reentrantly
 from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core._stack.compiled import uncompiled
@@ -31,64 +32,68 @@ _NAMES = ", ".join(f"F.{fn.__name__}" for fn in LOSSES)
 
 
 class KFAC(Preconditioner):
-    """Precondition the gradients of linear maps and convolutions by the Fisher matrix, before the module's optimizer steps.
+    """Precondition the gradients of linear layers and convolutions by the Fisher matrix, before the optimizer steps.
 
-    The curvature along each weight ``W`` of a map ``y = W a`` (with its bias, as the weight of a constant input) is taken as
-    the Kronecker product of ``A = mean a a^T`` of its inputs and ``S = sum g g^T`` of gradients at its outputs, and its
-    gradient ``G`` becomes ``nu (S + sqrt(damping) / pi)^-1 G (A + pi sqrt(damping))^-1``. The rows of a map are its samples,
-    tokens or places, in all its calls; those on which no loss depends, such as padding, do not count. So one undamped,
-    unclipped step of plain SGD with a rate of 1 solves linear regression.
+    The curvature of each weight ``W`` of a layer ``y = W a`` (with its bias as the weight of a constant input) is
+    approximated by the Kronecker product of ``A = mean a a^T`` of its inputs and ``S = sum g g^T`` of the gradients at its
+    outputs. The gradient ``G`` becomes ``nu (S + sqrt(damping) / pi)^-1 G (A + pi sqrt(damping))^-1``. The rows of a layer are
+    its samples, tokens or positions, in all its calls. Rows on which no loss depends, such as padding, do not count. So one
+    undamped, unclipped step of plain SGD with a learning rate of 1 solves linear regression.
 
-    **When.** In each ``every``-th optimizer step statistics are taken of all its micro-batches, and averaged over the ranks
-    and over time. Inverses are made of them in the first step, and again after ``inverse_every`` steps or more. Gradients
-    are preconditioned when they are whole and unscaled and all hooks have seen them: what Lightning clips is the
-    preconditioned gradient. A step of which a gradient is not finite is left as it is. Meant for SGD with momentum; an
-    optimizer that divides by gradients' sizes, such as Adam, undoes part of it.
+    Use it with SGD with momentum, and large batches. An optimizer that divides by the size of gradients, such as Adam, undoes
+    part of it. It costs memory for two factors and their inverses per layer.
 
-    **Whose gradients ``g``.** ``fisher="model"``: of losses on labels that are drawn from the model, which makes ``A`` and
-    ``S`` factors of the Gauss-Newton matrix. They take one more backward pass, through the same forward pass and to the
-    maps' outputs alone, in the steps with statistics. It needs a loss that comes of calls of ``torch.nn.functional``'s loss
-    functions, several of them, summed by hand or weighted as you like; parts of the loss that come of none have no part in
-    the curvature. ``fisher="empirical"``: of the step's own loss, without another pass. Where no such call is seen, it is
-    taken for a mean over the batch's samples, and the log says so. Either way the step is the same whatever constant the loss
-    is multiplied by, and whether it is a sum or a mean.
+    **When.** Statistics are taken in every ``every``-th optimizer step, over all its micro-batches, and averaged over ranks
+    and time. Inverses are computed in the first step, and again after ``inverse_every`` steps or more. Gradients are
+    preconditioned when they are complete and unscaled, so gradient clipping acts on the result. A step with a gradient that
+    is not finite is left alone.
 
-    Left alone are embeddings and what is tied to one, norms, transposed convolutions, recurrent networks, weights that are
-    computed (parametrizations), and ``nn.MultiheadAttention``, which calls none of its maps. A map without a gradient, as of
-    an expert that sees no token, keeps its factors; one without factors keeps its gradient. Compiled modules run uncompiled
-    in the steps with statistics.
+    **Which gradients ``g``.** With ``fisher="model"``, ``g`` is of losses on labels that are drawn from the model, which makes
+    ``A`` and ``S`` factors of the Gauss-Newton matrix. Steps with statistics then cost one more backward pass, through the
+    same forward pass, to the layers' outputs only. The loss must come from loss functions of ``torch.nn.functional``, of which
+    there may be several, summed or weighted. Other parts of the loss add no curvature. With ``fisher="empirical"``, ``g`` is
+    of the step's own loss, without another pass. If no loss call is seen, the loss is taken as a mean over the batch's
+    samples, and the log says so. In both cases a constant factor of the loss, and sum or mean, make no difference.
 
-    Logged: ``gradient_norm`` of all gradients, and ``direction_norm`` of what takes the place of the maps'; ``maps``, of
-    which the last step's gradients were preconditioned; ``clipping``, the factor ``nu``; ``statistics``, the steps in which
-    they were taken; ``rewritten`` and ``left``, steps with other gradients and with their own.
+    Left alone are embeddings and weights tied to one, norms, transposed convolutions, recurrent networks, computed weights
+    (parametrizations), and ``nn.MultiheadAttention``, which calls none of its layers. A layer without a gradient, such as an
+    expert that sees no token, keeps its factors; a layer without factors keeps its gradient. Compiled modules run uncompiled
+    in steps with statistics.
+
+    It logs ``gradient_norm`` of all gradients, ``direction_norm`` of the preconditioned ones, ``maps`` (the number of layers
+    preconditioned in the last step), ``clipping`` (the factor ``nu``), ``statistics`` (the number of steps with statistics),
+    and ``rewritten`` and ``left`` (the numbers of steps with and without preconditioning).
 
     Args:
-        damping: ``lambda``, >= 0, in units of the curvature of a mean loss. 0 takes pseudo-inverses.
-        kl_clip: ``kappa`` > 0: the preconditioned gradients are scaled by at most 1, so that the rate's square times
+        damping: the damping ``lambda``, in units of the curvature of a mean loss. 0 takes pseudo-inverses.
+        kl_clip: the bound ``kappa``. Preconditioned gradients are scaled down so that the squared learning rate times
             ``V . G`` is at most this; None does not clip.
-        decay: of the factors' mean over time, in [0, 1). The first are a plain mean, as if it began at 0.
-        every: optimizer steps from statistics to statistics, >= 1; 0 is plain training.
-        inverse_every: optimizer steps, at least, from inverses to inverses, >= 1.
-        fisher: "model" or "empirical".
-        max_size: rows of the largest factor that is kept whole; a larger one, such as a head's ``S`` over a large
-            vocabulary, is kept as its diagonal.
+        decay: the decay factor of the factors' mean over time. The first statistics are a plain mean.
+        every: the number of optimizer steps from statistics to statistics; 0 is plain training.
+        inverse_every: the smallest number of optimizer steps from inverses to inverses.
+        fisher: the labels of the Fisher matrix, as above.
+        max_size: the number of rows of the largest factor that is kept whole. A larger one, such as a head's ``S`` over a
+            large vocabulary, is kept as its diagonal.
 
     Raises:
-        ValueError: for other values; at setup, where no optimizer has a weight of such a map, or a parameter group has no
-            rate to clip by; with "model", if a part of the network is checkpointed with ``use_reentrant=True``: at setup
-            where its modules say so, as transformers' do, in the first step where only a call in their code does; in the
-            first step with "model", also if no loss call is seen, on all ranks.
+        ValueError: for a value out of range. At setup, if no optimizer has a weight of such a layer, or if a parameter group
+            has no learning rate to clip by. With "model", if part of the network is checkpointed with ``use_reentrant=True``
+            (at setup or in the first step); and in the first step, on all ranks, if no loss call is seen.
 
-    Sources:
-        Martens & Grosse 2015, arXiv:1503.05671; Grosse & Martens 2016, arXiv:1602.01407; Osawa et al. 2019,
-        arXiv:1811.12019; Eschenhagen et al. 2023, arXiv:2311.00636.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[KFAC(damping=1e-3, every=10, inverse_every=50)])
+
+    References:
+        Martens & Grosse 2015, "Optimizing Neural Networks with Kronecker-factored Approximate Curvature", arXiv:1503.05671.
+        Grosse & Martens 2016, arXiv:1602.01407 (convolutions). Osawa et al. 2019, arXiv:1811.12019. Eschenhagen et al. 2023,
+        arXiv:2311.00636.
     """
 
-    saves: ClassVar[str] = "steps, by the papers' claims: gradients along the curvature, most with large batches"
+    saves: ClassVar[str] = "steps, according to the papers, mostly with large batches"
     paper: ClassVar[str] = (
         "Martens & Grosse 2015, arXiv:1503.05671; convolutions: Grosse & Martens 2016, arXiv:1602.01407"
     )
-    constraints: ClassVar[str] = "automatic optimization; memory for two factors and their inverses"
+    constraints: ClassVar[str] = "needs automatic optimization; keeps two factors and their inverses per layer"
     survey: ClassVar[Survey | None] = Survey("second-order optimizers (K-FAC)", shen="5.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {
@@ -98,33 +103,21 @@ class KFAC(Preconditioner):
         }
     )
     control: ClassVar[Control] = Control(
-        "the baseline for as many seconds with its learning rate tuned for itself and decayed to zero, in more steps"
+        "the baseline for the same time with its own tuned learning rate that decays to zero, in more steps"
     )
     conflicts: ClassVar = rivals("MFAC")
 
     def __init__(
         self,
-        damping: float = 1e-3,
+        damping: Annotated[float, Number(at_least=0)] = 1e-3,
         *,
-        kl_clip: float | None = 1e-3,
-        decay: float = 0.95,
-        every: int = 10,
-        inverse_every: int = 50,
+        kl_clip: Annotated[float, Number(above=0)] | None = 1e-3,
+        decay: Annotated[float, Fraction(below=1)] = 0.95,
+        every: Annotated[int, Count(at_least=0)] = 10,
+        inverse_every: Annotated[int, Count()] = 50,
         fisher: Literal["model", "empirical"] = "model",
-        max_size: int = 8192,
+        max_size: Annotated[int, Count()] = 8192,
     ) -> None:
-        if not 0.0 <= damping < math.inf:
-            raise ValueError(f"KFAC({damping=}): expected a finite number >= 0, such as 0.001.")
-        if kl_clip is not None and not 0.0 < kl_clip < math.inf:
-            raise ValueError(f"KFAC({kl_clip=}): expected a finite number > 0, such as 0.001, or None to not clip.")
-        if not 0.0 <= decay < 1.0:
-            raise ValueError(f"KFAC({decay=}): expected a number in [0, 1). 0.95 is the papers'.")
-        for name, value, least in (("every", every, 0), ("inverse_every", inverse_every, 1), ("max_size", max_size, 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                zero = "; 0 is plain training" if name == "every" else ""
-                raise ValueError(f"KFAC({name}={value!r}): expected an integer >= 1{zero}.")
-        if fisher not in ("model", "empirical"):
-            raise ValueError(f"KFAC({fisher=}): expected 'model' or 'empirical', whose labels the Fisher matrix is of.")
         self.damping, self.kl_clip, self.decay, self.fisher = damping, kl_clip, decay, fisher
         self.every, self.inverse_every, self.max_size = every, inverse_every, max_size
         self._reset()
@@ -136,12 +129,12 @@ class KFAC(Preconditioner):
         self._weights: dict[nn.Module, nn.Parameter] = {}
         self._paths: dict[nn.Module, str] = {}
         self._estimates = Estimates(decay=self.decay, max_size=self.max_size)
-        self._inverted: int | None = None  # the step that inverses were last made in
-        self._measuring: int | None = None  # the step whose statistics are under way
+        self._inverted: int | None = None  # the step of the last inverses
+        self._measuring: int | None = None  # the step whose statistics are being taken
         self._saved: dict[str, Any] | None = None
         self._step: Step | None = None
         self._taps: Taps | None = None
-        self._per_square = 1.0  # what a square of gradients in this backward pass is multiplied by
+        self._per_square = 1.0  # the factor on squared gradients in this backward pass
         self._checked = False
 
     @property
@@ -167,20 +160,21 @@ class KFAC(Preconditioner):
         alone = "".join(f" Left alone: {name}, for {reason}." for name, reason in left.items())
         if not found:
             raise ValueError(
-                f"KFAC: the optimizers of {type(session.module).__name__} step no weight of a linear map or a convolution"
-                f" that is called; expected one of nn.Linear, transformers' Conv1D, nn.Conv1d, nn.Conv2d or nn.Conv3d."
-                f"{alone} Let an optimizer step one, or take the technique out."
+                f"KFAC: no optimizer of {type(session.module).__name__} has the weight of an nn.Linear, Conv1D, nn.Conv1d,"
+                " nn.Conv2d"
+                f" or nn.Conv3d that is called.{alone} Give one to an optimizer, or remove KFAC."
             )
         without = [i for i, group in enumerate(groups) if not isinstance(group.get("lr"), float | int | Tensor)]
         if self.kl_clip is not None and without:
             raise ValueError(
-                f"KFAC(kl_clip={self.kl_clip}): parameter group {without[0]} has no rate 'lr'; expected one in each, since the"
-                " step's length is what is clipped. Set kl_clip=None, or use an optimizer with rates."
+                f"KFAC(kl_clip={self.kl_clip}): parameter group {without[0]} has no learning rate 'lr', which clipping needs."
+                " Set"
+                " kl_clip=None, or use an optimizer with a learning rate in each group."
             )
         self._maps = {m.name: m for m in found}
         self._weights = {owner: m.weight for m in found for owner in m.owners}
         self._paths = {owner: m.name for m in found for owner in m.owners}
-        rank_zero_info(f"KFAC: preconditions the gradients of {len(found)} maps.{alone}")
+        rank_zero_info(f"KFAC: preconditions the gradients of {len(found)} layers.{alone}")
         if self._saved is not None:
             windows = self._saved["windows"]
             own = windows[session.rank] if session.rank < len(windows) else None
@@ -215,7 +209,7 @@ class KFAC(Preconditioner):
         return output
 
     def _measure(self, step: Step, batch: Any, loss: Tensor, seen: SeeLosses, taps: Taps) -> None:
-        """The forward pass is over: find what each loss call counts, and with "model" go backward for labels drawn."""
+        """After the forward pass: find the weight of each loss call, and with "model" run backward for drawn labels."""
         device = step.module.device.type
         plain = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
         began = time.perf_counter()
@@ -248,24 +242,24 @@ class KFAC(Preconditioner):
         cost.seconds += time.perf_counter() - began
 
     def _check(self, seen: SeeLosses, *, any_seen: bool) -> None:
-        """In the first step with statistics: is the loss seen? The ranks agree on it."""
+        """Check in the first step with statistics that the loss is seen; the ranks agree on it."""
         if self._checked:
             return
         problem = None
         if not any_seen and self.fisher == "model":
             names = ", ".join(dict.fromkeys(f"F.{call.fn.__name__}" for call in seen.calls)) or "none"
             problem = LossNotVisible(
-                f"KFAC(fisher='model'): the loss that training_step returned comes of no loss call that was seen ({names});"
-                f" expected one of {_NAMES}, which say what distribution labels are drawn from. Compute it by one of them,"
-                " outside of autograd functions of its own; or use fisher='empirical'."
+                f"KFAC(fisher='model'): the loss of training_step does not come from a known loss call (seen: {names}). Compute"
+                " it"
+                f" with one of {_NAMES}, outside of custom autograd functions, or set fisher='empirical'."
             )
         agree(self.session, problem)
         self._checked = True
         if not any_seen:
-            rank_zero_info("KFAC: no loss call was seen; the loss is taken for a mean over the batch's samples.")
+            rank_zero_info("KFAC: no loss call was seen; the loss is treated as a mean over the batch's samples.")
 
     def _begin(self, factor: float, each: float) -> None:
-        """The backward pass through the step's own loss begins, from ``factor`` times it: a scaler's, or a window's.
+        """Begin the backward pass through the step's own loss times ``factor`` (a gradient scaler's or a window's).
 
         Rows' gradients are ``factor * w dl``, and ``S`` is the sum of ``w dl dl^T``.
         """
@@ -295,7 +289,7 @@ class KFAC(Preconditioner):
             estimates.average(self._maps.values(), trainer.accumulate_grad_batches, trainer.world_size, self._sum)
         self._measuring = None
         if self._inverted is None or trainer.global_step - self._inverted >= self.inverse_every:
-            estimates.inverses.clear()  # they are made anew as they are needed
+            estimates.inverses.clear()  # computed again when needed
             self._inverted = trainer.global_step if estimates.factors else None
         rates = {
             id(p): group.get("lr", 1.0) for o in session.optimizers for group in o.param_groups for p in group["params"]
@@ -320,7 +314,7 @@ class KFAC(Preconditioner):
         found = [m.parts(v * factor.to(v.device), with_bias=with_bias) for m, v, with_bias in done]
         return {name: direction for parts in found for name, direction in parts.items()}
 
-    # -- what is kept and told
+    # -- state and reports
 
     @override
     def detach(self, session: Session) -> None:
@@ -336,8 +330,9 @@ class KFAC(Preconditioner):
         if not self._estimates.statistics:
             return "no statistics were taken"
         return (
-            f"statistics of {len(self._estimates.factors)} maps in {self._estimates.statistics:,} steps; the last step's"
-            f" gradients were scaled by {float(self._last.get('clipping', 1.0)):.2g}"
+            f"took statistics of {len(self._estimates.factors)} layers in {self._estimates.statistics:,} steps; clipping scaled"
+            " the"
+            f" last gradients by {float(self._last.get('clipping', 1.0)):.2g}"
         )
 
     @override

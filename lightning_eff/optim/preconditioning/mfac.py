@@ -1,13 +1,13 @@
-"""M-FAC: the gradient times the inverse of the empirical Fisher matrix of the newest gradients (Frantar et al. 2021)."""
+"""M-FAC: multiply the gradient by the inverse empirical Fisher matrix of the latest gradients (Frantar et al. 2021)."""
 
-import math
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Count, Number
 from lightning_eff._core._run.capacity import in_words
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
@@ -17,7 +17,6 @@ from lightning_eff.optim.preconditioning._gradients import (
     Norm,
     Preconditioner,
     Sums,
-    check_norm,
     check_room,
     dtype_of_rows,
     length_of_rows,
@@ -30,22 +29,22 @@ from lightning_eff.optim.preconditioning._gradients import (
 def inverse_weights(gram: Tensor, index: int, *, damping: float, num_gradients: int) -> Tensor:
     """``w`` with which ``F^-1 g_i = sum_j w_j g_j``, where ``F = lambda I + (1/m) sum_j g_j g_j^T``.
 
-    The paper's inverse comes one gradient at a time: ``F_0^-1 = I / lambda``, and by Sherman and Morrison
+    The paper builds the inverse one gradient at a time: ``F_0^-1 = I / lambda``, and by Sherman and Morrison
 
         F_j^-1 = F_{j-1}^-1 - (F_{j-1}^-1 g_j)(F_{j-1}^-1 g_j)^T / (m + g_j^T F_{j-1}^-1 g_j).
 
-    Its dynamic algorithm makes this of the gradients' products alone: ``g_j^T F_{j-1}^-1 g_l`` and the denominators are, but
-    for a factor, rows and pivots of ``lambda I + G G^T / m`` under elimination. All steps of that are one Cholesky
-    factorisation of this k x k matrix, and ``F^-1 G^T = G^T (lambda I + G G^T / m)^-1`` gives ``w`` by two triangular solves.
+    Its dynamic algorithm needs only the gradients' products: up to a factor, ``g_j^T F_{j-1}^-1 g_l`` and the denominators
+    are rows and pivots of ``lambda I + G G^T / m`` under elimination. Together they are one Cholesky factorization of this
+    k x k matrix, and ``F^-1 G^T = G^T (lambda I + G G^T / m)^-1`` gives ``w`` by two triangular solves.
 
     Args:
-        gram: ``G G^T``, shape (k, k): the products of the k <= m gradients there are; those that lack count as zero.
+        gram: ``G G^T``, shape (k, k): the products of the k <= m gradients so far; missing ones count as zero.
         index: ``i``.
         damping: ``lambda`` > 0.
         num_gradients: ``m``.
 
     Returns:
-        ``w``, shape (k,), in ``gram``'s dtype, which should be float64; NaN where rounding errors lie above ``lambda``.
+        ``w``, shape (k,), in ``gram``'s dtype, which should be float64; NaN if rounding errors exceed ``lambda``.
     """
     # λ I + G Gᵀ / m, whose j-th pivot is λ (m + g_jᵀ F_{j−1}⁻¹ g_j) / m >= λ
     matrix = gram / num_gradients
@@ -58,63 +57,63 @@ def inverse_weights(gram: Tensor, index: int, *, damping: float, num_gradients: 
 
 
 class MFAC(Preconditioner):
-    """Step along ``F^-1 g``: the gradient times the inverse of the newest gradients' empirical Fisher matrix.
+    """Multiply the gradient by the inverse empirical Fisher matrix of the latest gradients, before the optimizer steps.
 
-    ``F = lambda I + (1/m) sum g_i g_i^T`` over the last ``m`` steps' gradients, this one among them; those of before the run
-    count as zero. Directions in which gradients have been large are stepped along less, the more so the larger they were;
-    what no gradient of the window has shown keeps its length. ``F`` and its inverse are never formed: a step takes two
-    products of the ``m`` gradients with a vector, and a factorisation of an m x m matrix on the CPU. The gradient is the
-    one that the step is made along, the mean over an accumulation window and the ranks of DDP, before clipping; the
-    module's own optimizer, its rates, momentum and decay stay.
+    ``F = lambda I + (1/m) sum g_i g_i^T`` over the gradients of the last ``m`` steps, including this one. Gradients from
+    before the run count as zero. Directions in which gradients have been large get shorter steps; directions that no gradient
+    of the window shows keep their length. ``F`` and its inverse are never formed: a step takes two products of the ``m``
+    gradients with a vector, and the factorization of an m x m matrix on the CPU. The gradient is the one that the optimizer
+    would use, the mean over an accumulation window and the ranks of DDP, before clipping. The module's own optimizer keeps
+    its learning rate, momentum and weight decay.
 
-    **Memory** is ``m`` copies of the gradient in float32, on the parameters' devices, and as much in each checkpoint. It is
-    said at setup, where a device that has less is refused.
+    It costs ``m`` copies of the gradient in float32 on the parameters' devices, and as much in each checkpoint. Setup reports
+    the size, and refuses a device with less memory.
 
-    ``F^-1 g`` has other units than ``g``: alone in the window, a gradient comes out with the norm ``m / ||g||``. By default
-    it is scaled back to the gradient's norm, so that rates and clipping mean what they did. ``norm="inverse"`` leaves it as
-    it is in the paper, and then the rate must be searched for anew.
+    ``F^-1 g`` has other units than ``g``: alone in the window, a gradient gets the norm ``m / ||g||``. By default the result
+    is scaled to the gradient's norm, so that learning rates and clipping keep their meaning. ``norm="inverse"`` keeps the
+    paper's norm, for which the learning rate must be tuned again. If another technique changes the network's blocks, the
+    window starts anew.
 
-    Where the network's blocks change, the window begins anew. See ``Preconditioner`` for what is left as it is.
-
-    Logged: ``gradient_norm`` and ``direction_norm``, the cosine between the two (``cosine``), ``damping`` as it was used,
-    ``window`` (gradients in it), and the steps ``rewritten`` and ``left`` as they were.
+    It logs ``gradient_norm`` and ``direction_norm``, the cosine between the two (``cosine``), the ``damping`` used, ``window``
+    (the number of gradients in it), and ``rewritten`` and ``left`` (the numbers of steps with and without preconditioning).
 
     Args:
-        num_gradients: ``m`` >= 0. The paper takes 512 to 1024; 0 is plain training.
-        damping: ``lambda`` > 0, in units of the square of a gradient. Large ones give the plain gradient. It is never below
-            the rounding error of the gradients' products, their largest times 1e-7, which float32 cannot tell from zero.
-        norm: "gradient" or "inverse": whose norm the direction has.
+        num_gradients: the number of gradients in the window, ``m``. The paper uses 512 to 1024; 0 is plain training.
+        damping: the damping ``lambda``, in units of a squared gradient. Large values give the plain gradient. It is at least
+            the rounding error of the gradients' products, the largest product times 1e-7.
+        norm: the norm of the result, as above.
 
     Raises:
-        ValueError: for other values; at setup, where the window does not fit in memory, with LBFGS, and where the
-            optimizers step no parameter of the module.
+        ValueError: for a value out of range. At setup, if the window does not fit in memory, with LBFGS, or if the optimizers
+            step no parameter of the module.
 
-    Sources:
-        Frantar, Kurtic and Alistarh 2021, arXiv:2107.03356, section 3.2.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[MFAC(num_gradients=128)])
+
+    References:
+        Frantar, Kurtic and Alistarh 2021, "M-FAC: Efficient Matrix-Free Approximations of Second-Order Information",
+        arXiv:2107.03356, section 3.2.
     """
 
-    saves: ClassVar[str] = "steps, by the paper's claim: better conditioned ones, for two readings of m gradients each"
+    saves: ClassVar[str] = "steps, according to the paper; each one reads m gradients twice"
     paper: ClassVar[str] = "Frantar et al. 2021 (M-FAC), arXiv:2107.03356"
-    constraints: ClassVar[str] = "automatic optimization; memory and checkpoints of m gradients in float32"
+    constraints: ClassVar[str] = "needs automatic optimization; keeps m gradients in float32, also in checkpoints"
     survey: ClassVar[Survey | None] = Survey("second-order optimizers", zhuang="2.1", shen="5.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"num_gradients": Choice((32, 128, 512)), "damping": Uniform(1e-6, 1e-1, log=True)}
     )
     control: ClassVar[Control] = Control(
-        "the baseline for as many seconds with its learning rate decayed to zero, and a rate searched for in both arms"
+        "the baseline for the same time with a learning rate that decays to zero; the learning rate is tuned in both arms"
     )
     conflicts: ClassVar = rivals()
 
-    def __init__(self, num_gradients: int = 128, *, damping: float = 1e-3, norm: Norm = "gradient") -> None:
-        if isinstance(num_gradients, bool) or not isinstance(num_gradients, int) or num_gradients < 0:
-            raise ValueError(
-                f"MFAC({num_gradients=}): expected an integer >= 1, the gradients that are kept, or 0 for plain training."
-            )
-        if isinstance(damping, bool) or not isinstance(damping, int | float) or not 0 < damping < math.inf:
-            raise ValueError(
-                f"MFAC({damping=}): expected a finite number above 0, lambda of lambda I + (1/m) sum g g^T."
-            )
-        check_norm("MFAC", norm)
+    def __init__(
+        self,
+        num_gradients: Annotated[int, Count(at_least=0)] = 128,
+        *,
+        damping: Annotated[float, Number(above=0)] = 1e-3,
+        norm: Norm = "gradient",
+    ) -> None:
         self.num_gradients, self.damping = num_gradients, float(damping)
         self.norm: Norm = norm
         self._reset()
@@ -122,9 +121,9 @@ class MFAC(Preconditioner):
     @override
     def _reset(self) -> None:
         super()._reset()
-        self._rows: dict[str, Tensor] = {}  # of each parameter, its gradients (m, numel)
+        self._rows: dict[str, Tensor] = {}  # the gradients of each parameter, (m, numel)
         self._gram = torch.zeros(self.num_gradients, self.num_gradients, dtype=torch.float64)
-        self._seen = 0  # gradients since the window was begun; the next one's row is this modulo m
+        self._seen = 0  # gradients since the window began; the next one's row is this modulo m
 
     @property
     @override
@@ -138,7 +137,9 @@ class MFAC(Preconditioner):
         told = check_room(f"MFAC(num_gradients={m})", session, m)
         rank_zero_info(f"MFAC: {told}, and as much in each checkpoint")
         loaded, filled = self._rows, min(self._seen, m)
-        parameters |= {name: p for name, p in session.module.named_parameters() if name in loaded}  # thawed in that run
+        parameters |= {
+            name: p for name, p in session.module.named_parameters() if name in loaded
+        }  # unfrozen in that run
         self._rows = {name: _room(p, m) for name, p in parameters.items()}
         for name in loaded.keys() & self._rows.keys():
             self._rows[name][:filled] = loaded[name]
@@ -153,13 +154,13 @@ class MFAC(Preconditioner):
         for name in self._rows.keys() - gradients.keys():
             self._rows[name][slot] = 0.0
         for name, g in gradients.items():
-            if name not in self._rows:  # one that is stepped since
+            if name not in self._rows:  # unfrozen since then
                 self._rows[name] = _room(g, m)
             self._rows[name][slot] = g.flatten()
             sums.add(torch.mv(self._rows[name][:k], g.flatten()))
         products = sums.total()
         self._gram[slot, :k] = self._gram[:k, slot] = products
-        # what the products cannot tell from zero, by their rounding errors, is damped too
+        # rounding errors of the products are damped too
         eps = max(torch.finfo(g.dtype).eps for g in gradients.values())
         damping = max(self.damping, eps * float(self._gram[:k, :k].diagonal().max()))
         # F⁻¹ g = Σ w_j g_j
@@ -175,7 +176,7 @@ class MFAC(Preconditioner):
     def on_blocks_changed(self, session: Session) -> None:
         self._seen = 0
 
-    # -- what it tells and keeps
+    # -- reports and state
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:
@@ -184,11 +185,12 @@ class MFAC(Preconditioner):
     @override
     def summary(self) -> str:
         if not self._rewritten:
-            return "M-FAC: no gradient preconditioned"
+            return "M-FAC: no gradient was preconditioned"
         size = sum(rows.numel() * rows.element_size() for rows in self._rows.values())
         return (
-            f"M-FAC: {self._rewritten:,} steps along gradients times the inverse Fisher matrix of the last"
-            f" {min(self._seen, self.num_gradients)}, kept in {in_words(size)}"
+            f"M-FAC: preconditioned {self._rewritten:,} steps by the last {min(self._seen, self.num_gradients)} gradients,"
+            " which"
+            f" take {in_words(size)}"
         )
 
     @override
@@ -209,12 +211,12 @@ class MFAC(Preconditioner):
         if self.neutral:
             return
         held = len(gram)
-        if held not in (0, m):  # of another m: the newest that there is room for, the oldest first
+        if held not in (0, m):  # another m: the newest that fit, the oldest first
             order = list(range(seen - min(held, m), seen))
             at = [i % held for i in order]
             rows, gram, seen = {name: r[at] for name, r in rows.items()}, gram[at][:, at], len(order)
         self._seen, filled = seen, min(seen, m)
-        for name, room in self._rows.items():  # a tuner's checkpoint comes when there is room already
+        for name, room in self._rows.items():  # a tuner's checkpoint is loaded after the rows exist
             room.zero_()
             room[:filled] = rows.get(name, 0.0)
         self._rows = {**rows, **self._rows}

@@ -1,12 +1,11 @@
-"""Sampled quasi-Newton steps: curvature of directions drawn anew around the weights (Berahas et al. 2022).
+"""Sampled quasi-Newton methods: curvature along random directions around the weights (Berahas et al. 2022).
 
 The rules are in ``_inverse_hessians``.
 """
 
 import contextlib
-import math
 import time
-from typing import Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core import rng
+from lightning_eff._core._arguments.kinds import Count, Number
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.losses import loss_of
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
@@ -26,7 +26,6 @@ from lightning_eff.optim.preconditioning._gradients import (
     Norm,
     Preconditioner,
     Sums,
-    check_norm,
     check_room,
     dtype_of_rows,
     length_of_rows,
@@ -39,45 +38,50 @@ Method = Literal["lbfgs", "lsr1"]
 
 
 class SampledQuasiNewton(Preconditioner):
-    """Step along ``H g``, where ``H`` comes from curvature along random directions around the weights, not from past steps.
+    """Multiply the gradient by an inverse Hessian from curvature along random directions around the weights.
 
-    In optimizer step 0, ``interval``, ... ``m`` directions ``s`` of length ``radius`` are drawn, and the step's own batch
-    says the curvature along each: ``y = grad(w + s) - grad(w)``. From these pairs alone come sampled L-BFGS
-    (``method="lbfgs"``: positive definite, by the two-loop recursion) or sampled L-SR1 (``"lsr1"``: symmetric rank-one
-    updates, which know negative curvature and on a quadratic all of it). Steps between take the pairs of before.
+    In optimizer steps 0, ``interval``, ..., ``m`` directions ``s`` of length ``radius`` are drawn, and the step's own batch
+    gives the curvature along each: ``y = grad(w + s) - grad(w)``. These pairs define sampled L-BFGS (``method="lbfgs"``:
+    positive definite, by the two-loop recursion) or sampled L-SR1 (``"lsr1"``: symmetric rank-one updates, which represent
+    negative curvature too). Steps in between use the last pairs.
 
-    A drawing step costs ``num_directions + 1`` more passes forward and backward, each with the dropout, the buffers and
-    batch of the step itself, without autocast and without a trace. Over an accumulation window and the ranks of DDP ``y`` is
-    the mean, and directions are the same on all ranks. Memory is ``2 m`` copies of the gradient in float32 where parameters
-    are, half of it in each checkpoint.
+    A drawing step costs ``num_directions + 1`` more forward and backward passes, each with the step's own dropout, buffers
+    and batch, without autocast, and without a trace in the run. Over an accumulation window and the ranks of DDP, ``y`` is
+    the mean, and the directions are the same on all ranks. It keeps ``2 m`` copies of the gradient in float32 on the
+    parameters' devices, and half of that in each checkpoint.
 
-    ``H g`` is scaled to the gradient's norm, so that rates and clipping mean what they did; ``norm="inverse"`` leaves it, and
-    a rate of 1 is then Newton's. A pair whose curvature is too small or negative (L-BFGS), or whose update would be
-    unbounded (L-SR1), is passed over, as in the paper. Where ``H g`` points uphill, as L-SR1's may, for which the paper has
-    a trust region, the step is that of plain training. Where the network's blocks change, directions are drawn anew.
+    ``H g`` is scaled to the gradient's norm, so that learning rates and clipping keep their meaning. With ``norm="inverse"``
+    it is not, and a learning rate of 1 is Newton's. As in the paper, a pair is skipped if its curvature is too small or
+    negative (L-BFGS), or if its update would be unbounded (L-SR1). If ``H g`` points uphill, which L-SR1 allows and for which
+    the paper has a trust region, the step is plain. If another technique changes the network's blocks, new directions are
+    drawn.
 
-    Logged: ``gradient_norm`` and ``direction_norm``, the cosine between the two (``cosine``), ``pairs`` that counted, extra
-    ``passes`` so far, and the steps ``rewritten`` and ``left`` as they were.
+    It logs ``gradient_norm`` and ``direction_norm``, the cosine between the two (``cosine``), the number of ``pairs`` used,
+    the extra ``passes`` so far, and ``rewritten`` and ``left`` (the numbers of steps with and without preconditioning).
 
     Args:
-        method: "lbfgs" or "lsr1".
-        num_directions: ``m`` >= 0; 0 is plain training.
-        interval: every so many optimizer steps directions are drawn, >= 1. The paper draws in each.
-        radius: length of a direction over all parameters, > 0, in units of the weights.
-        epsilon: below which a pair is passed over, > 0.
-        norm: "gradient" or "inverse": whose norm the direction has.
+        method: the update of the inverse Hessian, as above.
+        num_directions: the number of directions, ``m``; 0 is plain training.
+        interval: the number of optimizer steps from drawing to drawing. The paper draws in every step.
+        radius: the length of a direction over all parameters, in units of the weights.
+        epsilon: the threshold below which a pair is skipped.
+        norm: the norm of the result, as above.
 
     Raises:
-        ValueError: for other values; at setup, where the pairs do not fit in memory, with LBFGS, and where the optimizers
+        ValueError: for a value out of range. At setup, if the pairs do not fit in memory, with LBFGS, or if the optimizers
             step no parameter of the module.
 
-    Sources:
-        Berahas, Jahani, Richtarik and Takac 2022, arXiv:1901.09997, algorithms 1 to 4.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[SampledQuasiNewton("lbfgs", num_directions=4)])
+
+    References:
+        Berahas, Jahani, Richtarik and Takac 2022, "Quasi-Newton Methods for Machine Learning: Forget the Past, Just Sample",
+        arXiv:1901.09997, algorithms 1 to 4.
     """
 
-    saves: ClassVar[str] = "steps, by the paper's claim; each drawing one costs num_directions + 1 passes more"
+    saves: ClassVar[str] = "steps, according to the paper; a drawing step costs num_directions + 1 more passes"
     paper: ClassVar[str] = "Berahas et al. 2022 (S-LBFGS, S-LSR1), arXiv:1901.09997"
-    constraints: ClassVar[str] = "automatic optimization; memory for 2 m gradients in float32"
+    constraints: ClassVar[str] = "needs automatic optimization; keeps 2 num_directions gradients in float32"
     survey: ClassVar[Survey | None] = Survey("second-order optimizers", zhuang="2.1", shen="5.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {
@@ -88,13 +92,13 @@ class SampledQuasiNewton(Preconditioner):
         }
     )
     control: ClassVar[Control] = Control(
-        "the baseline for as many seconds with its learning rate decayed to zero: 1 + (m + 1) / interval times the steps"
+        "the baseline for the same time with a learning rate that decays to zero, in 1 + (m + 1) / interval times the steps"
     )
     conflicts: ClassVar = {
         **rivals("KFAC", "MFAC"),
         **dict.fromkeys(
             ("SharpnessAwareMinimization", "LookSAM", "EfficientSAM", "KSAM"),
-            "both run the step at other weights, and whose gradient curvature is of is not defined",
+            "both run the step at other weights, so the curvature of the gradient would be undefined",
         ),
     }
 
@@ -102,25 +106,12 @@ class SampledQuasiNewton(Preconditioner):
         self,
         method: Method = "lbfgs",
         *,
-        num_directions: int = 4,
-        interval: int = 10,
-        radius: float = 0.05,
-        epsilon: float = 1e-8,
+        num_directions: Annotated[int, Count(at_least=0)] = 4,
+        interval: Annotated[int, Count()] = 10,
+        radius: Annotated[float, Number(above=0)] = 0.05,
+        epsilon: Annotated[float, Number(above=0)] = 1e-8,
         norm: Norm = "gradient",
     ) -> None:
-        who = "SampledQuasiNewton"
-        if method not in get_args(Method):
-            raise ValueError(f'{who}({method=}): expected "lbfgs" or "lsr1".')
-        for name, value, least in (("num_directions", num_directions, 0), ("interval", interval, 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(
-                    f"{who}({name}={value!r}): expected an integer >= 1"
-                    + (", the directions that are drawn, or 0 for plain training." if least == 0 else ".")
-                )
-        for name, value in (("radius", radius), ("epsilon", epsilon)):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise ValueError(f"{who}({name}={value!r}): expected a finite number above 0.")
-        check_norm(who, norm)
         self.method, self.num_directions, self.interval = method, num_directions, interval
         self.radius, self.epsilon = float(radius), float(epsilon)
         self.norm: Norm = norm

@@ -1,14 +1,14 @@
-"""What techniques share that hold the network's scores to those of earlier weights: the divergence, in the step's own loss."""
+"""Shared by techniques that keep the network's scores close to earlier ones: a divergence within the step's own loss."""
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import BatchKeys, Fraction, Number
 from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core._targets.calls import TargetCall
 from lightning_eff._core._targets.window import Targets
@@ -17,11 +17,16 @@ from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Technique
 
-Earlier = tuple[Tensor, Tensor | None]  # scores (..., C), and for which elements (...) they are known; None for all
+Earlier = tuple[Tensor, Tensor | None]  # scores (..., C), and a mask (...) of the known elements; None for all
+
+Weight = Annotated[float, Number(at_least=0)]
+Temperature = Annotated[float, Number(above=0)]
+Start = Annotated[float, Fraction()]
+Labels = Annotated[Sequence[str | int], BatchKeys()] | None
 
 
 class _Divergence(torch.autograd.Function):
-    """``KL(q || p)`` of two rows of scores, with the gradient written out: it is zero where the scores are equal."""
+    """``KL(q || p)`` of two rows of scores, with an explicit gradient, which is zero where the scores are equal."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, z_old: Tensor, tau: float) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -42,7 +47,7 @@ class _Divergence(torch.autograd.Function):
 
 
 def divergence(scores: Tensor, earlier: Tensor, *, temperature: float) -> Tensor:
-    """``KL(softmax(z_old / tau) || softmax(z / tau))`` of each row, with a gradient for ``z`` alone.
+    """``KL(softmax(z_old / tau) || softmax(z / tau))`` of each row, with a gradient only for ``z``.
 
     Args:
         scores: ``z``, logits or log-probabilities, shape (..., C).
@@ -50,22 +55,22 @@ def divergence(scores: Tensor, earlier: Tensor, *, temperature: float) -> Tensor
         temperature: ``tau`` > 0.
 
     Returns:
-        Shape (...), single precision at least; exactly zero, with a gradient of zero, where the scores are equal.
+        Shape (...), float32 at least; exactly zero, with a gradient of zero, where the scores are equal.
     """
     return _Divergence.apply(scores, earlier, temperature)  # pyright: ignore[reportReturnType]
 
 
 class Calls:
-    """The loss calls on classes that one pass makes, each told from the others by a name that it has in every pass."""
+    """The loss calls on classes of one pass, each with a name that it has in every pass."""
 
     def __init__(self) -> None:
         self.over = False
         self._found: list[tuple[str, Tensor]] = []
 
     def name(self, call: TargetCall) -> str:
-        """The call's name: its labels, how many classes it has, and which of such calls it is.
+        """The call's name: its labels, its number of classes, and its number among such calls.
 
-        What gradient checkpointing runs again, once the pass is over, has the name that it had.
+        A call that gradient checkpointing repeats after the pass keeps its name.
         """
         z = call.scores.detach()
         if self.over:
@@ -80,45 +85,21 @@ class Calls:
 class Trajectory(Technique):
     """A technique whose step's loss is ``L + lambda KL(softmax(z_old / tau) || softmax(z / tau))``.
 
-    The divergence is added to each loss call on the labels that is one on classes, reduced as the call is: for a mean over the
-    elements that it does not ignore. A subclass says in :meth:`earlier` what ``z_old`` is.
+    The divergence is added to each classification loss call on the labels, with the call's own reduction. For a mean it is
+    averaged over the elements that the call does not ignore. A subclass gives ``z_old`` in :meth:`earlier`.
 
     Attributes:
         weight: ``lambda``.
         temperature: ``tau``.
-        start: the share of the budget from which on the divergence counts.
-        labels: names or positions of the labels in the batch, where looking does not tell.
+        start: the fraction of the budget at which the divergence begins to count.
+        labels: names or positions of the labels in the batch, if they cannot be found by looking.
     """
 
     stage: ClassVar[Stage] = Stage.REWEIGHT
     weight: float
     temperature: float
     start: float
-    labels: Sequence[str | int] | None
-
-    def set_divergence(
-        self, weight: float, temperature: float, start: float, labels: Sequence[str | int] | None
-    ) -> None:
-        """Set these attributes.
-
-        Raises:
-            ValueError: for values out of their range.
-        """
-        who = type(self).__name__
-        if not 0.0 <= weight < math.inf:
-            raise ValueError(
-                f"{who}({weight=}): expected a finite number >= 0, lambda of the paper. 0 is plain training."
-            )
-        if not 0.0 < temperature < math.inf:
-            raise ValueError(f"{who}({temperature=}): expected a finite number > 0, by which scores are divided.")
-        if not 0.0 <= start <= 1.0:
-            raise ValueError(f"{who}({start=}): expected a fraction of the budget in [0, 1]; 1 is plain training.")
-        if isinstance(labels, str):
-            raise ValueError(f"{who}({labels=}): expected a list of names or positions. Write [{labels!r}].")
-        self.weight = weight
-        self.temperature = temperature
-        self.start = start
-        self.labels = labels
+    labels: Labels
 
     def _reset(self) -> None:
         self._checked = False
@@ -128,23 +109,23 @@ class Trajectory(Technique):
 
     @abstractmethod
     def earlier(self, step: Step, batch: Any) -> Callable[[str, TargetCall], Earlier | None]:
-        """Before a pass on ``batch``: what gives ``z_old`` of a call by its name, or None where there is none."""
+        """Before a pass on ``batch``: a function that gives ``z_old`` of a call, by name, or None if there is none."""
 
     def learn(self, step: Step, calls: list[tuple[str, TargetCall]]) -> None:
-        """After a pass: the calls on classes that it made."""
+        """Look at the classification calls of a pass that is over."""
 
     def describe(self, session: Session, calls: list[tuple[str, TargetCall]]) -> Any:
-        """Of a rank's first step: what all ranks must know of each other.
+        """What the other ranks must know of this rank's first step.
 
         Raises:
-            ValueError: if the technique cannot work with such calls; it is raised on all ranks.
+            ValueError: if the technique cannot work with such calls. It is raised on all ranks.
         """
 
     def begin(self, session: Session, described: list[Any]) -> None:
-        """All ranks have made a first step; ``described`` is by rank.
+        """Begin after the first step of all ranks; ``described`` is by rank.
 
         Raises:
-            ValueError: if the technique cannot work with it.
+            ValueError: if the technique cannot work with them.
         """
 
     # -- the run
@@ -158,8 +139,8 @@ class Trajectory(Technique):
     def check(self, session: Session) -> None:
         if self.start > 0.0 and not session.progress.limits():
             raise ValueError(
-                f"{type(self).__name__}(start={self.start}): the Trainer has no end (max_steps=-1, max_epochs=-1,"
-                " max_time=None) that it could be a fraction of. Set one of them, or start=0.0."
+                f"{type(self).__name__}(start={self.start}): this is a fraction of the run, and the Trainer has no max_steps,"
+                " max_epochs or max_time. Set one of them, or start=0.0."
             )
 
     @override
@@ -195,7 +176,7 @@ class Trajectory(Technique):
         return output
 
     def _added(self, call: TargetCall, earlier: Earlier, found: list[tuple[Tensor, Tensor]] | None) -> Tensor:
-        """The call's loss and the divergence."""
+        """The call's loss plus the divergence."""
         z_old, known = earlier
         valid = call.valid
         counts = valid if known is None else valid & known
@@ -212,14 +193,15 @@ class Trajectory(Technique):
         return plain + (self.weight * rows).to(plain.dtype)
 
     def _look(self, made: list[tuple[str, TargetCall]], loss: Tensor | None) -> None:
-        """At a first step, together with the other ranks; a step that some of them skip is none."""
+        """Check the first step together with the other ranks; a step that some of them skip does not count."""
         who, session = type(self).__name__, self.session
         problem: ValueError | None = None
         described = None
         if loss is not None and not made:
             problem = LossNotVisible(
-                f"{who}: the loss calls on the labels are none on classes; expected F.cross_entropy or F.nll_loss, whose"
-                " inputs are scores of classes that can be compared with earlier ones. Take the technique out."
+                f"{who}: no loss call on the labels is a classification loss. Use F.cross_entropy or F.nll_loss, whose scores"
+                " can be"
+                f" compared with earlier ones, or remove {who}."
             )
         elif loss is not None:
             try:
@@ -231,7 +213,7 @@ class Trajectory(Technique):
             self.begin(session, [one for _, one in every])
             self._checked = True
 
-    # -- what it tells and keeps
+    # -- reports and state
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:

@@ -1,16 +1,16 @@
-"""What all techniques share that take the gradient uphill of the weights: the ascent, and the two passes of a step."""
+"""Shared by sharpness-aware techniques: the ascent step, and the two passes of a training step."""
 
 import contextlib
-import math
 import time
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core import rng
+from lightning_eff._core._arguments.kinds import Fraction, Number
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.losses import loss_of
 from lightning_eff._core.session import Session
@@ -18,6 +18,10 @@ from lightning_eff._core.steps import Proceed, Stage, Step, silent, snapshot
 from lightning_eff._core.technique import Technique
 
 ETA = 0.01  # keeps T_w away from zero; the value of Kwon et al.'s code
+
+#: the distance at which the gradient is taken; the types of arguments that several techniques have
+Rho = Annotated[float, Number(at_least=0, hint="0.05 is SAM's; 0 is plain training.")]
+Share = Annotated[float, Fraction(above=0)]
 Used = list[tuple[str, nn.Parameter, Tensor]]
 
 
@@ -54,56 +58,32 @@ def perturbation(
 
 
 def norm_of(tensors: Sequence[Tensor]) -> Tensor:
-    """The norm over all tensors together, a scalar; for half precision summed in float32."""
+    """The norm over all tensors together, a scalar; half precision is summed in float32."""
     norms = [torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in tensors]
     return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
 
 
-def check_rho(who: str, rho: float) -> None:
-    """Raise ``ValueError`` unless ``rho`` is a radius."""
-    if not 0.0 <= rho < math.inf:
-        raise ValueError(
-            f"{who}(rho={rho}): expected a finite number >= 0, the distance at which the gradient is taken. 0.05 is"
-            " SAM's; 0 is plain training."
-        )
-
-
-def check_share(who: str, name: str, value: float, of: str) -> None:
-    """Raise ``ValueError`` unless ``value`` is a share in (0, 1]."""
-    if not 0.0 < value <= 1.0:
-        raise ValueError(f"{who}({name}={value}): expected a number in (0, 1], the share of {of}. 1 takes all, as SAM.")
-
-
-def check_sample_loss(who: str, sample_loss: object) -> None:
-    """Raise ``ValueError`` unless it is a function, or None."""
-    if sample_loss is not None and not callable(sample_loss):
-        raise ValueError(
-            f"{who}({sample_loss=}): expected a function of (module, batch) that returns the losses of the batch's samples, or"
-            " None."
-        )
-
-
 def rivals(*names: str) -> dict[str, str]:
-    """``conflicts`` with others that take the gradient elsewhere, by their names."""
+    """The ``conflicts`` with other techniques that take the gradient at other weights, by name."""
     return dict.fromkeys(names, "both take the gradient at other weights than the trained ones")
 
 
-#: ``conflicts`` of a technique that chooses among a batch's samples, with others that do.
+#: the ``conflicts`` between techniques that choose among a batch's samples
 CHOOSERS = dict.fromkeys(("ImportanceSampling", "RandomSubset", "SelectiveBackprop"), "both choose the samples")
 
 
 class Uphill(Technique):
-    """A technique whose step runs twice on one batch: at ``w``, which gives ``g``, and at ``w + e``, which is stepped along.
+    """A technique that runs each step twice: at ``w``, which gives ``g``, and at ``w + e``, whose gradient is applied.
 
-    Both passes have the same random numbers and begin from the same buffers, metrics and attributes of the module. The
-    first is that of plain training, with its logs; the second leaves no trace but its gradient, which accumulation,
-    clipping and the optimizer treat as any other. The weights are put back bit for bit as the step's backward pass is over.
-    A subclass says when by :meth:`due`, and may see to the passes' other parts.
+    Both passes have the same random numbers, and start from the same buffers, metrics and attributes of the module. The
+    first pass is that of plain training, with its logs. The second leaves only its gradient, which accumulation, clipping and
+    the optimizer treat as usual. The weights are restored bit for bit when the step's backward pass is over. A subclass
+    decides in :meth:`due` which steps are perturbed, and may override the parts of the passes.
 
     Attributes:
-        stage: where the passes stand in the step chain.
+        stage: the stage of the step chain at which the passes run.
         rho: the radius.
-        adaptive: whether it is scaled by the weights' size, as in ASAM.
+        adaptive: whether the radius scales with the size of the weights, as in ASAM.
     """
 
     needs_optimizer: ClassVar[bool] = True
@@ -119,7 +99,7 @@ class Uphill(Technique):
     # -- what subclasses say
 
     def due(self, step: Step) -> bool:
-        """Whether this step is perturbed; others run once, as in plain training."""
+        """Whether this step is perturbed; other steps run once, as in plain training."""
         return True
 
     def first(self, step: Step, batch: Any, proceed: Proceed) -> Any:
@@ -127,18 +107,18 @@ class Uphill(Technique):
         return proceed(batch)
 
     def ascended(self, step: Step, named: list[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
-        """Those of the parameters that are perturbed."""
+        """The parameters that are perturbed."""
         return named
 
     def found(self, used: Used) -> None:
-        """The gradients at ``w``, by parameter, times a gradient scaler's factor where there is one."""
+        """Look at the gradients at ``w``, by parameter, times the gradient scaler's factor if there is one."""
 
     def second(self, step: Step, batch: Any, proceed: Proceed) -> tuple[Any, Any]:
-        """The pass at ``w + e``: what it returned, and the batch that it ran on."""
+        """The pass at ``w + e``: its output, and the batch that it ran on."""
         return proceed(batch), batch
 
     def risen(self, rise: Tensor) -> None:
-        """The second pass's loss is by ``rise`` above the first's."""
+        """Note that the second pass's loss is ``rise`` above the first's."""
         self._last["sharpness"] = rise
 
     @property
@@ -179,7 +159,7 @@ class Uphill(Technique):
         self._passes += 1
         cost.forward_passes += 1
         cost.backward_passes += 1
-        with contextlib.suppress(ValueError):  # a batch without tensors has no number of samples, and need not
+        with contextlib.suppress(ValueError):  # a batch without tensors has no number of samples
             cost.forward_samples += num_samples(batch)
         cost.seconds += time.perf_counter() - began
         return output
@@ -192,7 +172,7 @@ class Uphill(Technique):
         named = self.ascended(step, named)
         scaler = getattr(session.trainer.precision_plugin, "scaler", None)
         factor = None if scaler is None else scaler.scale(torch.ones((), device=loss.device))
-        # Lightning's own backward passes run outside autocast too; .grad and DDP's hooks are not touched
+        # like Lightning's own backward pass, this runs outside autocast; it leaves .grad and DDP's hooks alone
         device = module.device.type
         plain = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
         with plain:
@@ -222,7 +202,7 @@ class Uphill(Technique):
             w, value = self._kept.pop()
             w.copy_(value)
 
-    # -- what it tells and keeps
+    # -- reports and state
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:

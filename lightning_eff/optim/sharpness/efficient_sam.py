@@ -1,4 +1,4 @@
-"""Efficient SAM (ESAM): SAM for a part of the parameters, stepped along the samples that it makes worst (Du et al. 2021)."""
+"""Efficient SAM (ESAM): perturb some of the parameters, and train on the most affected samples (Du et al. 2021)."""
 
 from typing import Any, ClassVar
 
@@ -12,63 +12,68 @@ from lightning_eff._core.batches import num_samples
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control
-from lightning_eff.optim.sharpness._uphill import CHOOSERS, Uphill, check_rho, check_sample_loss, check_share, rivals
+from lightning_eff.optim.sharpness._uphill import CHOOSERS, Rho, Share, Uphill, rivals
 
 
 def sharpest(rise: Tensor, *, gamma: float) -> Tensor:
-    """The ``round(gamma B)`` samples, at least 1, whose loss rises most from ``w`` to ``w + e``: ``B+`` of the paper.
+    """The ``round(gamma B)`` samples, at least 1, whose loss rises most from ``w`` to ``w + e``: the paper's ``B+``.
 
     Args:
         rise: ``l_i(w + e) - l_i(w)``, shape (B,).
         gamma: in (0, 1].
 
     Returns:
-        Their indices, long, ascending; of equal ones the first.
+        Their indices, long, ascending. Among equal rises the first ones are taken.
     """
     k = max(1, round(gamma * len(rise)))
     return rise.argsort(descending=True, stable=True)[:k].sort().values
 
 
 class EfficientSAM(Uphill):
-    """SAM at less cost: climb along some of the parameters, and descend on some of the samples (ESAM).
+    """Apply SAM at lower cost: perturb some of the parameters, and train on some of the samples (ESAM).
 
-    Of each micro-batch, the pass at ``w`` gives ``g`` for tensors that are drawn one by one with probability ``beta``, never
-    none; they alone go up, by ``e = (rho / beta) g / ||g||``, the norm being over them. A forward-only pass at ``w + e`` then
-    finds the samples whose loss has risen most, and the second pass runs on these ``round(gamma B)`` of B alone. So a step
-    costs, beside plain training, a part of a backward pass, one forward pass, and ``gamma`` of both. With ``beta`` and
-    ``gamma`` of 1 it is SAM.
+    In each micro-batch, the pass at ``w`` gives ``g`` for parameter tensors that are drawn with probability ``beta`` each
+    (at least one). Only these are perturbed, by ``e = (rho / beta) g / ||g||``, with the norm over them. A forward pass
+    without gradients at ``w + e`` finds the ``round(gamma B)`` of B samples whose loss rises most, and the second pass runs
+    only on them.
 
-    Each sample's loss is seen through the loss functions of ``torch.nn.functional``, as by ``SelectiveBackprop``; the first
-    batch is checked for it.
+    Use it where SAM helps and costs too much. Compared with plain training, a step costs part of a backward pass, one
+    forward pass, and ``gamma`` of both. With ``beta = gamma = 1`` it is SAM.
 
-    Logged: ``gradient_norm``, of the tensors that went up, and ``sharpness``, the mean rise over all samples of the last batch.
+    The loss of each sample must come from ``torch.nn.functional``, as for ``SelectiveBackprop``; the first batch is checked.
+
+    It logs ``gradient_norm`` (of the perturbed tensors) and ``sharpness`` (the mean rise over all samples of the last
+    batch).
 
     Args:
-        rho: SAM's radius, >= 0, in units of the weights. 0 is plain training.
-        beta: the chance that a parameter tensor goes up, in (0, 1].
-        gamma: the share of the samples that is stepped along, in (0, 1].
-        adaptive: scale the radius of each weight by its size, as ASAM does.
-        sample_loss: for a loss that cannot be seen by sample: a function of (module, batch) that returns the losses of the
-            batch's samples, shape (B,). It is used to choose alone.
+        rho: SAM's radius, in units of the weights. 0 is plain training.
+        beta: the probability that a parameter tensor is perturbed.
+        gamma: the fraction of the samples to train on.
+        adaptive: whether to scale the radius of each weight by its size, as in ASAM.
+        sample_loss: a function of (module, batch) that returns one loss per sample, shape (B,), for losses that cannot be
+            seen by sample. It is used only to choose samples.
 
     Raises:
-        ValueError: for other values; with ``gamma`` below 1, at the first step, on all ranks, if the loss cannot be seen by
-            sample or a batch holds one sample only; at any step, if a loss is nan or infinite.
+        ValueError: for a value out of range. With ``gamma`` below 1, at the first step, on all ranks, if the loss cannot be
+            seen by sample or a batch has one sample. At any step, if a loss is NaN or infinite.
 
-    Sources:
-        Du et al. 2021, arXiv:2110.03141.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[EfficientSAM(rho=0.05, beta=0.6, gamma=0.5)])
+
+    References:
+        Du et al. 2021, "Efficient Sharpness-aware Minimization for Improved Training of Neural Networks", arXiv:2110.03141.
     """
 
-    saves: ClassVar[str] = "passes of SAM: its generalisation at less than twice the cost of a step"
+    saves: ClassVar[str] = "part of SAM's cost: its generalization at less than twice the step cost"
     paper: ClassVar[str] = "Du et al. 2021, arXiv:2110.03141"
     constraints: ClassVar[str] = (
-        "automatic optimization; with gamma < 1 a mean loss of torch.nn.functional, or sample_loss=; as SAM otherwise"
+        "needs automatic optimization, and with gamma < 1 a mean loss of torch.nn.functional or sample_loss=; else as SAM"
     )
     survey: ClassVar[Survey | None] = Survey("efficient sharpness-aware minimization (ESAM)", zhuang="2.1", shen="5.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"rho": Uniform(0.01, 0.5, log=True), "beta": Choice((0.5, 0.6, 1.0)), "gamma": Choice((0.5, 1.0))},
         lambda profile: (
-            "samples are seen once, where no gain of it is known"
+            "each sample is seen once, and no gain is known for that case"
             if profile.epochs <= 1
             else None
             if profile.visible_loss and profile.batch_size > 1
@@ -76,24 +81,20 @@ class EfficientSAM(Uphill):
         ),
     )
     control: ClassVar[Control] = Control(
-        "the baseline for as many seconds with its learning rate decayed to zero, in up to twice the steps; and SAM"
+        "the baseline for the same time with a learning rate that decays to zero, in up to twice the steps; and SAM"
     )
     conflicts: ClassVar = {**rivals("LookSAM", "SharpnessAwareMinimization"), **CHOOSERS}
     stage = Stage.CHOOSE
 
     def __init__(
         self,
-        rho: float = 0.05,
+        rho: Rho = 0.05,
         *,
-        beta: float = 0.6,
-        gamma: float = 0.5,
+        beta: Share = 0.6,
+        gamma: Share = 0.5,
         adaptive: bool = False,
         sample_loss: SampleLoss | None = None,
     ) -> None:
-        check_rho("EfficientSAM", rho)
-        check_share("EfficientSAM", "beta", beta, "parameter tensors that go up")
-        check_share("EfficientSAM", "gamma", gamma, "the samples that is stepped along")
-        check_sample_loss("EfficientSAM", sample_loss)
         self.rho = rho
         self.beta = beta
         self.gamma = gamma
@@ -157,12 +158,12 @@ class EfficientSAM(Uphill):
         if self.gamma == 1.0:
             super().risen(rise)
 
-    # -- what it tells and keeps
+    # -- reports and state
 
     @override
     def summary(self) -> str:
         if not self._passes:
-            return "ESAM: no step perturbed"
+            return "ESAM: no step was perturbed"
         return f"ESAM, rho {self.rho:g}: {self._passes:,} second passes, on {self.gamma:.0%} of the samples"
 
     @override

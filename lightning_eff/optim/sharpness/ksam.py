@@ -1,4 +1,4 @@
-"""K-SAM: both of SAM's gradients on the samples of largest loss alone (Ni et al. 2022)."""
+"""K-SAM: SAM on the samples of each batch with the largest loss (Ni et al. 2022)."""
 
 from typing import Any, ClassVar
 
@@ -12,77 +12,76 @@ from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Unifor
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control
-from lightning_eff.optim.sharpness._uphill import CHOOSERS, Uphill, check_rho, check_sample_loss, check_share, rivals
+from lightning_eff.optim.sharpness._uphill import CHOOSERS, Rho, Share, Uphill, rivals
 
 
 def largest(losses: Tensor, *, k: int) -> Tensor:
-    """The ``k`` samples of largest loss.
+    """The ``k`` samples with the largest loss.
 
     Args:
         losses: ``l_i``, shape (B,).
         k: in [1, B].
 
     Returns:
-        Their indices, long, ascending; of equal ones the first.
+        Their indices, long, ascending. Among equal losses the first ones are taken.
     """
     return losses.argsort(descending=True, stable=True)[:k].sort().values
 
 
 class KSAM(Uphill):
-    """Find the samples of largest loss in each batch, and take SAM's step on them alone (K-SAM).
+    """Apply SAM only to the samples of each batch with the largest loss (K-SAM).
 
-    A forward-only pass finds each sample's mean loss; the step, with both its passes, is then that of SAM on the
-    ``k = round(keep B)`` samples, at least 1, that have the largest: beside that pass it costs ``keep`` times SAM. Their mean
-    loss is not reweighted, so the gradient is biased towards hard samples, and a wrong label is a hard sample too. With
-    ``keep=1`` it is SAM, with ``rho=0`` Ordered SGD (Kawaguchi & Lu 2020). Under accumulation each micro-batch is chosen from
-    by itself, under DDP each rank's.
+    A forward pass without gradients computes each sample's mean loss. Both of SAM's passes then run on the ``k = round(keep
+    B)`` samples (at least 1) with the largest. Besides the extra forward pass, a step costs ``keep`` times a step of SAM. The
+    mean loss is not reweighted, so the gradient is biased towards hard samples, and a wrong label is a hard sample too.
+    With ``keep=1`` it is SAM; with ``rho=0`` it is Ordered SGD (Kawaguchi & Lu 2020). Each micro-batch of an accumulation
+    window and each rank is handled separately.
 
-    Each sample's loss is seen through the loss functions of ``torch.nn.functional``, as by ``SelectiveBackprop``; the first
-    batch is checked for it.
+    The loss of each sample must come from ``torch.nn.functional``, as for ``SelectiveBackprop``; the first batch is checked.
 
-    Logged: ``gradient_norm`` and ``sharpness`` as SAM does, on the samples chosen, and ``fraction``, the share of the last
-    batch that they are.
+    It logs ``gradient_norm`` and ``sharpness`` of the chosen samples, as SAM does, and ``fraction``, their fraction of the
+    last batch.
 
     Args:
-        rho: SAM's radius, >= 0, in units of the weights.
-        keep: the share of each batch that is trained on, in (0, 1].
-        adaptive: scale the radius of each weight by its size, as ASAM does.
-        sample_loss: for a loss that cannot be seen by sample: a function of (module, batch) that returns the losses of the
-            batch's samples, shape (B,). It is used to choose alone.
+        rho: SAM's radius, in units of the weights.
+        keep: the fraction of each batch to train on.
+        adaptive: whether to scale the radius of each weight by its size, as in ASAM.
+        sample_loss: a function of (module, batch) that returns one loss per sample, shape (B,), for losses that cannot be
+            seen by sample. It is used only to choose samples.
 
     Raises:
-        ValueError: for other values; with ``keep`` below 1, at the first step, on all ranks, if the loss cannot be seen by
-            sample or a batch holds one sample only; at any step, if a loss is nan or infinite.
+        ValueError: for a value out of range. With ``keep`` below 1, at the first step, on all ranks, if the loss cannot be
+            seen by sample or a batch has one sample. At any step, if a loss is NaN or infinite.
 
-    Sources:
-        Ni et al. 2022, arXiv:2210.12864.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[KSAM(rho=0.05, keep=0.25)])
+
+    References:
+        Ni et al. 2022, "K-SAM: Sharpness-Aware Minimization at the Speed of SGD", arXiv:2210.12864.
     """
 
-    saves: ClassVar[str] = "passes of SAM: both run on the samples of largest loss alone"
+    saves: ClassVar[str] = "part of SAM's cost: both passes run only on the samples with the largest loss"
     paper: ClassVar[str] = "Ni et al. 2022, arXiv:2210.12864"
     constraints: ClassVar[str] = (
-        "automatic optimization; with keep < 1 a mean loss of torch.nn.functional, or sample_loss=; as SAM otherwise"
+        "needs automatic optimization, and with keep < 1 a mean loss of torch.nn.functional or sample_loss=; else as SAM"
     )
     survey: ClassVar[Survey | None] = Survey("K-SAM", shen="3.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"rho": Uniform(0.01, 0.5, log=True), "keep": Choice((0.125, 0.25, 0.5))}, needs_samples
     )
     control: ClassVar[Control] = Control(
-        "the baseline for as many seconds with its learning rate decayed to zero; and SAM, in fewer steps"
+        "the baseline for the same time with a learning rate that decays to zero; and SAM, in fewer steps"
     )
     conflicts: ClassVar = {**rivals("EfficientSAM", "LookSAM", "SharpnessAwareMinimization"), **CHOOSERS}
 
     def __init__(
         self,
-        rho: float = 0.05,
+        rho: Rho = 0.05,
         *,
-        keep: float = 0.25,
+        keep: Share = 0.25,
         adaptive: bool = False,
         sample_loss: SampleLoss | None = None,
     ) -> None:
-        check_rho("KSAM", rho)
-        check_share("KSAM", "keep", keep, "each batch that is trained on")
-        check_sample_loss("KSAM", sample_loss)
         self.rho = rho
         self.keep = keep
         self.adaptive = adaptive
@@ -110,7 +109,7 @@ class KSAM(Uphill):
         self._scorer.check_first(self.session, step, batch, size)
         scores = self._scorer.score(step, batch, size)
         agree(self.session, scores.problem)
-        if len(scores.means):  # else the user's step skips this batch
+        if len(scores.means):  # otherwise the user's step skips this batch
             k = max(1, round(self.keep * size))
             self._last["fraction"] = k / size
             batch = step.pick(batch, largest(scores.means, k=k), size)
@@ -120,13 +119,13 @@ class KSAM(Uphill):
     def due(self, step: Step) -> bool:
         return self.rho > 0.0
 
-    # -- what it tells and keeps
+    # -- reports and state
 
     @override
     def summary(self) -> str:
         if "fraction" not in self._last and not self._passes:
-            return "K-SAM: no step made"
-        return f"K-SAM, rho {self.rho:g}: {self._passes:,} second passes, on the {self.keep:.0%} of largest loss"
+            return "K-SAM: no step was made"
+        return f"K-SAM, rho {self.rho:g}: {self._passes:,} second passes, on the {self.keep:.0%} with the largest loss"
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -1,24 +1,24 @@
-"""LookSAM: what SAM adds to the gradient, found every k-th step and used in all (Liu et al. 2022)."""
+"""LookSAM: compute what SAM adds to the gradient every k-th step, and use it in all steps (Liu et al. 2022)."""
 
-import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Count, Number
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Step
 from lightning_eff._core.technique import Control
-from lightning_eff.optim.sharpness._uphill import Uphill, Used, check_rho, norm_of, rivals
+from lightning_eff.optim.sharpness._uphill import Rho, Uphill, Used, norm_of, rivals
 
 
 @torch.no_grad()
 def orthogonal_part(perturbed: Sequence[Tensor], plain: Sequence[Tensor]) -> list[Tensor]:
-    """``g_v = g_s - (g_s . g / ||g||^2) g``: what of SAM's gradient ``g_s`` stands upright on ``g``, over all tensors together.
+    """``g_v = g_s - (g_s . g / ||g||^2) g``: the part of SAM's gradient ``g_s`` that is orthogonal to ``g``, over all tensors.
 
     Args:
         perturbed: ``g_s``, of any shapes.
@@ -44,7 +44,7 @@ def add_direction(gradients: Sequence[Tensor], direction: Sequence[Tensor], *, a
     Args:
         gradients: ``g``.
         direction: ``v = g_v / ||g_v||``, shaped like ``gradients``.
-        alpha: how much of it.
+        alpha: its factor.
     """
     # g + α (‖g‖ / ‖g_v‖) g_v
     length = alpha * norm_of(gradients)
@@ -53,65 +53,68 @@ def add_direction(gradients: Sequence[Tensor], direction: Sequence[Tensor], *, a
 
 
 class LookSAM(Uphill):
-    """Find SAM's gradient every ``interval`` steps; in the others turn the plain gradient as it was turned then.
+    """Compute SAM's gradient every ``interval`` steps, and turn the plain gradient in the same direction in between.
 
-    In optimizer step 0, ``interval``, ... the step runs twice as in SAM, and is made along ``g_s``, the gradient at
-    ``w + rho g / ||g||``. Kept of it is the direction ``v`` of its part that stands upright on ``g``, which changes slowly.
-    All other steps cost one pass and are made along ``g + alpha ||g|| v``. Over an accumulation window and the ranks of DDP
-    ``g`` and ``g_s`` are the means that the optimizer steps along, so that ``v`` is the same on all ranks; for that ``g`` is
-    exchanged once more in a perturbed step. It acts before clipping.
+    In optimizer steps 0, ``interval``, ... the step runs twice as in SAM, and uses ``g_s``, the gradient at ``w + rho g /
+    ||g||``. The direction ``v`` of its part orthogonal to ``g``, which changes slowly, is kept. All other steps cost one
+    pass and use ``g + alpha ||g|| v``. Over an accumulation window and the ranks of DDP, ``g`` and ``g_s`` are the means that
+    the optimizer would use, so ``v`` is the same on all ranks. For this, ``g`` is exchanged once more in a perturbed step.
+    It acts before gradient clipping.
 
-    Gradients that torch keeps sparse are left as they are. Where the network's blocks change, the next step is perturbed.
+    Gradients that torch keeps sparse are left alone. After another technique changes the network's blocks, the next step is
+    perturbed.
 
-    **It is made for large batches**, of which ``v`` changes slowly. Of small ones it is that one batch's noise, which the steps
-    after it then follow, by more than SAM itself would: the ViT of digits in ``benchmarks/vit``, in batches of 64, learns
-    nothing with it (in the first 200 steps of its plain training ``kept`` would be 0.05 to 0.13, ``upright`` 0.15 to 0.23).
-    Look at these two figures: ``kept`` near 0, or ``upright`` far below ``alpha``, say that
-    ``SharpnessAwareMinimization(interval=...)`` is the better choice.
+    Use it for large batches, where ``v`` changes slowly. With small batches, ``v`` is mostly the noise of one batch, which
+    the next steps then follow: the digits ViT in ``benchmarks/vit``, with batches of 64, learns nothing with it (in the
+    first 200 steps of its plain training, ``kept`` would be 0.05 to 0.13 and ``upright`` 0.15 to 0.23). Look at these two
+    figures. If ``kept`` is near 0, or ``upright`` far below ``alpha``, use ``SharpnessAwareMinimization(interval=...)``
+    instead. It costs little more time than plain training, and memory for two more copies of the weights.
 
-    Logged: ``gradient_norm`` and ``sharpness`` as SAM does, of the last perturbed batch; ``upright``, its ``||g_v|| / ||g||``,
-    which is how far SAM itself turned; ``kept``, the cosine in [-1, 1] between ``v`` and the one before, 1 of the first; and
-    ``turned``, the steps made so far along a turned gradient.
+    It logs ``gradient_norm`` and ``sharpness`` of the last perturbed batch, as SAM does; ``upright``, its ``||g_v|| /
+    ||g||``, which is how far SAM itself turned; ``kept``, the cosine in [-1, 1] between ``v`` and the previous one (1 for the
+    first); and ``turned``, the number of steps made along a turned gradient.
 
     Args:
-        rho: SAM's radius, >= 0, in units of the weights. 0 is plain training.
-        interval: ``k`` >= 1; every k-th optimizer step is perturbed. 1 is SAM.
-        alpha: how far the plain gradient is turned, >= 0. 0 is SAM in every ``interval``-th step.
-        adaptive: scale the radius of each weight by its size, as ASAM does.
+        rho: SAM's radius, in units of the weights. 0 is plain training.
+        interval: the number of optimizer steps from one perturbed step to the next, ``k`` in the paper. 1 is SAM.
+        alpha: how far the plain gradient is turned. 0 is SAM in every ``interval``-th step.
+        adaptive: whether to scale the radius of each weight by its size, as in ASAM.
 
     Raises:
-        ValueError: for other values.
+        ValueError: for a value out of range.
 
-    Sources:
-        Liu et al. 2022, arXiv:2203.02714.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[LookSAM(rho=0.05, interval=5, alpha=0.7)])
+
+    References:
+        Liu et al. 2022, "Towards Efficient and Scalable Sharpness-Aware Minimization", arXiv:2203.02714.
     """
 
     saves: ClassVar[str] = (
-        "nothing in time beside plain training: most of SAM's generalisation at little more than its cost"
+        "no time compared with plain training: most of SAM's generalization at little more than the cost of a plain step"
     )
     paper: ClassVar[str] = "Liu et al. 2022, arXiv:2203.02714"
     constraints: ClassVar[str] = (
-        "automatic optimization; memory for two more copies of the weights; as SAM in a perturbed step"
+        "needs automatic optimization; keeps two more copies of the weights; a perturbed step is as in SAM"
     )
     survey: ClassVar[Survey | None] = Survey("LookSAM", zhuang="2.1", shen="5.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"rho": Uniform(0.01, 0.5, log=True), "interval": Choice((2, 5, 10)), "alpha": Uniform(0.3, 1.0)},
-        lambda profile: "samples are seen once, where no gain of it is known" if profile.epochs <= 1 else None,
+        lambda profile: "each sample is seen once, and no gain is known for that case" if profile.epochs <= 1 else None,
     )
     control: ClassVar[Control] = Control(
-        "the baseline for as many seconds with its learning rate decayed to zero, in up to 1 + 1 / interval times the steps"
+        "the baseline for the same time with a learning rate that decays to zero, in up to 1 + 1 / interval times the steps"
     )
     conflicts: ClassVar = rivals("SharpnessAwareMinimization")
 
-    def __init__(self, rho: float = 0.05, *, interval: int = 5, alpha: float = 0.7, adaptive: bool = False) -> None:
-        check_rho("LookSAM", rho)
-        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
-            raise ValueError(
-                f"LookSAM({interval=}): expected an integer >= 1, because every interval-th optimizer step is perturbed. 5 is"
-                " the paper's; 1 is SAM."
-            )
-        if not 0.0 <= alpha < math.inf:
-            raise ValueError(f"LookSAM({alpha=}): expected a finite number >= 0, how far the plain gradient is turned.")
+    def __init__(
+        self,
+        rho: Rho = 0.05,
+        *,
+        interval: Annotated[int, Count()] = 5,
+        alpha: Annotated[float, Number(at_least=0)] = 0.7,
+        adaptive: bool = False,
+    ) -> None:
         self.rho = rho
         self.interval = interval
         self.alpha = alpha
@@ -122,7 +125,7 @@ class LookSAM(Uphill):
     def _reset(self) -> None:
         super()._reset()
         self._direction: dict[str, Tensor] = {}  # v, by parameter
-        self._plain: dict[str, Tensor] = {}  # this rank's g of the micro-batches of a perturbed step so far
+        self._plain: dict[str, Tensor] = {}  # this rank's g over the micro-batches of a perturbed step so far
         self._decided_at = -1
         self._perturbs = True
         self._turned = 0
@@ -181,7 +184,7 @@ class LookSAM(Uphill):
     def on_blocks_changed(self, session: Session) -> None:
         self._direction = {}
 
-    # -- what it tells and keeps
+    # -- reports and state
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:
@@ -190,7 +193,7 @@ class LookSAM(Uphill):
     @override
     def summary(self) -> str:
         if not self._passes:
-            return "LookSAM: no step perturbed"
+            return "LookSAM: no step was perturbed"
         return (
             f"LookSAM, rho {self.rho:g}: {self._passes:,} second passes, {self._turned:,} steps along turned gradients"
         )
@@ -209,7 +212,7 @@ class LookSAM(Uphill):
         return {
             **super().state_dict(),
             "direction": dict(self._direction),
-            # where ranks train by themselves, as under LocalSGD, each has its own
+            # under LocalSGD each rank has its own
             "directions": [direction] if session is None else session.gather(direction),
             "plain": [own] if session is None else session.gather(own),
             "decided_at": self._decided_at,

@@ -1,8 +1,8 @@
-"""Memory-efficient SAF (MESA): scores held to those of a moving average of the weights (Du et al. 2022)."""
+"""Memory-efficient SAF (MESA): keep scores close to those of averaged weights (Du et al. 2022)."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +10,13 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Fraction
 from lightning_eff._core._targets.calls import TargetCall
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Step, in_evaluation
 from lightning_eff._core.technique import Control
-from lightning_eff.optim.sharpness._trajectory import Calls, Earlier, Trajectory
+from lightning_eff.optim.sharpness._trajectory import Calls, Earlier, Labels, Start, Temperature, Trajectory, Weight
 
 
 @torch.no_grad()
@@ -33,43 +34,49 @@ def follow(teacher: list[Tensor], weights: list[Tensor], *, beta: float) -> None
 
 
 class MESA(Trajectory):
-    """Keep what the network says close to what a moving average of its weights says of the same batch (MESA).
+    """Keep the network's scores close to those of a moving average of its weights on the same batch (MESA).
 
-    After each optimizer step the teacher's weights go ``v <- beta v + (1 - beta) w``, from those that training begins with.
-    From ``start`` on, each step is run once more without gradients with the teacher's weights, and to each loss call on
-    classes is added ``lambda / |B| sum_i KL(softmax(z_i_v / tau) || softmax(z_i / tau))``, with ``z_i_v`` the scores of the
-    same call in the teacher's pass. Beside plain training a step costs that forward pass, which is counted, and two
-    copies of the weights. Nothing is stored of samples: it is SAF for streams, single epochs and language models.
+    After each optimizer step the teacher's weights follow, ``v <- beta v + (1 - beta) w``, beginning with the first weights.
+    From ``start`` on, each step runs once more without gradients with the teacher's weights. The term ``lambda / |B| sum_i
+    KL(softmax(z_i_v / tau) || softmax(z_i / tau))`` is added to each classification loss call, where ``z_i_v`` are the
+    teacher's scores in the same call. The teacher is only for training: validation and checkpoints see the trained weights.
 
-    The teacher's pass has the same batch, and begins with the same random numbers and buffers. Its dropout is off; BatchNorm
-    layers that train take the statistics of the batch, as in the step itself, and their running statistics are left alone:
-    only parameters are averaged. It leaves no log and no change in buffers, metrics or random state. The teacher is for
-    training alone: validation and checkpoints see the trained weights. Where another technique changes which blocks the
-    network has, or overwrites weights, it begins anew from what they are then.
+    Use it as a cheaper SAM for streams, single epochs and language models, where SAF cannot store scores. A step costs one
+    more forward pass, which is counted, and the technique keeps two copies of the weights.
 
-    Logged: ``divergence``, the mean of the last batch.
+    The teacher's pass has the same batch, and starts from the same random numbers and buffers. Its dropout is off. BatchNorm
+    layers in training mode use the batch's statistics, as in the step itself, and their running statistics are left alone,
+    because only parameters are averaged. The pass leaves no logs and no change in buffers, metrics or random state. If
+    another technique changes the network's blocks or overwrites weights, the teacher starts anew from them.
+
+    It logs ``divergence``, the mean over the last batch.
 
     Args:
-        weight: ``lambda`` >= 0; 0 is plain training.
-        temperature: ``tau`` > 0.
-        decay: ``beta`` in [0, 1), by optimizer step: 0.9995 remembers some 2,000 of them. Lower it for shorter runs.
-        start: the share of the budget in [0, 1] from which on the divergence counts, and the teacher is run: the paper's 5
-            of 200 epochs. 1 is plain training.
-        labels: names or positions of the labels in the batch, where several tensors of it become targets.
+        weight: the factor of the divergence, ``lambda``. 0 is plain training.
+        temperature: the divisor of the scores, ``tau``.
+        decay: the fraction of the teacher that is kept per optimizer step, ``beta``. 0.9995 remembers about 2,000 steps; use
+            less for shorter runs.
+        start: the fraction of the budget at which the divergence begins to count and the teacher to run. The paper's value
+            is 5 of 200 epochs. 1 is plain training.
+        labels: names or positions of the labels in the batch, if several of its tensors become targets.
 
     Raises:
-        ValueError: for other values; at setup, with a ``start`` in a run without an end; at the first step, on all ranks,
-            before weights move, if no loss on classes can be seen; at any step, if the teacher's pass has another shape.
+        ValueError: for a value out of range. At setup, with ``start`` in a run without an end. At the first step, on all
+            ranks, before weights move, if no classification loss can be seen. At any step, if the teacher's scores have
+            another shape.
 
-    Sources:
-        Du et al. 2022, arXiv:2205.14083.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[MESA(weight=0.8, decay=0.995)])
+
+    References:
+        Du et al. 2022, "Sharpness-Aware Training for Free", arXiv:2205.14083.
     """
 
-    saves: ClassVar[str] = "the second backward pass of SAM: its generalisation for one more forward pass"
+    saves: ClassVar[str] = "the second backward pass of SAM: its generalization for one more forward pass"
     paper: ClassVar[str] = "Du et al. 2022, arXiv:2205.14083"
     constraints: ClassVar[str] = (
-        "automatic optimization; a loss on classes by torch.nn.functional; memory for two more copies of the weights and one of"
-        " the scores; what training_step writes or prints comes twice"
+        "needs automatic optimization and a classification loss of torch.nn.functional; keeps two more copies of the weights"
+        " and one of the scores; training_step runs twice, including what it prints or writes"
     )
     survey: ClassVar[Survey | None] = Survey(
         "memory-efficient sharpness-aware training (MESA)", zhuang="2.1", shen="5.3"
@@ -80,28 +87,30 @@ class MESA(Trajectory):
             "temperature": Choice((1.0, 5.0)),
             "decay": Choice((0.98, 0.995, 0.9995)),
         },
-        lambda profile: None if profile.visible_loss else "the loss cannot be taken apart by sample",
+        lambda profile: None if profile.visible_loss else "the loss of a sample cannot be seen",
     )
     control: ClassVar[Control] = Control(
-        "the baseline for as many seconds with its learning rate decayed to zero, in up to 4/3 times the steps; and SAM"
+        "the baseline for the same time with a learning rate that decays to zero, in up to 4/3 times the steps; and SAM"
     )
     conflicts: ClassVar[Mapping[str, str]] = {
-        "ImportanceSampling": "it weighs samples by the gradient of the step's own loss alone",
-        "LocalSGD": "the teacher would be of each rank's own weights, and rank 0's alone would be saved",
+        "ImportanceSampling": "ImportanceSampling weights samples by the gradient of the step's own loss, without the"
+        " divergence",
+        "LocalSGD": "each rank would have its own teacher, and only rank 0's would be saved",
     }
 
     def __init__(
         self,
-        weight: float = 0.8,
+        weight: Weight = 0.8,
         *,
-        temperature: float = 5.0,
-        decay: float = 0.9995,
-        start: float = 0.025,
-        labels: Sequence[str | int] | None = None,
+        temperature: Temperature = 5.0,
+        decay: Annotated[float, Fraction(below=1)] = 0.9995,
+        start: Start = 0.025,
+        labels: Labels = None,
     ) -> None:
-        self.set_divergence(weight, temperature, start, labels)
-        if not 0.0 <= decay < 1.0:
-            raise ValueError(f"MESA({decay=}): expected a number in [0, 1), what is kept of the teacher at each step.")
+        self.weight = weight
+        self.temperature = temperature
+        self.start = start
+        self.labels = labels
         self.decay = decay
         self._reset()
 
@@ -123,7 +132,7 @@ class MESA(Trajectory):
     @override
     @torch.no_grad()
     def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
-        if self._stepped:  # here rather than as the step ends, where others may still move the weights
+        if self._stepped:  # not at the end of the step, when others may still move the weights
             named = dict(session.module.named_parameters())
             follow([*self._teacher.values()], [named[name].detach() for name in self._teacher], beta=self.decay)
             self._stepped = False

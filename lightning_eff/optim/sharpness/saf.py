@@ -1,8 +1,8 @@
-"""Sharpness-Aware Training for Free (SAF): each sample's scores held to those of some epochs before (Du et al. 2022)."""
+"""Sharpness-Aware Training for Free (SAF): keep each sample's scores close to earlier ones (Du et al. 2022)."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Count
 from lightning_eff._core._needs.needs import Need, Part, Reasons
 from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core._targets.calls import TargetCall
@@ -19,63 +20,64 @@ from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Step
 from lightning_eff._core.technique import Control
 from lightning_eff.optim.sharpness._scores import ScoreStore, store_bytes
-from lightning_eff.optim.sharpness._trajectory import Earlier, Trajectory
+from lightning_eff.optim.sharpness._trajectory import Earlier, Labels, Start, Temperature, Trajectory, Weight
 
-_OR_MESA = "MESA compares with a moving average of the weights instead: it stores no scores and needs no indices"
+_OR_MESA = "MESA, which compares with a moving average of the weights and stores no scores"
 
 
 def _pointless(profile: RunProfile) -> str | None:
     if not profile.visible_loss:
-        return "the loss cannot be taken apart by sample"
-    return (
-        "samples are seen too seldom to be compared with what they were epochs before" if profile.epochs <= 2 else None
-    )
+        return "the loss of a sample cannot be seen"
+    return "each sample is seen too rarely to compare its scores across epochs" if profile.epochs <= 2 else None
 
 
 class SAF(Trajectory):
-    """Keep what the network says of each sample close to what it said ``lag`` epochs before (SAF).
+    """Keep the network's scores of each sample close to its scores ``lag`` epochs before (SAF).
 
-    To each loss call on classes is added ``lambda / |B| sum_i KL(softmax(z_i_old / tau) || softmax(z_i / tau))``, where
-    ``z_i`` are the scores that the call has of sample i, and ``z_i_old`` those that it had of the same sample ``lag`` epochs
-    before. That loss falls least along sharp directions, in which the weights have moved most, and costs no pass: a step is
-    as long as in plain training.
+    The term ``lambda / |B| sum_i KL(softmax(z_i_old / tau) || softmax(z_i / tau))`` is added to each classification loss
+    call, where ``z_i`` are the call's scores of sample i, and ``z_i_old`` its scores ``lag`` epochs before. The divergence is
+    largest along sharp directions, in which the weights have moved most. It costs no extra pass: a step takes as long as in
+    plain training.
 
-    Every epoch's scores are stored from the first on, as they are in the training pass: with dropout, and of the sample as it
-    was augmented then. A sample that was not seen just ``lag`` epochs before counts zero. Ranks exchange an epoch's scores
-    once it is over, so each finds those of its samples, whichever rank had them. Techniques that choose among a batch's
-    samples are followed; of two passes on one batch the first is stored.
+    Use it as a cheap SAM for classification over several epochs. It costs memory: the store takes ``(lag + 1) N C`` entries
+    of the scores' dtype for N samples and C classes (``N R C`` if a sample has R labels), and is part of every checkpoint.
+    The first step reports its size. For language models it is too large; use :class:`MESA` there.
 
-    The store takes ``(lag + 1) N C`` entries of the scores' dtype, ``N R C`` where a sample has R labels, and is in every
-    checkpoint. Its bytes are told at the first step, since only the step itself tells how many labels a sample has, and of
-    how many classes. For a language model they are more than there is. Labels that a later batch has beyond those of the first
-    one's samples are not compared, nor are loss calls that it has beside the first one's; either is told of once.
+    Scores are stored from the first epoch on as the training pass computes them, with dropout and with the augmentation of
+    that epoch. A sample that was not seen exactly ``lag`` epochs before adds zero. Ranks exchange an epoch's scores at its
+    end, so each sample finds its scores on any rank. Techniques that choose among a batch's samples are followed. Of two
+    passes on one batch, the first is stored. Labels that a later batch has in excess of the first batch are not compared,
+    nor are additional loss calls; a warning says so once.
 
-    Logged: ``divergence``, the mean of the last batch; ``known``, for which share of it there were earlier scores.
+    It logs ``divergence``, the mean over the last batch, and ``known``, the fraction of it with earlier scores.
 
     Args:
-        weight: ``lambda`` >= 0; 0 is plain training.
-        temperature: ``tau`` > 0.
-        lag: epochs >= 1 between the two scores.
-        start: the share of the budget in [0, 1] from which on the divergence counts: the paper's 5 of 200 epochs. It does
-            so from the epoch ``lag`` (counted from 0) on at the earliest. 1 is plain training.
-        labels: names or positions of the labels in the batch, where several tensors of it become targets.
-        max_bytes: what the store may take at most.
-        offload: keep it in CPU memory.
+        weight: the factor of the divergence, ``lambda``. 0 is plain training.
+        temperature: the divisor of the scores, ``tau``.
+        lag: the number of epochs between the two scores. 3 is the paper's.
+        start: the fraction of the budget at which the divergence begins to count, at the earliest in epoch ``lag`` (counted
+            from 0). The paper's value is 5 of 200 epochs. 1 is plain training.
+        labels: names or positions of the labels in the batch, if several of its tensors become targets.
+        max_bytes: the largest size of the store, in bytes.
+        offload: whether to keep the store in CPU memory.
 
     Raises:
-        ValueError: for other values; at setup, with a ``start`` in a run without an end; as training starts, where the loader
-            does not tell a batch's indices, as for an IterableDataset; at the first step, on all ranks, before weights
-            move, if no loss on classes can be seen, or the store would take more than ``max_bytes``.
+        ValueError: for a value out of range. At setup, with ``start`` in a run without an end. When training starts, if the
+            loader does not give a batch's indices, as with an IterableDataset. At the first step, on all ranks, before
+            weights move, if no classification loss can be seen, or if the store would exceed ``max_bytes``.
 
-    Sources:
-        Du et al. 2022, arXiv:2205.14083.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=30, callbacks=[SAF(weight=0.3, lag=3)])
+
+    References:
+        Du et al. 2022, "Sharpness-Aware Training for Free", arXiv:2205.14083.
     """
 
-    saves: ClassVar[str] = "the second pass of SAM: its generalisation at the cost of plain training"
+    saves: ClassVar[str] = "the second pass of SAM: its generalization at the step cost of plain training"
     paper: ClassVar[str] = "Du et al. 2022, arXiv:2205.14083"
     constraints: ClassVar[str] = (
-        "automatic optimization; a loss on classes by torch.nn.functional; a DataLoader over a map-style data set;"
-        " several epochs; memory for (lag + 1) times the scores of all samples"
+        "needs automatic optimization, a classification loss of torch.nn.functional, a DataLoader over a map-style data set and"
+        " several epochs; keeps (lag + 1) times the scores of all samples"
     )
     needs: ClassVar[Need] = Need.CALLS | Need.STEP
     refuses: ClassVar[Reasons] = {Part.PIPELINE: "the technique keeps what the last stage alone computes"}
@@ -85,30 +87,31 @@ class SAF(Trajectory):
         _pointless,
     )
     control: ClassVar[Control] = Control(
-        "the baseline for as many seconds with its learning rate decayed to zero; and SAM"
+        "the baseline for the same time with a learning rate that decays to zero; and SAM"
     )
     conflicts: ClassVar[Mapping[str, str]] = {
-        "ImportanceSampling": "it weighs samples by the gradient of the step's own loss alone",
-        "MESA": "both hold the scores to earlier ones",
-        "SequenceLengthWarmup": "it cuts samples into several, of which none is the sample of some epochs before",
+        "ImportanceSampling": "ImportanceSampling weights samples by the gradient of the step's own loss, without the"
+        " divergence",
+        "MESA": "both keep the scores close to earlier ones",
+        "SequenceLengthWarmup": "SequenceLengthWarmup cuts samples into pieces, which differ from the samples of earlier"
+        " epochs",
     }
 
     def __init__(
         self,
-        weight: float = 0.3,
+        weight: Weight = 0.3,
         *,
-        temperature: float = 5.0,
-        lag: int = 3,
-        start: float = 0.025,
-        labels: Sequence[str | int] | None = None,
-        max_bytes: int = 4 * 2**30,
+        temperature: Temperature = 5.0,
+        lag: Annotated[int, Count()] = 3,
+        start: Start = 0.025,
+        labels: Labels = None,
+        max_bytes: Annotated[int, Count()] = 4 * 2**30,
         offload: bool = False,
     ) -> None:
-        self.set_divergence(weight, temperature, start, labels)
-        for name, value in (("lag", lag), ("max_bytes", max_bytes)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                what = "epochs between the two scores; 3 is the paper's" if name == "lag" else "bytes"
-                raise ValueError(f"SAF({name}={value!r}): expected an integer >= 1, a number of {what}.")
+        self.weight = weight
+        self.temperature = temperature
+        self.start = start
+        self.labels = labels
         self.lag = lag
         self.max_bytes = max_bytes
         self.offload = offload
@@ -118,7 +121,7 @@ class SAF(Trajectory):
     def _reset(self) -> None:
         super()._reset()
         self._stores: dict[str, ScoreStore] = {}
-        self._epoch = -1  # the one that is stored at the moment
+        self._epoch = -1  # the epoch that is being stored
         self._known: float | Tensor = 0.0
         self._seen: list[Tensor] = []
         self._learnt: Step | None = None
@@ -146,22 +149,22 @@ class SAF(Trajectory):
         samples = self.session.loaders.num_samples
         if samples is None:
             raise ValueError(
-                "SAF: the training loader does not tell which samples a batch has; expected one DataLoader over a map-style"
-                " data set, both with a length, because a sample's scores must be found again epochs later. Give the data"
-                f" set's samples by index, or use MESA: {_OR_MESA}."
+                "SAF: the training loader does not say which samples a batch holds, so their scores cannot be found again. Use"
+                " one"
+                f" DataLoader over a map-style data set with a length, or {_OR_MESA}."
             )
         epochs = _epochs(trainer)
         if epochs <= self.lag:
             rank_zero_warn(
-                f"SAF(lag={self.lag}): the run ends after {epochs:g} epochs and nothing is compared before epoch {self.lag}"
-                " (counted from 0), so this is plain training. Give a smaller lag, or train for longer."
+                f"SAF(lag={self.lag}): the run ends after {epochs:g} epochs, and nothing is compared before epoch {self.lag}"
+                " (counted from 0), so this is plain training. Use a smaller lag, or train for longer."
             )
         for store in self._stores.values():
             if store.num_samples != samples:
                 raise ValueError(
-                    f"SAF: the checkpoint's store is of {store.num_samples:,} samples and the data set has {samples:,};"
-                    " expected the same, because scores are found by a sample's index. Resume on the data that it was"
-                    " saved on."
+                    f"SAF: the checkpoint's store has {store.num_samples:,} samples and the data set has {samples:,}. Scores"
+                    " are"
+                    " found by a sample's index, so resume with the data set that the checkpoint was saved with."
                 )
 
     @override
@@ -193,12 +196,12 @@ class SAF(Trajectory):
                 shapes[name] = max(rows, shapes.get(name, (1, 0))[0]), classes
         total = sum(store_bytes(samples, *shape, self.lag, dtype.itemsize) for shape in shapes.values())
         what = ", ".join(f"{rows:,} x {classes:,}" for rows, classes in shapes.values())
-        told = f"{self.lag} epochs' scores and the running one's, of {samples:,} samples with {what} each"
+        told = f"the scores of {self.lag} past epochs and the current one, of {samples:,} samples with {what} each"
         if total > self.max_bytes:
             raise ValueError(
-                f"SAF: {told}, would take {total:,} bytes ({_size(total)}); expected at most"
-                f" max_bytes={self.max_bytes:,}. {_OR_MESA}. Use it, or a smaller lag or more max_bytes where there is"
-                " memory for it."
+                f"SAF(max_bytes={self.max_bytes:,}): {told}, would take {total:,} bytes ({_size(total)}). Use a smaller lag,"
+                " more"
+                f" max_bytes, or {_OR_MESA}."
             )
         device = torch.device("cpu") if self.offload else session.trainer.strategy.root_device
         rank_zero_info(f"SAF: {told}, take {total:,} bytes ({_size(total)}) on {device.type}")
@@ -213,7 +216,9 @@ class SAF(Trajectory):
     def earlier(self, step: Step, batch: Any) -> Callable[[str, TargetCall], Earlier | None]:
         indices = self._indices(step, batch)
         counts = self.session.progress.u >= self.start and self._epoch >= self.lag
-        stores = self._stores if counts else {}  # what gradient checkpointing runs again has those of the first time
+        stores = (
+            self._stores if counts else {}
+        )  # a pass that gradient checkpointing repeats has those of the first pass
         if self._learnt is not step:
             self._seen = []
 
@@ -249,34 +254,35 @@ class SAF(Trajectory):
         if store is not None and rows <= store.num_rows:
             return
         what = (
-            f"an F.{call.fn.__name__} on {call.scores.shape[-1]:,} classes that the first batch had not"
+            f"an F.{call.fn.__name__} on {call.scores.shape[-1]:,} classes, which the first batch did not have"
             if store is None
-            else f"{rows:,} labels of a sample, and the first batch had {store.num_rows:,}, for which there is room"
+            else f"{rows:,} labels per sample, more than the first batch's {store.num_rows:,}"
         )
         if what not in self._told:
             self._told.add(what)
             rank_zero_warn(
-                f"SAF: a batch has {what}; what is more is not compared. Let the collate_fn pad all batches to one length, and"
-                " the step compute the same losses of each, or use MESA."
+                f"SAF: a batch has {what}; the excess is not compared. Let the collate_fn pad all batches to one length and the"
+                " step compute the same losses for each, or use MESA."
             )
 
     def _indices(self, step: Step, batch: Any) -> Tensor:
         """The data set indices of the batch's samples, shape (B,).
 
         Raises:
-            ValueError: where the loader gave others, or another number of them; at a first step, on all ranks.
+            ValueError: if the loader gives other indices, or another number of them; at a first step, on all ranks.
         """
         size, indices, problem = num_samples(batch), step.indices, None
         if indices is None:
             problem = ValueError(
-                f"SAF: it is not known which samples a batch holds, because {self.session.loaders.why_unknown}. Pass a"
-                f" torch.utils.data.DataLoader over a dataset with __getitem__ and __len__, or use MESA: {_OR_MESA}."
+                f"SAF: it is not known which samples a batch holds, because {self.session.loaders.why_unknown}. Use a"
+                " DataLoader"
+                f" over a data set with __getitem__ and __len__, or {_OR_MESA}."
             )
         elif len(indices) != size or not all(isinstance(i, int) for i in indices):
             problem = ValueError(
-                f"SAF: the loader gave {len(indices)} indices for a batch of {size} samples; expected one integer for each,"
-                " because a sample's scores are looked up again later. Give the loader a batch_size and a collate_fn that"
-                f" makes one sample of each index, or use MESA: {_OR_MESA}."
+                f"SAF: the loader gave {len(indices)} indices for a batch of {size} samples, and it needs one integer for each."
+                " Use"
+                f" a batch_size and a collate_fn that makes one sample of each index, or {_OR_MESA}."
             )
         if not self._checked:
             agree(self.session, problem)
@@ -288,7 +294,7 @@ class SAF(Trajectory):
     def detach(self, session: Session) -> None:
         self._learnt = None
 
-    # -- what it tells and keeps
+    # -- reports and state
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:
@@ -297,7 +303,7 @@ class SAF(Trajectory):
     @override
     def summary(self) -> str:
         if not self._stores:
-            return "SAF: no step made"
+            return "SAF: no step was made"
         return f"SAF, lambda {self.weight:g}: the last batch diverged by {float(self._last):.3g} over {self.lag} epochs"
 
     @override
@@ -316,8 +322,9 @@ class SAF(Trajectory):
         for store in (state or {}).get("stores", {}).values():
             if session.fitting and store["shape"][-1] != self.lag:
                 raise ValueError(
-                    f"SAF(lag={self.lag}): the checkpoint holds scores of the last {store['shape'][-1]} epochs; expected the"
-                    " same lag. Resume with the lag that it was saved with."
+                    f"SAF(lag={self.lag}): the checkpoint holds the scores of {store['shape'][-1]} epochs. Resume with the lag"
+                    " that"
+                    f" it was saved with: lag={store['shape'][-1]}."
                 )
 
     @override
@@ -335,14 +342,14 @@ class SAF(Trajectory):
 
 
 def _places(store: ScoreStore, call: TargetCall, indices: Tensor) -> Tensor:
-    """Where the store has the call's elements, in one dimension; -1 for those that stand for no label."""
+    """The places of the call's elements in the store, in one dimension; -1 for elements without a label."""
     places, rows = call.element_places.flatten(), max(math.prod(call.shape[1:]), 1)
     samples = indices.to(places.device)[call.element_samples.flatten().clamp(min=0)]
     return torch.where(places >= 0, store.places(samples, places % rows), -1)
 
 
 def _epochs(trainer: Trainer) -> float:
-    """How many the run has at most."""
+    """The largest number of epochs that the run can have."""
     epochs = math.inf if trainer.max_epochs in (None, -1) else float(trainer.max_epochs)
     if trainer.max_steps == -1 or not math.isfinite(trainer.num_training_batches):
         return epochs
@@ -350,7 +357,7 @@ def _epochs(trainer: Trainer) -> float:
 
 
 def _size(num_bytes: int) -> str:
-    """In the largest unit of which there is one."""
+    """A size in the largest unit of which there is at least one."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.3g} {unit}"

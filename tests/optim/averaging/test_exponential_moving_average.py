@@ -298,7 +298,7 @@ def test_averages_of_pieces_are_refused_elsewhere(two_processes: dict[str, Any],
     directory, result = Path(two_processes["root"], "fsdp2"), two_processes["averaging"]
     with pytest.raises(ValueError, match="averages are the pieces of 2 processes, and this run's are whole tensors"):
         averaging_jobs.run(tmp_path, resume=directory / "step=4.ckpt")
-    assert "batch_norm='recompute'): HybridParallelStrategy divides the module, and BatchNorm" in result["refused"]
+    assert "batch_norm='recompute'): HybridParallelStrategy shards the module, and BatchNorm" in result["refused"]
     t = trainer(ExponentialMovingAverage(3.0), max_steps=2)
     t._accelerator_connector.strategy = pl.strategies.FSDPStrategy()
     with pytest.raises(
@@ -314,14 +314,20 @@ def test_averages_of_pieces_are_refused_elsewhere(two_processes: dict[str, Any],
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"half_life": -1.0}, r"half_life=-1.0\): expected a finite number of optimizer steps >= 0"),
+        ({"half_life": -1.0}, r"half_life=-1.0\): expected a finite number >= 0: the number of optimizer steps"),
         ({"half_life": float("inf")}, r"half_life=inf\): expected a finite"),
-        ({"half_life": 3.0, "tail": 0.0}, r"tail=0.0\): expected a share of the budget in \(0, 1\]"),
-        ({"half_life": 3.0, "tail": 1.5}, r"tail=1.5\): expected a share"),
-        ({"half_life": 3.0, "blend": 1.1}, r"blend=1.1\): expected the average's share"),
+        ({"half_life": 3.0, "tail": 0.0}, r"tail=0.0\): expected a number in \(0, 1\] of the budget in \(0, 1\]"),
+        ({"half_life": 3.0, "tail": 1.5}, r"tail=1.5\): expected a number in \(0, 1\]"),
+        (
+            {"half_life": 3.0, "blend": 1.1},
+            r"blend=1.1\): expected a number in \[0, 1\], or None: the weight of the average",
+        ),
         ({"half_life": 3.0, "exclude": "embedding"}, r"exclude='embedding'\): expected a list.*\['embedding'\]"),
         ({"half_life": 3.0, "batch_norm": "latest"}, r"batch_norm='latest'\): expected 'average' or 'recompute'"),
-        ({"half_life": 3.0, "bn_batches": 0}, r"bn_batches=0\): expected a number of training batches >= 1"),
+        (
+            {"half_life": 3.0, "bn_batches": 0},
+            r"bn_batches=0\): expected an integer >= 1, or None: the number of training batches",
+        ),
     ],
 )
 def test_bad_arguments(kwargs: dict[str, Any], message: str) -> None:
@@ -330,12 +336,14 @@ def test_bad_arguments(kwargs: dict[str, Any], message: str) -> None:
 
 
 def test_a_pattern_that_matches_nothing_is_told_the_nearest_names() -> None:
-    with pytest.raises(ValueError, match=r"exclude='emebd\.\*'\): it matches no parameter of TinyGPT.*Nearest: embed"):
+    with pytest.raises(
+        ValueError, match=r"exclude='emebd\.\*'\): no parameter of TinyGPT matches.*Nearest names: embed"
+    ):
         fit("tiny_gpt", lambda: [ExponentialMovingAverage(3.0, exclude=["emebd.*"])])
 
 
 def test_a_tail_needs_a_budget() -> None:
-    with pytest.raises(ValueError, match=r"tail=0.25\): the Trainer has no end.*or tail=None"):
+    with pytest.raises(ValueError, match=r"tail=0.25\): this is a fraction of the run.* no max_steps.*or tail=None"):
         fit("tiny_gpt", lambda: [ExponentialMovingAverage(3.0, tail=0.25)], max_steps=-1, max_epochs=-1)
 
 
@@ -348,7 +356,7 @@ def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     fit("tiny_gpt", lambda: [ExponentialMovingAverage(3.0)], directory=tmp_path, max_steps=2)
     net = module("tiny_gpt", num_layers=2)
     net.strict_loading = False
-    with pytest.raises(ValueError, match=r"that TinyGPT has not, or has in another shape, such as 'blocks\.2"):
+    with pytest.raises(ValueError, match=r"that TinyGPT lacks or has in another shape, such as 'blocks\.2"):
         trainer(ExponentialMovingAverage(3.0), max_steps=4).fit(
             net, loader("tiny_gpt"), ckpt_path=checkpoints(tmp_path)[0]
         )

@@ -143,7 +143,7 @@ def test_resumes_within_windows_between_its_steps(tmp_path: Path) -> None:
 def test_a_run_that_is_too_short_is_told() -> None:
     technique = Lookahead(interval=13, alpha=0.25)
     with pytest.warns(
-        UserWarning, match=r"Lookahead: the run ends after 12 steps, and .* after every 13, .* 25% of the way"
+        UserWarning, match=r"Lookahead: the run ends after 12 steps, and .* every 13 steps, .* 25% of the way"
     ):
         fit("tiny_gpt", lambda: [technique])
     assert technique.report() == {"slow_steps": 0}
@@ -155,8 +155,8 @@ def test_a_run_that_is_too_short_is_told() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"interval": 0}, r"Lookahead\(interval=0\): expected a number of optimizer steps >= 1"),
-        ({"interval": 2.5}, r"Lookahead\(interval=2.5\): expected a number"),
+        ({"interval": 0}, r"Lookahead\(interval=0\): expected an integer >= 1: the number of optimizer steps"),
+        ({"interval": 2.5}, r"Lookahead\(interval=2.5\): expected an integer"),
         ({"alpha": 0.0}, r"Lookahead\(alpha=0.0\): expected a number in \(0, 1\]"),
         ({"alpha": 1.1}, r"Lookahead\(alpha=1.1\): expected a number in \(0, 1\]"),
     ],

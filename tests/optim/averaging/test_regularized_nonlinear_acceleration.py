@@ -166,16 +166,16 @@ def test_too_few_snapshots_are_told() -> None:
     technique = RegularizedNonlinearAcceleration(window=4, interval=5)
     with pytest.warns(UserWarning, match=r"ends after 12 steps, and snapshot 3 would be taken after 15 \(interval=5\)"):
         fit("tiny_gpt", lambda: [technique])
-    assert "too few snapshots to extrapolate from (2)" in technique.summary()
+    assert "too few snapshots to extrapolate (2)" in technique.summary()
 
 
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
         ({"window": 2}, r"window=2\): expected an integer >= 3"),
-        ({"interval": 0}, r"RegularizedNonlinearAcceleration\(interval=0\): expected 'epoch' or a number"),
+        ({"interval": 0}, r"RegularizedNonlinearAcceleration\(interval=0\): expected 'epoch' or an integer"),
         ({"regularization": -1.0}, r"regularization=-1.0\): expected a finite number >= 0"),
-        ({"start": 2.0}, r"RegularizedNonlinearAcceleration\(start=2.0\): expected a fraction"),
+        ({"start": 2.0}, r"RegularizedNonlinearAcceleration\(start=2.0\): expected a number in \[0, 1\]"),
     ],
 )
 def test_bad_arguments(kwargs: dict[str, Any], message: str) -> None:

@@ -233,27 +233,27 @@ def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> Non
 
 def test_runs_that_it_cannot_train_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     make = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731
-    with pytest.raises(ValueError, match="AdamWScheduleFree, which is schedule-free by itself; expected a plain"):
+    with pytest.raises(ValueError, match=r"AdamWScheduleFree, which is already schedule-free\. Return a plain"):
         run(schedulefree.AdamWScheduleFree, ScheduleFree())
-    with pytest.raises(ValueError, match="returned LBFGS, which evaluates the loss anew within its step; expected an"):
+    with pytest.raises(ValueError, match=r"returned LBFGS, which evaluates the loss again within its step\. Return an"):
         run(torch.optim.LBFGS, ScheduleFree())
     for other in (EMAWeightAveraging(), LatestWeightAveraging()):
         with pytest.raises(ValueError, match="cannot train together: both replace the weights"):
             run(make, ScheduleFree(), other)
     stray = nn.Parameter(torch.zeros(2))
     with pytest.raises(
-        ValueError, match=r"SGD steps 1 tensors that are no parameters of Regression \(shapes \[\(2,\)\]\)"
+        ValueError, match=r"SGD updates 1 tensors that are not parameters of Regression \(shapes \[\(2,\)\]\)"
     ):
         run(lambda params: torch.optim.SGD([*params, stray], lr=0.1), ScheduleFree())
     monkeypatch.setitem(sys.modules, "schedulefree", None)
-    with pytest.raises(ImportError, match=r"pip install 'lightning-eff\[schedulefree\]'"):
+    with pytest.raises(ImportError, match=r"package schedulefree is not installed.*pip install .*\.\[schedulefree\]"):
         run(make, ScheduleFree())
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     fit("tiny_gpt", lambda: [ScheduleFree()], directory=tmp_path, max_steps=1)
     net = Regression(lambda params: torch.optim.SGD(params, lr=0.1))
-    with pytest.raises(ValueError, match=r"the checkpoint's averages are of \d+ parameters that Regression has not"):
+    with pytest.raises(ValueError, match=r"the checkpoint has averages of \d+ parameters that Regression lacks"):
         trainer(ScheduleFree(), max_steps=2).fit(net, batches(), ckpt_path=checkpoints(tmp_path)[0])
 
 

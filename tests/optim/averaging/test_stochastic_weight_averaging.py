@@ -81,7 +81,7 @@ def test_what_is_left_is_the_exact_mean_of_the_ends_of_cycles(model: str, mode: 
     net, _ = fit(model, lambda: [technique], callbacks=[watch], **MODES[mode])
     assert differing(state_of(net), reference(watch.raw, [8, 10, 12])) == []
     assert technique.report() == {"active": 1, "averaged": 3}
-    assert "mean of 3 ends of cycles" in technique.summary()
+    assert "mean of the weights at 3 cycle ends" in technique.summary()
 
 
 def test_parameters_that_are_thawed_later_are_the_mean_of_fewer() -> None:
@@ -138,7 +138,9 @@ def test_resumes_from_every_step_and_within_windows(tmp_path: Path) -> None:
 
 def test_no_cycle_ended_is_told() -> None:
     technique = StochasticWeightAveraging(cycle=100)
-    with pytest.warns(UserWarning, match=r"ends after 12 steps, and no cycle \(cycle=100\) ends in its last 3"):
+    with pytest.warns(
+        UserWarning, match=r"ends after 12 steps, and no cycle \(cycle=100\) ends within the last 3 steps"
+    ):
         fit("tiny_gpt", lambda: [technique])
     assert "no cycle ended after 75% of the run" in technique.summary()
 
@@ -166,11 +168,11 @@ def test_where_seconds_end_the_run_it_is_told_as_it_ends() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"start": 1.5}, r"start=1.5\): expected a fraction"),
+        ({"start": 1.5}, r"start=1.5\): expected a number in \[0, 1\]"),
         ({"rate": 0.0}, r"rate=0.0\): expected a finite number > 0"),
-        ({"rate": 0.5, "low": 0.6}, r"low=0.6\): expected a number in \(0, 0.5\]"),
-        ({"cycle": 0}, r"cycle=0\): expected 'epoch' or a number"),
-        ({"bn_batches": 0}, r"bn_batches=0\): expected a number of training batches"),
+        ({"rate": 0.5, "low": 0.6}, r"low=0.6, rate=0.5\): low must be at most rate"),
+        ({"cycle": 0}, r"cycle=0\): expected 'epoch' or an integer"),
+        ({"bn_batches": 0}, r"bn_batches=0\): expected an integer >= 1, or None: the number of training batches"),
     ],
 )
 def test_bad_arguments(kwargs: dict[str, Any], message: str) -> None:
@@ -184,7 +186,7 @@ def test_a_run_without_an_end_is_refused() -> None:
 
 
 def test_another_schedule_is_refused() -> None:
-    with pytest.raises(ValueError, match="cannot train together: both set the rate"):
+    with pytest.raises(ValueError, match="cannot train together: both set the learning rate"):
         fit("tiny_gpt", lambda: [StochasticWeightAveraging(), lightning_eff.LearningRateSchedule()])
 
 

@@ -236,8 +236,12 @@ def test_it_learns_in_configure_optimizers(name: str) -> None:
     ("rule", "settings", "message"),
     [
         (Lion, {"lr": -1.0}, r"Lion\(lr=-1.0\): expected a finite number >= 0"),
-        (Lion, {"betas": (0.9, 1.0)}, r"Lion\(betas=\(0.9, 1.0\)\): expected 2 numbers in \[0, 1\)"),
-        (Adan, {"betas": (0.9, 0.9)}, "expected 3 numbers"),
+        (
+            Lion,
+            {"betas": (0.9, 1.0)},
+            r"Lion\(betas=\(0.9, 1.0\)\): expected 2 values, each a number in \[0, 1\)",
+        ),
+        (Adan, {"betas": (0.9, 0.9)}, r"expected 3 values, each a number in \[0, 1\)"),
         (Adan, {"eps": float("nan")}, "eps=nan"),
         (LARS, {"momentum": 1.0}, "momentum=1.0"),
         (LARS, {"trust": -0.1}, "trust=-0.1"),
@@ -253,6 +257,6 @@ def test_sparse_gradients_are_refused() -> None:
     table = nn.Embedding(5, 4, sparse=True)
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(
-        ValueError, match=r"Lion: the gradient of a parameter of shape \(5, 4\) is sparse; expected a dense"
+        ValueError, match=r"Lion: the gradient of a parameter of shape \(5, 4\) is sparse. Set sparse=False in"
     ):
         Lion(table.parameters()).step()

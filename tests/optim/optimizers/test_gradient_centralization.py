@@ -175,12 +175,12 @@ def test_it_tells_how_much_it_took_out() -> None:
     told = technique.report()
     assert told["centralized"] == len(output_dims(net)) == 4
     assert 0 < float(told["removed_norm"]) < 10
-    assert technique.summary().startswith("4 weights' gradients lost ")
+    assert technique.summary().startswith("centralized the gradients of 4 weights; ")
 
 
 def test_a_yaml_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit_yaml(tmp_path, "GradientCentralization", {"strength": 0.5}, max_steps=3)
-    assert "4 weights' gradients lost" in capsys.readouterr().out
+    assert "centralized the gradients of 4 weights" in capsys.readouterr().out
 
 
 # -- bad input
@@ -196,7 +196,7 @@ def test_an_optimizer_without_a_map_is_refused_with_the_maps_that_there_are() ->
     net = TinyClassifier()
     net.configure_optimizers = lambda: torch.optim.SGD(net.norm.parameters(), 0.1)  # type: ignore[method-assign]
     with pytest.raises(
-        ValueError, match=r"optimizers of TinyClassifier step no .* it has: blocks\.0\.0\.weight, .*head\.1"
+        ValueError, match=r"no optimizer of TinyClassifier has .*there are: blocks\.0\.0\.weight, .*head\.1"
     ):
         trainer(GradientCentralization(), max_steps=1).fit(net, loader("classifier"))
 

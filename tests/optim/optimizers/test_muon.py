@@ -440,7 +440,7 @@ def test_momentum_and_decay_follow_the_run() -> None:
     train(params, optimizer, steps=1)
     assert optimizer.param_groups[0]["momentum"] == pytest.approx(0.9)
     with pytest.raises(
-        ValueError, match=r"\['momentum'\] follow the run's progress u, which nobody tells; expected num_steps="
+        ValueError, match=r"\['momentum'\] are functions of the run's progress u, which is unknown. Give num_steps="
     ):
         train(params, Muon(params, momentum=lambda u: u), steps=1)
 
@@ -458,12 +458,12 @@ def test_one_optimizer_step_keeps_no_more_state_than_momentum() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lr": -1.0}, r"Muon\(lr=-1.0\): expected a finite rate >= 0"),
+        ({"lr": -1.0}, r"Muon\(lr=-1.0\): expected a finite number >= 0"),
         ({"momentum": 1.0}, r"momentum=1.0\): expected a number in \[0, 1\)"),
         ({"weight_decay": -0.1}, "weight_decay=-0.1"),
         (
             {"orthogonalization": "svd"},
-            r"orthogonalization='svd'\): expected one of \['newton_schulz', 'polar_express'\]",
+            r"orthogonalization='svd'\): expected 'polar_express' or 'newton_schulz'",
         ),
         ({"num_iterations": 0}, "num_iterations=0"),
         ({"scale": "rms"}, "scale='rms'"),
@@ -472,8 +472,8 @@ def test_one_optimizer_step_keeps_no_more_state_than_momentum() -> None:
         ({"split": 3}, "split=3"),
         ({"dtype": "float16"}, "dtype='float16'"),
         ({"num_steps": 0}, "num_steps=0"),
-        ({"adam": {"lrr": 1}}, r"got \['lrr'\]; expected any of \['betas', 'eps', 'lr', 'weight_decay'\]"),
-        ({"adam": {"betas": (0.9, 1.0)}}, "betas in"),
+        ({"adam": {"lrr": 1}}, r"there is no setting 'lrr'\. Choose from \['betas', 'eps', 'lr', 'weight_decay'\]"),
+        ({"adam": {"betas": (0.9, 1.0)}}, "betas must be in"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -488,12 +488,12 @@ def test_bad_parameters_are_refused() -> None:
         Muon([])
     with pytest.raises(ValueError, match="\"algorithm\": 'sgd'"):
         Muon([{"params": parameters(), "algorithm": "sgd"}])
-    with pytest.raises(ValueError, match="two dimensions or more"):
+    with pytest.raises(ValueError, match="fewer than two dimensions"):
         Muon([{"params": [nn.Parameter(torch.zeros(3))], "algorithm": "muon"}])
     table = nn.Embedding(5, 4, sparse=True)
     optimizer = Muon(table.parameters())
     table(torch.tensor([1])).sum().backward()
-    with pytest.raises(ValueError, match="is sparse; expected a dense one"):
+    with pytest.raises(ValueError, match=r"is sparse\. Set sparse=False in its embedding"):
         optimizer.step()
 
 

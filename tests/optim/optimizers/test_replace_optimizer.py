@@ -682,10 +682,14 @@ class _AnewEachStep(FourGroups):
 @pytest.mark.parametrize(
     ("net", "technique", "message"),
     [
-        (_AnewEachStep, lambda: ReplaceOptimizer(Muon), "module's LBFGS, with which .* stay, evaluates the loss anew"),
-        (_AnewEachStep, lambda: ReplaceOptimizer(group_lr={"head": 0.1}), "LBFGS, with which .* parameters='all'"),
-        (_Two, lambda: ReplaceOptimizer(Muon), r"returned 2 optimizers \(\['AdamW', 'SGD'\]\); expected one"),
-        (_None, lambda: ReplaceOptimizer(Muon), "returned no optimizers; expected one"),
+        (
+            _AnewEachStep,
+            lambda: ReplaceOptimizer(Muon),
+            "module's LBFGS, keeps .* parameters and evaluates the loss again",
+        ),
+        (_AnewEachStep, lambda: ReplaceOptimizer(group_lr={"head": 0.1}), "LBFGS keeps .* parameters='all'"),
+        (_Two, lambda: ReplaceOptimizer(Muon), r"returned 2 optimizers \(\['AdamW', 'SGD'\]\)\. Return one optimizer"),
+        (_None, lambda: ReplaceOptimizer(Muon), r"returned no optimizers\. Return one optimizer"),
         (FourGroups, lambda: ReplaceOptimizer(torch.optim.LBFGS), "LBFGS evaluates the loss anew"),
         (
             FourGroups,
@@ -745,7 +749,7 @@ def test_an_argument_that_the_optimizer_has_not_is_refused_at_once(optimizer: An
         (functools.partial(Muon, lr="0.02"), r"Muon does not take lr='0.02': .*such as the default 0.02\.$"),
         (
             functools.partial(Muon, momentum=0.9, lr=-1.0),
-            r"does not take lr=-1.0: .* finite rate >= 0.* default 0.02\.$",
+            r"does not take lr=-1.0: .* finite number >= 0.* default 0.02\.$",
         ),
         (
             functools.partial(torch.optim.AdamW, betas=0.9),
@@ -767,7 +771,7 @@ def test_a_setting_or_a_name_that_does_not_exist_is_refused_with_the_nearest() -
         ReplaceOptimizer("lion", wd=0.1)
     with pytest.raises(ValueError, match=r"no class is found at 'mun' \(did you mean 'Muon'\?\)"):
         ReplaceOptimizer("mun")
-    with pytest.raises(TypeError, match=r"weight_decay=\.\.\.\): there is no optimizer to give it to"):
+    with pytest.raises(TypeError, match=r"weight_decay=\.\.\.\): this is a setting of an optimizer, and none is named"):
         ReplaceOptimizer(weight_decay=0.1)
 
 
@@ -780,7 +784,9 @@ def test_a_rate_of_zero_has_no_proportion() -> None:
     net = FourGroups(lambda optimizer: schedulers.ExponentialLR(optimizer, 0.9))
     net.RATES = (1e-2, 0.0, 1e-2, 1e-2)
     net.configure_optimizers = lambda: _scheduled(torch.optim.SGD(net.groups(), lr=0.0))  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match=r"net.blocks.0.qkv.weight, .* rate 0.0, to which 0.02 is in no proportion"):
+    with pytest.raises(
+        ValueError, match=r"net.blocks.0.qkv.weight, .* learning rate 0.0, so a scheduler cannot scale 0.02"
+    ):
         run(net, ReplaceOptimizer(Muon))
 
 
@@ -795,10 +801,10 @@ def _scheduled(optimizer: Any) -> Any:
             {"optimizer": Muon, "parameters": "blocks.*"},
             r"expected 'matrices', 'all', or a list of patterns: \['blocks",
         ),
-        ({"optimizer": Muon, "parameters": []}, "expected patterns of parameter names"),
-        ({"optimizer": Muon, "lr": -1.0}, r"lr=-1.0\): expected a finite rate >= 0"),
-        ({"group_lr": {"head": float("nan")}}, r"group_lr=\{'head': nan\}\): expected a finite rate"),
-        ({"lr": 0.1}, "there is none; give one, or rates by group_lr= alone"),
+        ({"optimizer": Muon, "parameters": []}, "expected a list of name patterns"),
+        ({"optimizer": Muon, "lr": -1.0}, r"lr=-1.0\): expected a finite number >= 0"),
+        ({"group_lr": {"head": float("nan")}}, r"group_lr=\{'head': nan\}\): expected a finite number >= 0"),
+        ({"lr": 0.1}, "none is named. Name one, or give only group_lr="),
         ({"optimizer": "torch.optim.Muno"}, "no class is found at 'torch.optim.Muno'"),
         ({"optimizer": "torch.nn.Linear"}, "is no torch.optim.Optimizer"),
         ({"optimizer": {"class": "a"}}, "expected the keys class_path and init_args"),

@@ -301,7 +301,10 @@ def test_it_is_plain_in_configure_optimizers() -> None:
     ("settings", "message"),
     [
         ({"lr": -1.0}, r"SOAP\(lr=-1.0\): expected a finite number >= 0"),
-        ({"betas": (0.9, 1.0)}, r"SOAP\(betas=\(0.9, 1.0\)\): expected 2 numbers in \[0, 1\)"),
+        (
+            {"betas": (0.9, 1.0)},
+            r"SOAP\(betas=\(0.9, 1.0\)\): expected 2 values, each a number in \[0, 1\)",
+        ),
         ({"covariance_beta": 1.0}, r"SOAP\(covariance_beta=1.0\): expected a number in \[0, 1\)"),
         ({"refresh_steps": 0}, r"SOAP\(refresh_steps=0\): expected an integer >= 1"),
         ({"max_dim": 2.5}, "max_dim=2.5"),
@@ -327,7 +330,7 @@ def test_bad_parameters_are_refused() -> None:
     optimizer = SOAP(table.parameters())
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(
-        ValueError, match=r"SOAP: the gradient of a parameter of shape \(5, 4\) is sparse; expected a dense"
+        ValueError, match=r"SOAP: the gradient of a parameter of shape \(5, 4\) is sparse. Set sparse=False in"
     ):
         optimizer.step()
 

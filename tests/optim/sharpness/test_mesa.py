@@ -232,7 +232,7 @@ def test_streams_are_as_good_as_data_sets() -> None:
         ({"weight": float("nan")}, r"MESA\(weight=nan\): expected a finite number >= 0"),
         ({"temperature": -1.0}, r"MESA\(temperature=-1.0\): expected a finite number > 0"),
         ({"decay": 1.0}, r"MESA\(decay=1.0\): expected a number in \[0, 1\)"),
-        ({"start": -0.1}, r"MESA\(start=-0.1\): expected a fraction"),
+        ({"start": -0.1}, r"MESA\(start=-0.1\): expected a number in \[0, 1\]"),
     ],
 )
 def test_bad_arguments(kwargs: dict[str, Any], message: str) -> None:

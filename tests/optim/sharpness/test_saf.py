@@ -342,8 +342,8 @@ def test_what_a_later_batch_has_beyond_the_first_is_told_of() -> None:
     with pytest.warns(UserWarning) as told:
         trainer(technique, max_epochs=3).fit(Longer(num_layers=1), data)
     told_of = [str(one.message) for one in told if str(one.message).startswith("SAF: a batch has")]
-    assert len(told_of) == 2 and "32 labels of a sample, and the first batch had 16" in told_of[0]
-    assert "F.nll_loss on 60 classes that the first batch had not" in told_of[1]
+    assert len(told_of) == 2 and "32 labels per sample, more than the first batch's 16" in told_of[0]
+    assert "F.nll_loss on 60 classes, which the first batch did not have" in told_of[1]
     (store,) = technique._stores.values()
     assert store.num_rows == 16 and technique.report()["known"] == 0.5
 
@@ -472,8 +472,8 @@ def test_a_store_that_is_too_large_is_refused_with_its_bytes() -> None:
     net = module("gpt2")
     before = flat(net).clone()
     message = (
-        r"SAF: 3 epochs' scores and the running one's, of 20 samples with 32 x 61 each, would take 163,840 bytes \(160 KiB\);"
-        r" expected at most max_bytes=100,000\. MESA .* Use it"
+        r"the scores of 3 past epochs and the current one, of 20 samples with 32 x 61 each, would take 163,840 bytes"
+        r" \(160 KiB\)\. Use a smaller lag, more max_bytes, or MESA"
     )
     assert store_bytes(20, 32, 61, 3, 4) != 163_840
     message = message.replace("163,840", f"{store_bytes(20, 32, 61, 3, 4):,}").replace("160 KiB", ".* KiB")
@@ -514,15 +514,15 @@ def _pairs(items: list[Any]) -> tuple[Tensor, Tensor]:
     ("data", "message"),
     [
         (lambda: DataLoader(Streams(), 4), "does not tell which samples a batch has.*IterableDataset|MESA"),
-        (lambda: DataLoader(Samples("classifier", 20), 4, sampler=Endless()), "both with a length.*MESA"),
-        (lambda: [loader("classifier"), loader("classifier")], "expected one DataLoader.*MESA"),
+        (lambda: DataLoader(Samples("classifier", 20), 4, sampler=Endless()), "map-style data set with a length.*MESA"),
+        (lambda: [loader("classifier"), loader("classifier")], "Use one DataLoader.*MESA"),
         (
             lambda: DataLoader(Samples("classifier", 20), 4, collate_fn=_pairs),
             "gave 4 indices for a batch of 8 samples",
         ),
         (
             lambda: DataLoader(Keyed("classifier", 20), 4, sampler=[(i, 0) for i in range(20)]),  # pyright: ignore[reportArgumentType]
-            "gave 4 indices for a batch of 4 samples; expected one integer for each",
+            "gave 4 indices for a batch of 4 samples, and it needs one integer for each",
         ),
     ],
     ids=["stream", "no length", "two loaders", "two of each", "pairs"],
@@ -545,7 +545,7 @@ def test_a_loss_on_no_classes_is_refused() -> None:
             return F.mse_loss(self(batch[0]), F.one_hot(batch[1], 3).float())
 
     with pytest.raises(
-        ValueError, match=r"SAF: the loss calls on the labels are none on classes; expected F.cross_entropy"
+        ValueError, match=r"SAF: no loss call on the labels is a classification loss. Use F.cross_entropy"
     ):
         trainer(SAF(start=0.0), max_epochs=5).fit(Regression(), loader("classifier"))
 
@@ -557,7 +557,7 @@ def test_joined_batches_are_refused() -> None:
 
 def test_a_run_that_is_too_short_is_told_of() -> None:
     with pytest.warns(
-        UserWarning, match=r"SAF\(lag=3\): the run ends after 2 epochs and nothing is compared before epoch 3"
+        UserWarning, match=r"SAF\(lag=3\): the run ends after 2 epochs, and nothing is compared before epoch 3"
     ):
         trainer(SAF(start=0.0), max_epochs=2).fit(Plain(), loader("classifier"))
 
@@ -566,10 +566,10 @@ def test_checkpoints_of_another_lag_or_data_set_are_refused(tmp_path: Path) -> N
     t = trainer(SAF(lag=1, start=0.0), max_epochs=2)
     t.fit(Plain(), loader("classifier"))
     t.save_checkpoint(tmp_path / "a.ckpt")
-    with pytest.raises(ValueError, match=r"SAF\(lag=2\): the checkpoint holds scores of the last 1 epochs"):
+    with pytest.raises(ValueError, match=r"SAF\(lag=2\): the checkpoint holds the scores of 1 epochs"):
         trainer(SAF(lag=2, start=0.0), max_epochs=3).fit(Plain(), loader("classifier"), ckpt_path=tmp_path / "a.ckpt")
     with pytest.raises(
-        ValueError, match=r"the checkpoint's store is of 20 samples and the data set has 24; expected the same"
+        ValueError, match=r"the checkpoint's store has 20 samples and the data set has 24. Scores are found"
     ):
         trainer(SAF(lag=1, start=0.0), max_epochs=3).fit(
             Plain(), loader("classifier", 24), ckpt_path=tmp_path / "a.ckpt"
@@ -581,9 +581,9 @@ def test_checkpoints_of_another_lag_or_data_set_are_refused(tmp_path: Path) -> N
     [
         ({"weight": -1.0}, r"SAF\(weight=-1.0\): expected a finite number >= 0"),
         ({"temperature": 0.0}, r"SAF\(temperature=0.0\): expected a finite number > 0"),
-        ({"start": 1.5}, r"SAF\(start=1.5\): expected a fraction of the budget in \[0, 1\]"),
-        ({"lag": 0}, r"SAF\(lag=0\): expected an integer >= 1, a number of epochs"),
-        ({"max_bytes": 1e9}, r"SAF\(max_bytes=1000000000.0\): expected an integer >= 1, a number of bytes"),
+        ({"start": 1.5}, r"SAF\(start=1.5\): expected a number in \[0, 1\]"),
+        ({"lag": 0}, r"SAF\(lag=0\): expected an integer >= 1: the number of epochs"),
+        ({"max_bytes": 1e9}, r"SAF\(max_bytes=1000000000.0\): expected an integer >= 1: the largest size of the store"),
         ({"labels": "y"}, r"SAF\(labels='y'\): expected a list"),
     ],
 )
@@ -593,7 +593,7 @@ def test_bad_arguments(kwargs: dict[str, Any], message: str) -> None:
 
 
 def test_a_start_needs_an_end() -> None:
-    with pytest.raises(ValueError, match=r"SAF\(start=0.5\): the Trainer has no end"):
+    with pytest.raises(ValueError, match=r"SAF\(start=0.5\): this is a fraction of the run, and the Trainer has no"):
         trainer(SAF(start=0.5), max_epochs=-1).fit(Plain(), loader("classifier"))
 
 

@@ -399,7 +399,7 @@ def test_radius_zero_attaches_nothing() -> None:
         pl.seed_everything(5, verbose=False)
         trainer(*callbacks, max_epochs=2).fit(one, loader("classifier"))
     assert same(net, plain)
-    assert sam.summary().endswith("no step perturbed")
+    assert sam.summary().endswith("no step was perturbed")
 
 
 class Moving(TinyClassifier):
