@@ -1,5 +1,7 @@
 """What a session knows of a strategy under which no process has the whole module, or the whole batch."""
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -75,3 +77,17 @@ class Parts:
     def apart_step(self) -> Callable[..., Any]:
         """As :attr:`own_step`, for passes without a graph, which all ranks of a pipeline make at once."""
         return self.trainer.strategy.forward_step if self.divided else self.own_step  # pyright: ignore[reportAttributeAccessIssue]
+
+    def standing(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """The module's own step inside what the strategy puts around it (its ``around_own_step``, if it has one)."""
+        around = getattr(self.trainer.strategy, "around_own_step", None)
+        if around is None or self.divided:
+            return step
+
+        @functools.wraps(step)
+        def own(*args: Any, **kwargs: Any) -> Any:
+            with around():
+                return step(*args, **kwargs)
+
+        own.__wrapped__ = inspect.unwrap(step)  # Lightning looks through one wrapper only
+        return own
