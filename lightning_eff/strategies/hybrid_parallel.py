@@ -272,7 +272,7 @@ class HybridParallelStrategy(ReachedStrategy):
         if self.failure_timeout is not None and self.world_size > 1:
             if self._watch is None or not self._watch.current:
                 self._watch = Watch(self.failure_timeout, who=WHO)
-            self._watch.start()
+            self._watch.start(self.lightning_module.trainer)
 
     # -- the module
 

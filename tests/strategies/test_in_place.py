@@ -10,7 +10,11 @@ from tests.strategies.launch import launch
 JOBS = "tests.strategies.in_place_jobs"
 COPIES, SHARDS = {"shard": False}, {"min_num_params": 1}
 TENSOR = {"tensor_parallel_size": 2}
-PIPELINE = {"pipeline_parallel_size": 2, "schedule": "GPipe", "num_microbatches": 1}  # others refuse it before it is cut
+PIPELINE = {
+    "pipeline_parallel_size": 2,
+    "schedule": "GPipe",
+    "num_microbatches": 1,
+}  # others refuse it before it is cut
 
 # name -> module, technique, strategy
 REFUSED: dict[str, tuple[str, str | None, Any]] = {
