@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_eff._core.steps import looking as beside
+
 _EXAMPLES = "(an nn.Embedding with max_norm, a clamp of weights)"
 _WAY_OUT = "Change the weights in on_train_batch_end, the same on every rank"
 
@@ -117,8 +119,11 @@ class Copies:
 
     @contextmanager
     def own_step(self) -> Iterator[None]:
-        """Around the module's own step, in which alone changes count; a step may have several passes, or none."""
-        if (shown := self._shown) is None:
+        """Around the module's own step, in which alone changes count; a step may have several passes, or none.
+
+        Passes beside training do not count, since techniques try other weights in them.
+        """
+        if (shown := self._shown) is None or beside():
             yield
             return
         before = {name: mark(p) for name, p in shown.items()}

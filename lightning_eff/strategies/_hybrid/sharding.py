@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_eff._core.blocks import candidates, find_stack
+from lightning_eff._core.steps import looking as beside
 from lightning_eff.strategies._hybrid.layout import PIPELINE, data_group
 from lightning_eff.strategies._inplace import Copies, Mark, differ, lost, mark
 
@@ -245,12 +246,15 @@ class InPlace:
 
     @contextmanager
     def own_step(self) -> Iterator[None]:
-        """Around the module's own step: what techniques write around it, as they put weights back, does not count."""
+        """Around the module's own step: what techniques write around it, as they put weights back, does not count.
+
+        Nor does a pass beside training, within which they may try other weights.
+        """
         with ExitStack() as entered:
             for each in (self.copies, self.stages):
                 if each is not None:
                     entered.enter_context(each.own_step())
-            found = self._found
+            found = None if beside() else self._found
             before = self._root_marks() if found is not None else {}
             yield
             if found is not None:
@@ -289,15 +293,13 @@ def marked(root: nn.Module, found: set[nn.Parameter], *, itself: bool = True) ->
 
         @torch.compiler.disable
         def enter(*_: Any, params: list[Any] = params, before: list[Any] = before) -> None:
-            before.append([mark(p.unsharded_param) for p in params])
+            before.append([] if beside() else [mark(p.unsharded_param) for p in params])
 
         @torch.compiler.disable
         def leave(*_: Any, params: list[Any] = params, before: list[Any] = before) -> None:
             if before:  # a module may run within its own call
                 marks = before.pop()
-                taken.extend(
-                    (p.sharded_param, then, mark(p.unsharded_param)) for p, then in zip(params, marks, strict=True)
-                )
+                taken.extend((p.sharded_param, then, mark(p.unsharded_param)) for p, then in zip(params, marks))  # noqa: B905
 
         assert isinstance(m, nn.Module)
         hooks: tuple[Any, Any] = enter, leave
