@@ -114,6 +114,10 @@ class HybridParallelStrategy(ReachedStrategy):
         lambda profile: needs_processes(profile) or "its layout is planned (`lightning-eff plan`), not searched",
     )
 
+    whole_heads = (
+        False  # whether a technique of this run multiplies with the weights of the module's last layers by itself
+    )
+
     def __init__(
         self,
         data_parallel_size: int | Literal["auto"] = "auto",

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff._core._needs.needs import Need
+from lightning_eff._core._needs.needs import Need, Part, Reasons
 from lightning_eff._core._optim.combined import set_rate
 from lightning_eff._core._optim.held import HeldRates
 from lightning_eff._core._optim.multiples import Multiples
@@ -149,6 +149,7 @@ class ScheduleFree(AveragedWeights):
     paper: ClassVar[str] = "Defazio et al. 2024, arXiv:2405.15682"
     constraints: ClassVar[str] = "pip install 'lightning-eff[schedulefree]'; one optimizer, which needs gradients alone"
     needs: ClassVar[Need] = Need.WHOLE
+    refuses: ClassVar[Reasons] = {Part.PIPELINE: ""}  # each rank steps whole parameters of its own
     survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_eff._core._needs.needs import Need
+from lightning_eff._core._needs.needs import Need, Part, Reasons
 from lightning_eff._core.search_space import Choice, Integer, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
@@ -125,6 +125,9 @@ class TrainableWeightAveraging(SnapshotWindow):
     paper: ClassVar[str] = "Li et al. 2022, arXiv:2205.13104"
     constraints: ClassVar[str] = "automatic optimization; a run with an end; window + 1 copies of the weights"
     needs: ClassVar[Need] = Need.WHOLE
+    refuses: ClassVar[Reasons] = {
+        Part.PIPELINE: "the coefficients follow from products over all weights, of which each process has some"
+    }
     survey: ClassVar[Survey | None] = Survey("trainable weight averaging (TWA)", zhuang="2.1", shen="5.4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {

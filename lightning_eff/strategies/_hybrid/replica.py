@@ -236,6 +236,7 @@ class Replica:
                 settings.tensor_parallel_plan,
                 None if batch is None else loss,
                 sequence_parallel=settings.sequence_parallel,
+                whole_heads=self.trainer.strategy.whole_heads,  # pyright: ignore[reportAttributeAccessIssue]
                 who=self.who,
             )
             rank_zero_info(str(self.tensor))

@@ -143,6 +143,7 @@ class Record:
         buffers: what the execution left in the buffers that it changed, by name.
         prints: of every module's output, in the order in which modules ended.
         outside: names of parameters that were read while their module was not running.
+        end: the loss's autograd node; kept only where calls are.
         dtype: the lowest floating-point precision among the outputs of modules.
         inside: the innermost module that was running when the execution failed.
     """
@@ -153,6 +154,7 @@ class Record:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     prints: list[Print] = field(default_factory=list)
     outside: set[str] = field(default_factory=set)
+    end: Any = None
     dtype: torch.dtype = torch.float64
     inside: str = ""
 
@@ -257,6 +259,7 @@ def execute(root: nn.Module, run: Callable[[], Tensor], *, keep_calls: bool = Fa
             with watcher.watch(), without_reentrant() if keep_calls else nullcontext():
                 loss = run()
             record.loss = float(loss.detach())
+            record.end = loss.grad_fn if keep_calls else None
             if loss.requires_grad:
                 loss.backward()  # frees activations; the nodes of the graph stay
         except Exception as error:
