@@ -64,7 +64,8 @@ class _Product(nn.Module):
         self.__dict__["embedding"] = embedding  # whose parameters it has not
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.embedding.weight)  # pyright: ignore[reportArgumentType]
+        embedding: Any = self.embedding
+        return F.linear(x, embedding.weight)
 
 
 class _Some(Samples):

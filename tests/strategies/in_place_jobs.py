@@ -25,7 +25,10 @@ TECHNIQUES: dict[str, Any] = {
 
 
 class Range(nn.Module):
-    """Keeps the largest hidden value, and the number of calls, in buffers that no loss depends on."""
+    """Keeps the largest hidden value, and the sum of squares, in buffers that no loss depends on."""
+
+    largest: Tensor
+    energy: Tensor
 
     def __init__(self) -> None:
         super().__init__()

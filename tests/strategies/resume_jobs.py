@@ -81,7 +81,7 @@ def left(net: pl.LightningModule, t: pl.Trainer) -> dict[str, Tensor]:
     for i, optimizer in enumerate(t.optimizers):
         for number, state in optimizer.state_dict()["state"].items():
             for key, value in state.items():
-                found[f"optimizer{i}/{number}/{key}"] = local(value).detach().clone()
+                found[f"optimizer{i}/{number}/{key}"] = local(torch.as_tensor(value)).detach().clone()
     logged = {f"logged/{name}": value.detach() for name, value in t.callback_metrics.items()}
     found |= {name: value.nan_to_num(nan=NAN) for name, value in logged.items()}  # which equals itself, unlike NaN
     found["rng"] = torch.get_rng_state()
