@@ -50,6 +50,7 @@ SETTINGS = {
     "drawn with ignored labels": Setting(lambda: eff.LossBiasedSampling(presample=2.0), "padded"),
     "accuracy": Setting(eff.OrderedSGD, "classifier", figures=("accuracy",)),
     "head": Setting(eff.FusedLinearCrossEntropy, "padded", ("tensor", "pipeline"), HEAD),
+    "head of GPT-2": Setting(eff.FusedLinearCrossEntropy, "gpt2", ("tensor",), HEAD),
     "tied head": Setting(eff.FusedLinearCrossEntropy, "tiny_gpt", ("tensor",), HEAD, head="tied"),
     "head of the embedding": Setting(eff.FusedLinearCrossEntropy, "tiny_gpt", ("tensor",), HEAD, head="product"),
 }

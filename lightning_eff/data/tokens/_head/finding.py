@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from lightning_eff._core._needs.gathered import parameter_of
+from lightning_eff._core._needs.gathered import is_piece, parameter_of
 from lightning_eff._core.losses import LOSSES
 from lightning_eff.data.tokens._head.calls import Maker
 from lightning_eff.data.tokens._head.stand_in import Logits, stand_in
@@ -104,7 +104,7 @@ class Maps(TorchFunctionMode):
             self.losses.append(f"F.{func.__name__} at {reader()}")
         if read is not None and (self.all or torch.is_grad_enabled()) and not torch.compiler.is_compiling():
             product = read(*args, **kwargs)
-            if product is not None and _divided(product[1]):
+            if product is not None and is_piece(product[1]):
                 self._note_divided(product[1])
                 product = None
             site = None if product is None else self._site(func, product[1])
@@ -157,11 +157,6 @@ def _of_addmm(input: Any, mat1: Any, mat2: Any, **kwargs: Any) -> Product | None
 
 def _of_parameter(weight: Tensor) -> bool:
     return isinstance(parameter_of(weight), nn.Parameter)
-
-
-def _divided(weight: Tensor) -> bool:
-    """Whether processes multiply with pieces of it (a ``DTensor``, which need not be imported to know)."""
-    return any(cls.__name__ == "DTensor" for cls in type(weight).__mro__)
 
 
 _READ: dict[Any, Callable[..., Product | None]] = {
