@@ -188,7 +188,9 @@ class Session(Stacks, Parts):
             self.patches.set(loop, "setup_data", self.loaders.asking(loop.setup_data))
             self.patches.set(loop.epoch_loop, "on_run_start", self.loaders.beginning(loop.epoch_loop.on_run_start))
             self.patches.set(strategy, "process_dataloader", self.loaders.wrap(strategy.process_dataloader))
-            self.patches.set(self._stepping, "training_step", self._training(self._stepping.training_step))
+            self.chain.original = self.standing(self.chain.original)
+            step = self._training(self.standing(self._stepping.training_step))
+            self.patches.set(self._stepping, "training_step", step)
             if self.divided:
                 step = self.verifying_whole(self.chain.of_parts(module.training_step))
                 self.patches.set(module, "training_step", step)

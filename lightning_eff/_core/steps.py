@@ -104,7 +104,9 @@ def in_evaluation(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
-def silent(module: "LightningModule", start: Callable[[], None] | None = None) -> Iterator[None]:
+def silent(
+    module: "LightningModule", start: Callable[[], None] | None = None, *, buffers: bool = True
+) -> Iterator[None]:
     """Run a pass that leaves no trace: nothing is logged, and what :func:`snapshot` tells of is put back.
 
     ``self.log`` is muted, and so are the trainer's loggers, which a module may write to by hand.
@@ -114,8 +116,9 @@ def silent(module: "LightningModule", start: Callable[[], None] | None = None) -
     Args:
         module: the module that runs.
         start: puts the state back from which the pass begins, where that is not the one at hand.
+        buffers: put buffers back too; False where the caller does so, once it has looked at them.
     """
-    put_back = snapshot(module)
+    put_back = snapshot(module, buffers=buffers)
     if start is not None:
         start()
     muted = Patches()
@@ -130,7 +133,7 @@ def silent(module: "LightningModule", start: Callable[[], None] | None = None) -
         put_back()
 
 
-def snapshot(module: nn.Module) -> Callable[[], None]:
+def snapshot(module: nn.Module, *, buffers: bool = True) -> Callable[[], None]:
     """What sets buffers, metrics and plain attributes back to what they are now.
 
     Plain attributes are the module's own public ones, such as a counter or a list of outputs. Buffers are put back
@@ -138,8 +141,8 @@ def snapshot(module: nn.Module) -> Callable[[], None]:
     """
     namespace = module.__dict__
     attributes = {name: (value, _content(value)) for name, value in namespace.items() if not name.startswith("_")}
-    owners = [(m._buffers, dict(m._buffers)) for m in module.modules()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    owners = [(m._buffers, dict(m._buffers)) for m in module.modules() if buffers]
+    values = [(buffer, buffer.detach().clone()) for buffer in module.buffers() if buffers]
     metrics = [(m, _metric_state(m)) for m in module.modules() if isinstance(m, Metric)]
 
     def put_back() -> None:
@@ -147,7 +150,7 @@ def snapshot(module: nn.Module) -> Callable[[], None]:
             if held.keys() != had.keys() or any(held[name] is not buffer for name, buffer in had.items()):
                 held.clear()
                 held.update(had)
-        for buffer, value in buffers:
+        for buffer, value in values:
             buffer.data.copy_(value)
         for metric, state in metrics:
             for name, (value, content) in state.items():

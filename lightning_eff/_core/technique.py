@@ -262,11 +262,6 @@ def techniques_of(trainer: Trainer) -> list[Technique]:
     return [c for c in trainer.callbacks if isinstance(c, Technique)]  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def works_in_steps(trainer: Trainer) -> bool:
-    """Whether a technique may write to weights within training steps, as sharpness-aware ones and trial passes do."""
-    return any(not t.neutral and t.needs != Need.BATCH for t in techniques_of(trainer))
-
-
 class OtherWeights(Technique):
     """A technique of which validation, checkpoints and the fit's end see other weights than those that are trained.
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import Part, Reasons
 from lightning_eff._core._optim.combined import CombinedOptimizer, Following, Origins, take_groups
 from lightning_eff._core._optim.scheduled import optimizers_of, put_around, reference_rates, schedulers_of
 from lightning_eff._core.optimizers import rewrite_configured
@@ -77,6 +78,7 @@ class EightBitOptimizer(Technique):
     saves: ClassVar[str] = "three quarters of the optimizer's memory (7 eighths with bits=4)"
     paper: ClassVar[str] = "Dettmers et al. 2021, arXiv:2110.02861"
     constraints: ClassVar[str] = "optimizers that have an equivalent; needs bitsandbytes"
+    refuses: ClassVar[Reasons] = {Part.PIPELINE: ""}  # each rank steps whole parameters
     survey: ClassVar[Survey | None] = Survey("low-precision weights and states", zhuang="3", shen="4.2.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(pointless=_pointless)
     control: ClassVar[Control] = Control(

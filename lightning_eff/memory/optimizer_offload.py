@@ -70,7 +70,10 @@ class OptimizerOffload(Technique):
         "device memory of optimizer states, 8 of 16 bytes a weight with AdamW; costs time in each step"
     )
     paper: ClassVar[str] = "Ren et al. 2021, arXiv:2101.06840"
-    refuses: ClassVar[Reasons] = dict.fromkeys((Part.FLAT, Part.ENGINE), "the strategy has offloading of its own")
+    refuses: ClassVar[Reasons] = {
+        **dict.fromkeys((Part.FLAT, Part.ENGINE), "the strategy has offloading of its own"),
+        Part.PIPELINE: "",
+    }
     constraints: ClassVar[str] = "torch.optim's own optimizers but LBFGS; gains on an accelerator alone"
     survey: ClassVar[Survey | None] = Survey("offloading of optimizer states", zhuang="3", shen="7.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(pointless=_pointless)

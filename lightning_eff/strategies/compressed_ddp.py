@@ -1,6 +1,7 @@
 """DDP whose gradients travel compressed: PowerSGD (arXiv:1905.13727), bfloat16, 1-bit SGD, QSGD as CGX sends it."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
@@ -19,6 +20,7 @@ from typing_extensions import override
 from lightning_eff._core._lightning.names import Connected, of_both
 from lightning_eff._core._needs.needs import Part
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_processes
+from lightning_eff._core.session import is_open
 from lightning_eff.strategies import _names
 from lightning_eff.strategies._communication.codecs import QuantizedCodec, SignCodec
 from lightning_eff.strategies._communication.exchange import log_traffic
@@ -197,8 +199,14 @@ class CompressedDDPStrategy(Connected, DDPStrategy):
         assert self.lightning_module is not None
         if self._copies is None or self._copies.done:
             return super().training_step(*args, **kwargs)
-        with self._copies.looking(dict(self.lightning_module.named_parameters())):
+        outside = is_open(self.lightning_module.trainer)  # with techniques, a session calls around_own_step
+        own = nullcontext() if outside else self.around_own_step()
+        with self._copies.looking(dict(self.lightning_module.named_parameters())), own:
             return super().training_step(*args, **kwargs)
+
+    def around_own_step(self) -> AbstractContextManager[None]:
+        """What stands around the module's own ``training_step``, inside all that techniques put around it."""
+        return nullcontext() if self._copies is None else self._copies.own_step()
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:

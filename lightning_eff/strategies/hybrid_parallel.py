@@ -22,6 +22,7 @@ from typing_extensions import override
 from lightning_eff._core._lightning.names import adapted, like, package_of
 from lightning_eff._core._needs.needs import Part
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_processes
+from lightning_eff._core.session import is_open
 from lightning_eff.strategies import _names
 from lightning_eff.strategies._hybrid import layout
 from lightning_eff.strategies._hybrid.arguments import Settings, check_arguments, check_optimizers, check_run, imported
@@ -111,6 +112,10 @@ class HybridParallelStrategy(ReachedStrategy):
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"shard": Choice((True, False))},
         lambda profile: needs_processes(profile) or "its layout is planned (`lightning-eff plan`), not searched",
+    )
+
+    whole_heads = (
+        False  # whether a technique of this run multiplies with the weights of the module's last layers by itself
     )
 
     def __init__(
@@ -271,7 +276,7 @@ class HybridParallelStrategy(ReachedStrategy):
         if self.failure_timeout is not None and self.world_size > 1:
             if self._watch is None or not self._watch.current:
                 self._watch = Watch(self.failure_timeout, who=WHO)
-            self._watch.start()
+            self._watch.start(self.lightning_module.trainer)
 
     # -- the module
 
@@ -325,8 +330,17 @@ class HybridParallelStrategy(ReachedStrategy):
         assert self._replica is not None
         self._replica.begin_step()
         step = super().training_step if self._replica.pipeline is None else self._replica.run_pipeline
-        with self._replica.looking():
+        # with techniques, a session calls around_own_step; around a pipeline's step it stands by itself
+        outside = is_open(self._replica.trainer) and self._replica.pipeline is None
+        look = self._replica.in_place
+        assert look is not None
+        with look.looking(outside=outside):
             return step(*args, **kwargs)
+
+    def around_own_step(self) -> AbstractContextManager[None]:
+        """What stands around the module's own ``training_step``, inside all that techniques put around it."""
+        look = None if self._replica is None else self._replica.in_place
+        return nullcontext() if look is None else look.own_step()
 
     def gradient_norm(self, pairs: Iterable[tuple[nn.Parameter, Tensor | None]]) -> Tensor:
         """The norm over all ranks of gradients, or tensors laid out as these are, each beside its parameter; collective."""

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 import lightning_eff as eff
@@ -24,9 +26,11 @@ class Setting(NamedTuple):
     figures: tuple[str, ...] = ()
     ignored: bool = False
     trains: str = ""
+    head: str = ""  # "tied": the head has the embedding's weight; "product": it is a product with that
     window: int = 1  # of accumulated batches, of which one process has a single batch
 
 
+HEAD = ("rows", "logits_bytes", "ignored_share")
 SPLIT = ("shard", "tensor", "pipeline")
 SETTINGS = {
     "noise": Setting(eff.GradientNoiseScale, "tiny_gpt", SPLIT, ("signal", "noise", "steps", "batch")),
@@ -45,9 +49,24 @@ SETTINGS = {
     "mixed with ignored labels": Setting(eff.Mixup, "classifier", ignored=True),
     "drawn with ignored labels": Setting(lambda: eff.LossBiasedSampling(presample=2.0), "padded"),
     "accuracy": Setting(eff.OrderedSGD, "classifier", figures=("accuracy",)),
-    "head": Setting(eff.FusedLinearCrossEntropy, "padded", ("pipeline",), ("rows", "logits_bytes", "ignored_share")),
+    "head": Setting(eff.FusedLinearCrossEntropy, "padded", ("tensor", "pipeline"), HEAD),
+    "head of GPT-2": Setting(eff.FusedLinearCrossEntropy, "gpt2", ("tensor",), HEAD),
+    "tied head": Setting(eff.FusedLinearCrossEntropy, "tiny_gpt", ("tensor",), HEAD, head="tied"),
+    "head of the embedding": Setting(eff.FusedLinearCrossEntropy, "tiny_gpt", ("tensor",), HEAD, head="product"),
 }
 STEPS = 10
+
+
+class _Product(nn.Module):
+    """A head that reads the embedding's weight."""
+
+    def __init__(self, embedding: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["embedding"] = embedding  # whose parameters it has not
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        embedding: Any = self.embedding
+        return F.linear(x, embedding.weight)
 
 
 class _Some(Samples):
@@ -63,7 +82,12 @@ def _run(name: str, layout: str) -> tuple[list[float], dict[str, torch.Tensor], 
     setting = SETTINGS[name]
     size = 4 if layout == "shard" else 8 * setting.window if layout == "one" else 8
     pl.seed_everything(3, verbose=False)
-    net, course, technique = without_noise(setting.model), Course(), setting.technique()
+    net: Any = without_noise(setting.model)
+    course, technique = Course(), setting.technique()
+    if setting.head == "tied":
+        net.head.weight = net.embed.weight
+    elif setting.head == "product":
+        net.head = _Product(net.embed)
     if setting.trains:
         for path, p in net.named_parameters():
             p.requires_grad_(path.startswith(setting.trains))

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
@@ -433,7 +434,10 @@ def observe(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 class Ending(pl.Callback):
-    """Ends rank 1 before the fifth step: "kill" by a signal that cannot be caught, "raise" by an exception."""
+    """Ends rank 1 before the fifth step: "kill" by a signal that cannot be caught, "raise" by an exception, "term" by SIGTERM.
+
+    With "term all", each rank gets SIGTERM, as a scheduler sends it.
+    """
 
     def __init__(self, how: str, directory: str) -> None:
         self.how, self.directory = how, directory
@@ -441,10 +445,16 @@ class Ending(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.global_step == 4 and trainer.global_rank == 1:
+        if self.how == "term all":
+            if trainer.global_step == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+        elif trainer.global_step == 4 and trainer.global_rank == 1:
             Path(self.directory, "ended").write_text(str(time.time()))
             if self.how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "term":
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
             raise ArithmeticError("on purpose")
 
 
@@ -453,6 +463,31 @@ def end_early(directory: str, how: str) -> None:
     strategy = HybridParallelStrategy(pipeline_parallel_size=2)
     callbacks = (SaveAt(3, f"{directory}/saved.ckpt"), Ending(how, directory))
     fit(made("gpt2"), "gpt2", strategy, devices=2, batch_size=8, steps=6, samples=24, callbacks=callbacks)
+
+
+class Stopped(pl.Callback):
+    """What a run is stopped by, after how many batches, and a checkpoint of all ranks that is saved then."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        trainer.save_checkpoint(f"{self.directory}/stopped.ckpt")
+        found = {"by": type(exception).__name__, "says": str(exception), "steps": trainer.global_step}
+        Path(self.directory, f"rank{trainer.global_rank}.json").write_text(json.dumps(found))
+
+
+def end_by_signal(directory: str, how: str, environment: dict[str, str]) -> None:
+    """Train until a signal comes, on both ranks or one."""
+    os.environ.update(environment)
+    if environment:
+        os.environ.update(SLURM_PROCID=os.environ["RANK"], SLURM_LOCALID=os.environ["RANK"])
+    strategy = HybridParallelStrategy(pipeline_parallel_size=2)
+    callbacks = (Ending(how, directory), Stopped(directory))
+    run: Any = {"devices": 2, "batch_size": 8, "steps": 2000, "samples": 24, "callbacks": callbacks}
+    if environment:
+        run["plugins"] = [SLURMEnvironment(auto_requeue=True)]
+    fit(made("gpt2"), "gpt2", strategy, **run)
 
 
 def start_by_environment(directory: str) -> None:

@@ -20,6 +20,7 @@ from tests.runs import Interrupt, SaveBatches, differences
 from tests.strategies.hybrid_jobs import Recorder, Settings, averaged, everywhere
 from tests.strategies.technique_jobs import shard_itself
 
+NAN = 123456.0
 BATCHES = 13  # five steps of three batches, two to close an epoch of four batches and a small one
 
 
@@ -80,8 +81,9 @@ def left(net: pl.LightningModule, t: pl.Trainer) -> dict[str, Tensor]:
     for i, optimizer in enumerate(t.optimizers):
         for number, state in optimizer.state_dict()["state"].items():
             for key, value in state.items():
-                found[f"optimizer{i}/{number}/{key}"] = local(value).detach().clone()
-    found |= {f"logged/{name}": value.detach().clone() for name, value in t.callback_metrics.items()}
+                found[f"optimizer{i}/{number}/{key}"] = local(torch.as_tensor(value)).detach().clone()
+    logged = {f"logged/{name}": value.detach() for name, value in t.callback_metrics.items()}
+    found |= {name: value.nan_to_num(nan=NAN) for name, value in logged.items()}  # which equals itself, unlike NaN
     found["rng"] = torch.get_rng_state()
     found["steps"] = torch.tensor([t.global_step, t.current_epoch])
     return found

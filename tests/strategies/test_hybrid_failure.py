@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.processes import free_port
 from tests.strategies.hybrid_jobs import run_case
@@ -48,6 +50,37 @@ def test_a_lost_rank_stops_the_others_with_its_number(how: str, what: str, tmp_p
         assert found["resumed"] == pytest.approx(whole[3:], abs=1e-5)
 
 
+SLURM = {
+    "SLURM_JOB_ID": "1",
+    "SLURM_JOB_NAME": "train",
+    "SLURM_NTASKS": "2",
+    "SLURM_NTASKS_PER_NODE": "2",
+    "SLURM_NODELIST": "127.0.0.1",
+    "SLURM_NODEID": "0",
+}
+
+
+def test_sigterm_to_one_rank_stops_all_with_its_number(tmp_path: Path) -> None:
+    codes, logs, _ = start(JOBS, "end_by_signal", str(tmp_path), "term", {}, world_size=2, timeout=300)
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert codes[0] == 1
+    assert [rank["by"] for rank in ranks] == ["RuntimeError", "SIGTERMException"]
+    for log in logs:
+        assert re.search(r"rank 1 \(process \d+ on .*\) received SIGTERM, and all ranks stop with it", log), log
+    assert 5 <= ranks[0]["steps"] == ranks[1]["steps"] < 2000, "of those it would train"
+    saved = torch.load(tmp_path / "stopped.ckpt", weights_only=True)
+    assert saved["global_step"] == ranks[0]["steps"]
+
+
+def test_sigterm_to_all_ranks_stops_them_as_lightning_does_under_slurm(tmp_path: Path) -> None:
+    codes, logs, _ = start(JOBS, "end_by_signal", str(tmp_path), "term all", SLURM, world_size=2, timeout=300)
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert codes == [0, 0], logs
+    assert [rank["by"] for rank in ranks] == ["SIGTERMException"] * 2
+    assert ranks[0]["steps"] == ranks[1]["steps"] == 5
+    assert all("received SIGTERM, and all ranks stop with it" in log for log in logs)
+
+
 def environment(**extra: str) -> dict[str, str]:
     """Without what another launcher left."""
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
@@ -81,12 +114,7 @@ def test_lightning_starts_the_other_processes(tmp_path: Path) -> None:
 @pytest.mark.slow  # a second start, of seconds
 def test_slurm_starts_the_processes(tmp_path: Path) -> None:
     shared = {
-        "SLURM_JOB_ID": "1",
-        "SLURM_JOB_NAME": "train",
-        "SLURM_NTASKS": "2",
-        "SLURM_NTASKS_PER_NODE": "2",
-        "SLURM_NODELIST": "127.0.0.1",
-        "SLURM_NODEID": "0",
+        **SLURM,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }

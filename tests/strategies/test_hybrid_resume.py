@@ -69,10 +69,29 @@ IN_PIPELINE: dict[str, Settings] = {
     }
     for name in (
         "DataPruning",
+        "EightBitOptimizer",
         "ImportanceSampling",
         "Mixup",
+        "OptimizerOffload",
+        "ScheduleFree",
+        "SequencePacking",
         "StochasticDepth",
     )
+}
+#: Its figures compare the gradients of two steps, of which a checkpoint may stand between.
+NOISE: dict[str, Settings] = {
+    f"GradientNoiseScale, {layout}": {
+        **case,
+        "technique": "GradientNoiseScale",
+        "fit": {"accumulate_grad_batches": 1, "max_steps": 9},
+        "saved": [3, 6],
+        "batches": [3, 6],
+    }
+    for layout, case in {
+        "pp2": {"strategy": IN_PIPELINE["Mixup"]["strategy"]},
+        "tp2": {"strategy": TP2},
+        "shard": {"strategy": {}, "replicas": 2},
+    }.items()
 }
 
 
@@ -87,15 +106,19 @@ def test_a_run_resumes_from_every_batch(layout: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_techniques_resume_in_a_pipeline(tmp_path: Path) -> None:
-    found = launch(JOBS, "resume_from_every_batch", str(tmp_path), IN_PIPELINE, world_size=2)
+def test_techniques_resume_in_divided_runs(tmp_path: Path) -> None:
+    cases = {**IN_PIPELINE, **NOISE}
+    found = launch(JOBS, "resume_from_every_batch", str(tmp_path), cases, world_size=2)
     for ranks in found.values():
         for rank in ranks:
             for batch, names in rank.items():
                 rank[batch] = [name for name in names if not name.endswith("milliseconds")]  # by the clock
     assert {name: [any(rank.values()) for rank in ranks] for name, ranks in found.items()} == {
-        name: [False, False] for name in IN_PIPELINE
+        name: [False, False] for name in cases
     }
+    for name in NOISE:
+        saved = torch.load(tmp_path / name / "batch=6.ckpt", weights_only=True)["callbacks"]
+        assert next(state for key, state in saved.items() if "NoiseScale" in key)["steps"] > 0, "nothing was measured"
 
 
 @pytest.mark.timeout(900)

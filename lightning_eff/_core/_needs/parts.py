@@ -1,6 +1,10 @@
 """What a session knows of a strategy under which no process has the whole module, or the whole batch."""
 
-from collections.abc import Callable
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from lightning.pytorch import LightningModule, Trainer
@@ -75,3 +79,36 @@ class Parts:
     def apart_step(self) -> Callable[..., Any]:
         """As :attr:`own_step`, for passes without a graph, which all ranks of a pipeline make at once."""
         return self.trainer.strategy.forward_step if self.divided else self.own_step  # pyright: ignore[reportAttributeAccessIssue]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Around passes without a graph that the strategy does not call: what FSDP2 keeps in pieces is whole for them.
+
+        As many passes must be made on each rank. In a pipeline, :attr:`apart_step` sees to that by itself.
+        """
+        fsdp, model = sys.modules.get("torch.distributed.fsdp"), self.trainer.strategy.model
+        kind = () if fsdp is None or self.divided else fsdp.FSDPModule
+        trees = [self.module, *([] if model is None else [model])]
+        found: dict[int, Any] = {id(m): m for tree in trees for m in tree.modules() if isinstance(m, kind)}
+        top = found.get(id(model))
+        if top is not None:  # its own call, which these passes do without, would put together what lies in no block
+            top.unshard()
+        try:
+            yield
+        finally:
+            for m in found.values():
+                m.reshard()
+
+    def standing(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """The module's own step inside what the strategy puts around it (its ``around_own_step``, if it has one)."""
+        around = getattr(self.trainer.strategy, "around_own_step", None)
+        if around is None or self.divided:
+            return step
+
+        @functools.wraps(step)
+        def own(*args: Any, **kwargs: Any) -> Any:
+            with around():
+                return step(*args, **kwargs)
+
+        own.__wrapped__ = inspect.unwrap(step)  # Lightning looks through one wrapper only
+        return own

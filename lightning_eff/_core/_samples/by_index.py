@@ -204,7 +204,8 @@ def put_together(session: Session, own: list[int], problem: ValueError | None, v
 def at_hand(session: Session, module: nn.Module) -> Iterator[None]:
     """``module`` is on the run's device and in the run's trainer, where it logs nothing; afterwards it is as it was."""
     if module is session.module:
-        yield
+        with session.together():
+            yield
         return
     with ExitStack() as scope:
         first = next(module.parameters(), None)

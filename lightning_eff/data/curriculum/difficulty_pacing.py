@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core._lightning.names import is_a
-from lightning_eff._core._needs.needs import APART, Need, Reasons
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.by_index import losses_of_each_sample, of_each_sample
 from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scorer
@@ -124,7 +124,6 @@ class DifficultyPacing(SampleChooser):
     paper: ClassVar[str] = "Wu et al. 2021, arXiv:2012.03107; Platanios et al. 2019, arXiv:1903.09848"
     constraints: ClassVar[str] = "one DataLoader over a map-style data set; score='loss' needs a loss seen by sample"
     needs: ClassVar[Need] = Need.STEP
-    refuses: ClassVar[Reasons] = APART
     survey: ClassVar[Survey | None] = Survey("curriculum learning", shen="3.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {

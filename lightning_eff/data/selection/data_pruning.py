@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core import rng
-from lightning_eff._core._needs.needs import APART, Need, Reasons
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.technique import Choice as Chosen
 from lightning_eff._core._samples.technique import Epoch, SampleChooser
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
@@ -105,7 +105,6 @@ class DataPruning(SampleChooser):
     paper: ClassVar[str] = "Paul et al. 2021, arXiv:2107.07075; Sorscher et al. 2022, arXiv:2206.14486"
     constraints: ClassVar[str] = "one DataLoader over a map-style data set; 'el2n' needs a loss seen by sample"
     needs: ClassVar[Need] = Need.STEP
-    refuses: ClassVar[Reasons] = APART
     survey: ClassVar[Survey | None] = Survey("data pruning (GraNd, EL2N, prototypes)", zhuang="2.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"score": Choice(("el2n",)), "keep": Uniform(0.4, 0.9), "easy": Choice((False, True))}, _pointless

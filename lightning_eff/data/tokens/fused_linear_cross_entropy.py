@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_eff._core._needs.needs import Need, Part, Reasons
+from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core._stack.compiled import uncompiled
 from lightning_eff._core.batches import num_samples
@@ -95,9 +95,9 @@ class FusedLinearCrossEntropy(Technique):
         min_classes: heads with fewer classes stay as they are, >= 2; ``math.inf`` is plain training.
 
     Raises:
-        ValueError: if an argument is out of its range; at setup, under manual optimization, tensor or pipeline
-            parallelism; at the first batch, before any weight has changed and on all ranks,
-            if no cross-entropy of a linear map's output is seen, or none that can be computed without logits.
+        ValueError: if an argument is out of its range; at setup, under manual optimization; at the first batch, before any
+            weight has changed and on all ranks, if no cross-entropy of a linear map's output is seen, or none that can be
+            computed without logits.
         RuntimeError: if the head's input is changed in place before the loss, or its gradients are differentiated.
 
     Sources:
@@ -111,7 +111,6 @@ class FusedLinearCrossEntropy(Technique):
         " not differentiated themselves"
     )
     needs: ClassVar[Need] = Need.CALLS | Need.STEP
-    refuses: ClassVar[Reasons] = {Part.TENSOR: "the technique multiplies with the head's whole weight"}
     survey: ClassVar[Survey | None] = Survey("token masking (sparse token prediction)", zhuang="2.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         pointless=_pointless, measured_on=lambda profile: profile.masked_labels
@@ -157,6 +156,8 @@ class FusedLinearCrossEntropy(Technique):
     @override
     def attach(self, session: Session) -> None:
         self._reset()
+        if hasattr(session.trainer.strategy, "whole_heads"):
+            session.patches.set(session.trainer.strategy, "whole_heads", True)
         session.told_by_loss(self, "_calls", "_computed", "_positions", "_bytes", "_reads")
         self.nodes: weakref.WeakSet[Node] = weakref.WeakSet()
         session.chain.add(Stage.SAVE, self._link)
@@ -330,6 +331,11 @@ def _none_found(look: _Look, maps: Maps, module: nn.Module) -> str:
     """What was seen instead of a cross-entropy of a linear map's output."""
     seen = [f"a cross-entropy that needs the logits: {one}" for one in look.unfit]
     seen += [f"{loss}, whose input no linear map that can be followed has made" for loss in maps.losses]
+    if maps.divided:
+        seen.append(
+            f"products with {', '.join(list(maps.divided)[-3:])}, which tensor parallelism splits, and the loss needs a head's"
+            " whole weight (leave the head out of tensor_parallel_plan)"
+        )
     last = list(look.reads.items())[-1:]
     seen += [f"the output of {site}, the last map, read by {how}" for site, how in last]
     return (

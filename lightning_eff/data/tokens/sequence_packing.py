@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._needs.needs import Part, Reasons
 from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Stage
@@ -81,6 +82,7 @@ class SequencePacking(Technique):
         "automatic optimization; a mask of padding in the batch; a stack of blocks on (B, T, D) that mix tokens by"
         " scaled_dot_product_attention, flex_attention or masks that they are handed, and are not compiled"
     )
+    refuses: ClassVar[Reasons] = {Part.PIPELINE: ""}  # each rank packs whole micro-batches
     survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace(pointless=_pointless)
     sparse_gradients: ClassVar[bool] = True

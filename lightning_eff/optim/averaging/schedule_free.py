@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count, Fraction, Number
 from lightning_eff._core._lightning.extras import missing
-from lightning_eff._core._needs.needs import Need
+from lightning_eff._core._needs.needs import Need, Part, Reasons
 from lightning_eff._core._optim.combined import set_rate
 from lightning_eff._core._optim.held import HeldRates
 from lightning_eff._core._optim.multiples import Multiples
@@ -161,6 +161,7 @@ class ScheduleFree(AveragedWeights):
     paper: ClassVar[str] = "Defazio et al. 2024, arXiv:2405.15682"
     constraints: ClassVar[str] = "needs the package schedulefree, and one optimizer without a closure"
     needs: ClassVar[Need] = Need.WHOLE
+    refuses: ClassVar[Reasons] = {Part.PIPELINE: ""}  # each rank steps whole parameters of its own
     survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count, Fraction, Number
-from lightning_eff._core._needs.needs import Need
+from lightning_eff._core._needs.needs import Need, Part, Reasons
 from lightning_eff._core.search_space import Choice, Integer, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
@@ -137,6 +137,9 @@ class TrainableWeightAveraging(SnapshotWindow):
         "needs automatic optimization and a run with an end; keeps window + 1 copies of the weights"
     )
     needs: ClassVar[Need] = Need.WHOLE
+    refuses: ClassVar[Reasons] = {
+        Part.PIPELINE: "the coefficients follow from products over all weights, of which each process has some"
+    }
     survey: ClassVar[Survey | None] = Survey("trainable weight averaging (TWA)", zhuang="2.1", shen="5.4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {

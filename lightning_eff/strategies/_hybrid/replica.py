@@ -18,7 +18,6 @@ from torchmetrics import metric
 from lightning_eff._core import rng
 from lightning_eff._core.patches import Patches
 from lightning_eff._core.steps import silent, takes_index
-from lightning_eff._core.technique import works_in_steps
 from lightning_eff._core.wrapping import WrappingPrecision
 from lightning_eff.strategies._hybrid import batches, gradients, sharding
 from lightning_eff.strategies._hybrid.arguments import Settings, innermost
@@ -56,6 +55,7 @@ class Replica:
         files: its checkpoints; from :meth:`divide` on.
         window: the gradients of an open accumulation window, for checkpoints; from :meth:`divide` on.
         replicated: every process holds the whole model.
+        in_place: what refuses forward passes that change parameters in place; once the module is divided.
         in_training_step: a pipeline's rank runs the module's own training step.
     """
 
@@ -91,7 +91,7 @@ class Replica:
         self._stash = gradients.Stash(module)
         self._buffers: list[Tensor] = []
         self._groups: list[dist.ProcessGroup] = []
-        self._in_place: sharding.InPlace
+        self.in_place: sharding.InPlace | None = None
         self._late: list[nn.Parameter] = []  # frozen when DDP is built, which would not average them once they train
 
     # -- at setup
@@ -151,7 +151,7 @@ class Replica:
         for root in self._roots:
             sharding.settle(root)
         self._reduced = {id(p) for root in self._roots for p in sharding.sharded_parameters(root)}
-        self._in_place = sharding.InPlace(module, self._roots, self._reduced, data_group(self.mesh), who=self.who)
+        self.in_place = sharding.InPlace(module, self._roots, self._reduced, self.mesh, self.pipeline, who=self.who)
         if deferred and self.pipeline is not None and batch is not None:
             with self.evaluation():
                 self.pipeline.learn(self._step, batch)
@@ -223,7 +223,10 @@ class Replica:
             from lightning_eff.strategies._tensor.plan import tensor_parallel
 
             def loss() -> Tensor:
-                with rng.fork(), silent(self.module):
+                with (
+                    rng.fork(),
+                    silent(self.module, buffers=False),
+                ):  # which are compared, and put back by who does that
                     output = self._step(batch)
                 return output["loss"] if isinstance(output, Mapping) else output
 
@@ -233,6 +236,7 @@ class Replica:
                 settings.tensor_parallel_plan,
                 None if batch is None else loss,
                 sequence_parallel=settings.sequence_parallel,
+                whole_heads=self.trainer.strategy.whole_heads,  # pyright: ignore[reportAttributeAccessIssue]
                 who=self.who,
             )
             rank_zero_info(str(self.tensor))
@@ -311,11 +315,6 @@ class Replica:
                 yield
         finally:
             self._accumulating = False
-
-    def looking(self) -> AbstractContextManager[None]:
-        """Around a training step: whether its forward passes change parameters in place, which would go wrong."""
-        apart = self.layout.data == 1 or works_in_steps(self.trainer)
-        return nullcontext() if apart else self._in_place.looking()
 
     def begin_step(self) -> None:
         """Give all replicas the buffers of the first, as DDP does."""

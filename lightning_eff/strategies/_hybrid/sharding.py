@@ -1,7 +1,7 @@
 """FSDP2 around a module that knows nothing of it: one group for each block, the rest with the root, and the way back."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,18 +15,23 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_eff._core.blocks import candidates, find_stack
-from lightning_eff.strategies._inplace import Copies, differ, lost, mark
+from lightning_eff._core.steps import looking as beside
+from lightning_eff.strategies._hybrid.layout import PIPELINE, data_group
+from lightning_eff.strategies._inplace import Copies, Mark, differ, lost, mark
 
 
 class Root(nn.Module):
     """Makes a step of the LightningModule one call of ``forward``, where FSDP2's root acts."""
+
+    around: Callable[[], AbstractContextManager[None]] = nullcontext  # what stands around the step, once all is whole
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
+        with self.around():
+            return self.module(*args, **kwargs)
 
 
 def blocks_of(module: nn.Module, layers: str | None, *, who: str) -> list[nn.Module]:
@@ -173,65 +178,128 @@ class InPlace:
         module: the LightningModule.
         roots: what FSDP2 has divided.
         divided: ids of the pieces.
-        group: the data-parallel ranks.
+        mesh: of all ranks.
+        pipeline: the stages here, of which several may hold the same parameters; None without.
         who: for messages.
     """
 
     def __init__(
-        self, module: nn.Module, roots: list[nn.Module], divided: set[int], group: dist.ProcessGroup, *, who: str
+        self,
+        module: nn.Module,
+        roots: list[nn.Module],
+        divided: set[int],
+        mesh: DeviceMesh,
+        pipeline: Any,
+        *,
+        who: str,
     ) -> None:
-        self.module, self.roots, self.divided, self.group, self.who = module, roots, divided, group, who
-        self.copies = Copies(group, who=who)
+        self.module, self.roots, self.divided, self.pipeline, self.who = module, roots, divided, pipeline, who
+        self.group = data_group(mesh)
+        self.copies = Copies(self.group, who=who) if self.group.size() > 1 else None
+        why = "after the blocks, on the last pipeline stage alone"
+        self.stages = None if pipeline is None else Copies(mesh[PIPELINE].get_group(), who=who, why=why)
         self._looks = bool(roots)
+        self._ran = False
+        self._found: set[nn.Parameter] | None = None  # within a step that is looked at
 
     @contextmanager
-    def looking(self) -> Iterator[None]:
-        """Look at a training step, the first or one after it that is still to be looked at; collective over the group.
+    def looking(self, *, outside: bool) -> Iterator[None]:
+        """Look at a training step, the first or one after it that is still to be looked at; collective.
+
+        Args:
+            outside: somebody else calls :meth:`own_step` in it.
 
         Raises:
             ValueError: on all ranks, before any weight has moved.
         """
-        if self.copies.done and not self._looks:
+        compared = [c for c in (self.copies, self.stages) if c is not None and not c.done]
+        if not compared and not self._looks:
             yield
             return
         named = dict(self.module.named_parameters())
         found: set[nn.Parameter] = set()
         with ExitStack() as entered:
-            entered.enter_context(
-                self.copies.looking({name: p for name, p in named.items() if id(p) not in self.divided})
-            )
+            for each in compared:
+                every = named if each is self.copies else self.pipeline.shared_by_name()
+                entered.enter_context(each.looking({n: p for n, p in every.items() if id(p) not in self.divided}))
             for root in self.roots if self._looks else ():
-                entered.enter_context(marked(root, found))
-            yield
+                entered.enter_context(marked(root, found, itself=not isinstance(root, Root)))
+            self._found = found if self._looks else None
+            tops = [root for root in self.roots if isinstance(root, Root)]
+            if not outside and not tops:
+                entered.enter_context(self.own_step())
+            for top in tops if not outside else ():
+                top.around = self.own_step
+                entered.callback(top.__dict__.pop, "around", None)
+            try:
+                yield
+            finally:
+                self._found = None
         if self._looks:
             ids = {id(p) for p in found}
             ranks: list[Any] = [None] * self.group.size()
-            dist.all_gather_object(ranks, [name for name, p in named.items() if id(p) in ids], group=self.group)
-            if names := {name for rank in ranks for name in rank}:
+            mine = [name for name, p in named.items() if id(p) in ids]
+            dist.all_gather_object(ranks, (self._ran, mine), group=self.group)
+            if names := {name for _, rank in ranks for name in rank}:
                 raise lost(names, "shard=True puts whole parameters together for the pass alone", who=self.who)
-        self._looks = False
+            self._looks = not all(ran for ran, _ in ranks)
+
+    @contextmanager
+    def own_step(self) -> Iterator[None]:
+        """Around the module's own step: what techniques write around it, as they put weights back, does not count.
+
+        Nor does a pass beside training, within which they may try other weights.
+        """
+        with ExitStack() as entered:
+            for each in (self.copies, self.stages):
+                if each is not None:
+                    entered.enter_context(each.own_step())
+            found = None if beside() else self._found
+            before = self._root_marks() if found is not None else {}
+            yield
+            if found is not None:
+                self._ran = True
+                after = self._root_marks() if before else {}
+                found |= {p for p, then in before.items() if p in after and differ(then, after[p])}
+
+    def _root_marks(self) -> dict[nn.Parameter, Mark]:
+        """By piece, the mark of what lies in no block, where it is whole at the moment."""
+        return {
+            p.sharded_param: mark(p.unsharded_param)
+            for root in self.roots
+            if isinstance(root, Root)
+            for group in root._get_fsdp_state()._fsdp_param_groups  # pyright: ignore[reportCallIssue]
+            if group.is_unsharded
+            for p in group.fsdp_params
+        }
 
 
 @contextmanager
-def marked(root: nn.Module, found: set[nn.Parameter]) -> Iterator[None]:
-    """Note the pieces of parameters that forward passes in here change in place while they are whole."""
+def marked(root: nn.Module, found: set[nn.Parameter], *, itself: bool = True) -> Iterator[None]:
+    """Note the pieces of parameters that forward passes in here change in place while they are whole.
+
+    Args:
+        root: the module, whose blocks are looked at.
+        found: to which they are added.
+        itself: look at those in no block, too.
+    """
     taken: list[tuple[nn.Parameter, Any, Any]] = []
     handles: list[Any] = []
     for m in groups(root):
+        if m is root and not itself:
+            continue
         params = [p for g in m._get_fsdp_state()._fsdp_param_groups for p in g.fsdp_params]
         before: list[Any] = []
 
         @torch.compiler.disable
         def enter(*_: Any, params: list[Any] = params, before: list[Any] = before) -> None:
-            before.append([mark(p.unsharded_param) for p in params])
+            before.append([] if beside() else [mark(p.unsharded_param) for p in params])
 
         @torch.compiler.disable
         def leave(*_: Any, params: list[Any] = params, before: list[Any] = before) -> None:
             if before:  # a module may run within its own call
                 marks = before.pop()
-                taken.extend(
-                    (p.sharded_param, then, mark(p.unsharded_param)) for p, then in zip(params, marks, strict=True)
-                )
+                taken.extend((p.sharded_param, then, mark(p.unsharded_param)) for p, then in zip(params, marks))  # noqa: B905
 
         assert isinstance(m, nn.Module)
         hooks: tuple[Any, Any] = enter, leave

@@ -5,6 +5,8 @@ then names an address. So each process keeps a thread with a connection of its o
 ``MASTER_PORT``. The thread looks whether the processes of its own machine (or container) live, by their ids. It counts
 in the store that its machine lives, and reads what failed. A process that is silent and lives is not dead: native code
 may keep Python from running for minutes. Only a machine of which no process gives a sign of life counts as lost.
+
+SIGTERM to any rank ends the run on all of them, after the same training step.
 """
 
 import os
@@ -21,14 +23,19 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed as dist
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import _get_default_store
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._run.words import causes
+from lightning_eff._core.patches import Patches
 
-_FAILED = "failed"
+_FAILED, _TERMINATED = "failed", "terminated"
 _INTERVAL_SECONDS = 1.0
 _GRACE_SECONDS = 8.0
 _DISCONNECTED_SECONDS = 6.0  # of silence that are enough once a message to another process has failed
@@ -115,17 +122,23 @@ class Watch:
         self._told = threading.Event()
         self._disconnected = False
         self.verdict: str | None = None
+        self.signalled, self.asked = threading.Event(), threading.Event()
+        self.agreed = False
+        self._patches = Patches()
 
     @property
     def current(self) -> bool:
         """Whether the process group is the one that it was made with."""
         return self._group is dist.group.WORLD
 
-    def start(self) -> None:
-        """Begin to watch; all ranks together."""
+    def start(self, trainer: Trainer | None = None) -> None:
+        """Begin to watch; all ranks together. SIGTERM is answered for ``trainer``, before it registers its handlers."""
         if self._thread is not None:
             return
         self._run += 1
+        self.signalled, self.asked, self.agreed = threading.Event(), threading.Event(), False
+        if trainer is not None:
+            self._answer_sigterm(trainer)
         self._stop, self._told, self.verdict = threading.Event(), threading.Event(), None
         self._disconnected = False
         self._thread = threading.Thread(target=self._watch, name=f"{self.who} watch", daemon=True)
@@ -133,6 +146,7 @@ class Watch:
 
     def end(self) -> None:
         """End the watch of this run."""
+        self._patches.restore()
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=2 * _INTERVAL_SECONDS)
@@ -158,6 +172,10 @@ class Watch:
                     self._conclude(self._store.get(self._key(_FAILED)).decode())
                     return
                 lost = 0
+                if self.signalled.is_set():
+                    self._store.compare_set(self._key(_TERMINATED), "", self._named(self.rank))
+                if self.rank == 0 and self._store.check([self._key(_TERMINATED)]):
+                    self.asked.set()
                 if dead := self._dead(others):
                     self._post(dead)
                 if watches:
@@ -183,13 +201,15 @@ class Watch:
         """What is to be said of the first of ``ranks``, all of this machine, that does not live."""
         for rank in ranks:
             if not self._processes[rank].alive():
-                named = f"rank {rank} ({self._processes[rank]})"
-                return f"{named} has died without a message: it was killed, or ran out of memory"
+                return f"{self._named(rank)} has died without a message: it was killed, or ran out of memory"
         return None
+
+    def _named(self, rank: int) -> str:
+        return f"rank {rank} ({self._processes[rank]})"
 
     def _silent(self, ranks: list[int], seconds: float) -> str:
         rest = f", and {'' if len(ranks) == 2 else 'all of '}{_listed(ranks[1:])} there," if len(ranks) > 1 else ""
-        return f"rank {ranks[0]} ({self._processes[ranks[0]]}){rest} gave no sign of life for {seconds:.0f} s"
+        return f"{self._named(ranks[0])}{rest} gave no sign of life for {seconds:.0f} s"
 
     def _post(self, problem: str) -> None:
         self._store.compare_set(self._key(_FAILED), "", problem)
@@ -226,6 +246,8 @@ class Watch:
         """
         if self._thread is None:
             return None
+        if is_a(error, SIGTERMException):
+            return self._terminated()
         with _undisturbed():
             return self._failed(error)
 
@@ -245,6 +267,66 @@ class Watch:
         message = self.message() if consequence and not self._own else None
         self._stop.set()
         return message
+
+    # -- SIGTERM
+
+    def _answer_sigterm(self, trainer: Trainer) -> None:
+        """Ask all ranks to stop after the same training step.
+
+        Lightning's own handler sends a message, which ranks that did not get the signal take for another one. Before each
+        training batch Lightning's loop asks rank 0 whether to stop: the signal's rank tells rank 0 through the store.
+        """
+        connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+        agree = loop._broadcast_sigterm_tensor
+
+        def received(signum: int, _: Any) -> None:
+            if not self.signalled.is_set() and (launcher := trainer.strategy.launcher) is not None:
+                cast("Any", launcher).kill(signum)  # passes it on to the processes that it started
+            self.signalled.set()
+            if self.rank == 0:
+                self.asked.set()
+            if trainer.state.fn != TrainerFn.FITTING:  # no loop asks: this rank stops by itself, and tells the others
+                connector.received_sigterm = True
+
+        def stopping() -> None:
+            connector.received_sigterm = connector.received_sigterm or self.asked.is_set()
+            try:
+                agree()
+            except BaseException:
+                self.agreed = True
+                raise
+
+        self._patches.set(connector, "_sigterm_notifier_fn", received)
+        self._patches.set(loop, "_broadcast_sigterm_tensor", stopping)
+
+    def _terminated(self) -> str | None:
+        """This rank stops by SIGTERM: say which one got it.
+
+        Returns:
+            The message to stop with if that is another rank alone; None if this one got the signal too.
+        """
+        self.signalled.wait(2 * _INTERVAL_SECONDS)  # a scheduler signals all ranks, though not at once
+        first = "a rank"
+        try:
+            if self.signalled.is_set():
+                self._store.compare_set(self._key(_TERMINATED), "", self._named(self.rank))
+            self._store.wait([self._key(_TERMINATED)], timedelta(seconds=4 * _INTERVAL_SECONDS))
+            first = self._store.get(self._key(_TERMINATED)).decode()
+            if not self.agreed:  # others may wait for this one
+                self._post(f"{first} received SIGTERM")
+            self._store.set(self._key(f"told/{self.rank}"), "1")
+            self._wait_until_told()
+        except Exception as unreachable:
+            print(f"{self.who}: could not ask which rank received SIGTERM: {unreachable}", file=sys.stderr)
+        self._stop.set()
+        message = (
+            f"{self.who}: {first} received SIGTERM, and all ranks stop with it. This process is rank {self.rank}. Resume from"
+            " the last checkpoint: trainer.fit(..., ckpt_path=...)."
+        )
+        if not self.signalled.is_set():
+            return message
+        print(message, file=sys.stderr, flush=True)
+        return None
 
     def _wait_until_told(self) -> None:
         """Rank 0 may keep the store: it stays until all others have read what happened, or do not answer."""

@@ -56,6 +56,10 @@ class SharedGradients:
         """The shared parameters of this rank."""
         return [p for names in self._names.values() for p in self._of(names)]
 
+    def by_name(self) -> dict[str, nn.Parameter]:
+        """The shared parameters of this rank by their first names in the whole module, frozen ones too."""
+        return {each[0]: registered(self.module, *each) for names in self._names.values() for each in names}
+
     def _of(self, names: list[tuple[str, ...]]) -> list[nn.Parameter]:
         return [p for each in names if (p := registered(self.module, *each)).requires_grad]
 

@@ -249,6 +249,10 @@ class Pipeline(Telling):
         """This rank's parameters that other pipeline ranks hold too; their gradients are summed."""
         return [] if self._shared is None else self._shared.parameters()
 
+    def shared_by_name(self) -> dict[str, nn.Parameter]:
+        """The same by their first names in the whole module, frozen ones too."""
+        return {} if self._shared is None else self._shared.by_name()
+
     def reduce_shared(self) -> None:
         """Sum the gradients of :attr:`shared` over the pipeline ranks that hold them; on all ranks together."""
         if self._shared is not None:

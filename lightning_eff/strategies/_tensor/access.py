@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from lightning_eff._core._needs.gathered import gathered, piece
 from lightning_eff.strategies._tensor.sections import Exchange
 
 _TABLE = "_tensor_parallel_reads"
@@ -48,15 +49,15 @@ def read(param: DTensor, how: Read) -> Tensor:
     """
     if how.kind == "whole":
         grads: list[Placement] = [Partial() if how.partial else Replicate()]
-        return param.redistribute(placements=[Replicate()]).to_local(grad_placements=grads)
+        return gathered(param.redistribute(placements=[Replicate()]).to_local(grad_placements=grads), param)
     local = param.to_local()
     if how.kind == "zero":
         return torch.zeros_like(local)
     if how.exchange is None:
-        return local
+        return piece(local)
     if how.columns and local.ndim > 1:
-        return how.exchange(local.movedim(-1, 0)).movedim(0, -1)
-    return how.exchange(local)
+        return piece(how.exchange(local.movedim(-1, 0)).movedim(0, -1))
+    return piece(how.exchange(local))
 
 
 class _Reads:

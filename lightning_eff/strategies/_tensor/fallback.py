@@ -1,5 +1,7 @@
 """What is right by itself: one layer split with its result gathered, or only the storage of a parameter split."""
 
+from typing import Any
+
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -38,6 +40,26 @@ def alone(root: nn.Module, size: int, before: Record | None, *, taken: list[Entr
         if style is not None:
             entries.append(Entry(path, style, "tied" if shared else "right by itself"))
     return entries
+
+
+def last_layers(root: nn.Module, before: Record) -> list[str]:
+    """The linear layers whose outputs reach the loss through no other layer: a language model's head."""
+    made: dict[Any, list[str]] = {}
+    for call in before.calls:
+        if call.left is not None and names_of(root.get_submodule(call.path)):
+            made.setdefault(call.left, []).append(call.path)
+    found: dict[str, None] = {}
+    seen: set[Any] = set()
+    todo = [before.end]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        found |= dict.fromkeys(path for path in made.get(node, ()) if is_linear(root.get_submodule(path)))
+        if node not in made:
+            todo.extend(following for following, _ in node.next_functions)
+    return [*found]
 
 
 def _style(module: nn.Module, size: int) -> Style | None:

@@ -11,7 +11,7 @@ the same mask for its own heads or features: every activation is dropped with th
 rank shares its mask with head i of the next, unlike in one process.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_eff.strategies._inplace import changed, lost, marks
 from lightning_eff.strategies._tensor.exercise import exercised
-from lightning_eff.strategies._tensor.fallback import alone, norms, storage
+from lightning_eff.strategies._tensor.fallback import alone, last_layers, norms, storage
 from lightning_eff.strategies._tensor.given import Entry, carried_plan, given_plan, refuse_heads, wildcard
 from lightning_eff.strategies._tensor.propose import divisions, pairs, variants
 from lightning_eff.strategies._tensor.sharder import Sharder
@@ -88,6 +88,7 @@ def tensor_parallel(
     run: Callable[[], Tensor] | None,
     *,
     sequence_parallel: bool = False,
+    whole_heads: bool = False,
     who: str = "HybridParallelStrategy",
 ) -> TensorPlan:
     """Split ``module`` over the ranks of ``mesh``, in place.
@@ -104,6 +105,8 @@ def tensor_parallel(
             None if nothing can be run: then only plans that somebody wrote, and storage in parts, are used, unchecked.
         sequence_parallel: norms on (B, T, features) compute each rank's part of the sequence, where that is right; what
             goes in and comes out of them stays whole on every rank.
+        whole_heads: with the plan "auto", every rank computes with the whole weights of the layers that make the loss's
+            input, which are stored in parts and gathered where they are read.
         who: begins messages.
 
     Returns:
@@ -141,7 +144,8 @@ def tensor_parallel(
         if hand is not None:
             more = norms(module, check.before, taken=hand) if sequence_parallel else []
             return _by_hand(module, sharder, [*hand, *more], check, who=who)
-        return _found(module, sharder, check, sequence_parallel=sequence_parallel, who=who)
+        heads = last_layers(module, check.before) if whole_heads else []
+        return _found(module, sharder, check, sequence_parallel=sequence_parallel, heads=heads, who=who)
 
 
 def same_random_numbers(mesh: DeviceMesh) -> None:
@@ -255,19 +259,30 @@ def _complete(module: nn.Module, entries: list[Entry]) -> list[Entry]:
 
 
 def _found(
-    module: nn.Module, sharder: Sharder, check: Check | None, *, sequence_parallel: bool = False, who: str
+    module: nn.Module,
+    sharder: Sharder,
+    check: Check | None,
+    *,
+    sequence_parallel: bool = False,
+    heads: Sequence[str] = (),
+    who: str,
 ) -> TensorPlan:
-    """The model's own plan, pairs that prove right, and what is always right; each step back is noted."""
+    """The model's own plan, pairs that prove right, and what is always right; each step back is noted.
+
+    ``heads`` are not split, whatever the model's own plan says.
+    """
     size, before = sharder.size, check.before if check else None
+    whole = [Entry(path, Style("gather"), "its loss is computed with the whole weight") for path in heads]
     carried, refused = carried_plan(module, size)
     reasons: dict[str, dict[str, None]] = {}
     for path, why in refused.items():
         reasons.setdefault(why, {})[wildcard(path)] = None
     notes = [f"the model's own plan is not used for {', '.join(paths)}: {why}" for why, paths in reasons.items()]
+    carried = [entry for entry in carried if entry.path not in heads]
     if check is not None and carried and (finding := _try(sharder, carried, (), check)).message:
         notes.append(f"the model's own plan given up: {finding.message} (at {finding.suspect or 'the loss'})")
         carried = []
-    entries, attributes = _accept_pairs(module, sharder, carried, check, notes)
+    entries, attributes = _accept_pairs(module, sharder, [*carried, *whole], check, notes)
     if check is not None:
         trials = _alike(alone(module, size, check.before, taken=entries, read=True))
         if sequence_parallel:
@@ -280,8 +295,8 @@ def _found(
                 notes.append(f"{wildcard(trial[0].path)} is not sequence parallel: {finding.message.splitlines()[0]}")
     levels: list[tuple[str, list[Entry], Attributes]] = [
         ("all that proved right by itself", [*entries, *alone(module, size, before, taken=entries)], attributes),
-        ("pairs", alone(module, size, before, taken=[]), ()),
-        ("splitting layers", [], ()),
+        ("pairs", [*whole, *alone(module, size, before, taken=whole)], ()),
+        ("splitting layers", [], ()),  # all are read whole then
         ("storage in parts", [], ()),
     ]
     for level, (what, chosen, divided) in enumerate(levels):

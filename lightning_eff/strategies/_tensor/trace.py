@@ -36,12 +36,8 @@ class _NoDropout(TorchFunctionMode):
 @contextmanager
 def undisturbed(root: nn.Module) -> Iterator[None]:
     """Random numbers from a fixed seed and no dropout; afterwards generators, buffers and gradients are as before."""
-    buffers = [
-        (module, name, buffer, buffer.detach().clone())
-        for module in root.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
+    owners = [(module._buffers, dict(module._buffers)) for module in root.modules()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in root.buffers()]
     grads = [(param, param.grad) for param in root.parameters()]
     state = random.getstate()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
@@ -62,9 +58,11 @@ def undisturbed(root: nn.Module) -> Iterator[None]:
             for param, grad in grads:
                 param.grad = grad
             with torch.no_grad():
-                for module, name, buffer, value in buffers:
+                for held, had in owners:
+                    held.clear()
+                    held.update(had)
+                for buffer, value in buffers:
                     buffer.copy_(value)
-                    module._buffers[name] = buffer
 
 
 class _NotRecomputed:
@@ -142,8 +140,10 @@ class Record:
         loss: the loss, a number.
         grads: each parameter's gradient by name; the first name of a shared one.
         calls: of leaves (modules without children), in order; kept only where asked for.
+        buffers: what the execution left in the buffers that it changed, by name.
         prints: of every module's output, in the order in which modules ended.
         outside: names of parameters that were read while their module was not running.
+        end: the loss's autograd node; kept only where calls are.
         dtype: the lowest floating-point precision among the outputs of modules.
         inside: the innermost module that was running when the execution failed.
     """
@@ -151,8 +151,10 @@ class Record:
     loss: float = float("nan")
     grads: dict[str, Tensor] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
     prints: list[Print] = field(default_factory=list)
     outside: set[str] = field(default_factory=set)
+    end: Any = None
     dtype: torch.dtype = torch.float64
     inside: str = ""
 
@@ -234,6 +236,10 @@ def jittered(root: nn.Module, relative: float) -> Iterator[None]:
             handle.remove()
 
 
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
 def execute(root: nn.Module, run: Callable[[], Tensor], *, keep_calls: bool = False) -> Record:
     """Run forward and backward once and return what happened; ``root`` is left as it was.
 
@@ -248,10 +254,12 @@ def execute(root: nn.Module, run: Callable[[], Tensor], *, keep_calls: bool = Fa
     record = Record()
     watcher = _Watcher(root, record, keep_calls)
     with undisturbed(root):
+        before = {name: buffer.detach().clone() for name, buffer in root.named_buffers()}
         try:
             with watcher.watch(), without_reentrant() if keep_calls else nullcontext():
                 loss = run()
             record.loss = float(loss.detach())
+            record.end = loss.grad_fn if keep_calls else None
             if loss.requires_grad:
                 loss.backward()  # frees activations; the nodes of the graph stay
         except Exception as error:
@@ -260,6 +268,9 @@ def execute(root: nn.Module, run: Callable[[], Tensor], *, keep_calls: bool = Fa
         for name, param in root.named_parameters():
             if param.grad is not None:
                 record.grads[name] = param.grad
+        for name, buffer in root.named_buffers():
+            if name not in before or not _same(before[name], buffer):
+                record.buffers[name] = buffer.detach().clone()
     if record.dtype is torch.float64 and not record.prints:
         record.dtype = torch.float32
     return record

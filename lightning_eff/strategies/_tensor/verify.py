@@ -46,20 +46,20 @@ def tolerance(dtype: torch.dtype, device: str) -> float:
 
 @dataclass(frozen=True)
 class Noise:
-    """What rounding errors do to a module: by how much its loss and the norm of each gradient's error change."""
+    """What rounding errors do to a module: by how much its loss changes, and each gradient and buffer in norm."""
 
     loss: float
     grads: dict[str, float]
+    buffers: dict[str, float]
 
 
 def noise(before: Record, jittered: Record) -> Noise:
     """From two executions of the whole module, the second with errors put in."""
-    grads = {
-        name: float((grad.double() - jittered.grads[name].double()).norm())
-        for name, grad in before.grads.items()
-        if name in jittered.grads
-    }
-    return Noise(abs(before.loss - jittered.loss), grads)
+    return Noise(
+        abs(before.loss - jittered.loss),
+        {name: _distance(jittered.grads[name], grad) for name, grad in before.grads.items() if name in jittered.grads},
+        {name: _distance(jittered.buffers[name], b) for name, b in before.buffers.items() if name in jittered.buffers},
+    )
 
 
 def local_part(whole: Tensor, param: nn.Parameter) -> Tensor:
@@ -105,10 +105,27 @@ def compare(root: nn.Module, before: Record, after: Record, mesh: DeviceMesh, er
     if worst and not mine.message:
         suspect = _diverges(before, after, tol) or worst.rpartition(".")[0]
         mine = Finding(f"the gradient of {worst!r} is off by {worst_error:.2g} of its norm", suspect)
+    if not mine.message:
+        mine = _of_buffers(before, after, tol, errors)
     group = mesh.get_group()
     findings: list[Finding] = [mine] * dist.get_world_size(group)
     dist.all_gather_object(findings, mine, group=group)
     return next((finding for finding in findings if finding.message), Finding())
+
+
+def _of_buffers(before: Record, after: Record, tol: float, errors: Noise) -> Finding:
+    """A buffer in which the step leaves other values: statistics of a part of the features, as where a layer is split."""
+    for name in dict.fromkeys((*before.buffers, *after.buffers)):
+        whole, found = before.buffers.get(name), after.buffers.get(name)
+        path = name.rpartition(".")[0]
+        if whole is None or found is None:
+            return Finding(f"the step changes the buffer {name!r} only {'split' if whole is None else 'whole'}", path)
+        error, norm = _distance(found, whole), float(whole.double().norm())
+        if not error <= max(tol * norm, _TIMES * errors.buffers.get(name, 0.0), 1e-30):
+            return Finding(
+                f"what the step leaves in the buffer {name!r} is off by {error / max(norm, 1e-30):.2g}", path
+            )
+    return Finding()
 
 
 def _distance(value: Tensor, reference: Tensor) -> float:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from lightning_eff._core._needs.gathered import is_piece, parameter_of
 from lightning_eff._core.losses import LOSSES
 from lightning_eff._core.patches import Patches
 from lightning_eff.data.tokens._head.calls import Maker
@@ -59,7 +60,13 @@ class Site:
 def site_at(root: nn.Module, name: str, called: bool, classes: int, inputs: int) -> Site:
     """The map of this name: an ``nn.Linear``, or, where it is not called, a parameter."""
     module = root.get_submodule(name) if called else None
-    weight = root.get_parameter(name) if module is None else module._parameters.get("weight")
+    if module is None:  # as it is registered, which reading the attribute may not give
+        path, _, key = name.rpartition(".")
+        weight = root.get_submodule(path)._parameters.get(key)
+        if weight is None:
+            raise ValueError(f"FusedLinearCrossEntropy: the module has no parameter {name!r} any more.")
+    else:
+        weight = module._parameters.get("weight")
     assert module is None or isinstance(module, nn.Linear), "checkpoints are of the same module"
     return Site(name, module, weight, classes, inputs)
 
@@ -74,6 +81,7 @@ class Maps(TorchFunctionMode):
 
     Attributes:
         losses: where all maps are looked at, the loss calls of what none of them has made.
+        divided: the names of parameters that are multiplied with in pieces.
     """
 
     def __init__(self, root: nn.Module, maker: Maker, products: Collection[nn.Parameter] | None = None) -> None:
@@ -81,6 +89,7 @@ class Maps(TorchFunctionMode):
         self.maker = maker
         self.all = products is None
         self.losses: list[str] = []
+        self.divided: dict[str, None] = {}
         self._paths = {id(m): path for path, m in root.named_modules()}
         self._names = {id(p): name for name, p in root.named_parameters()}
         self._sites: dict[int, Site] = {}
@@ -96,6 +105,9 @@ class Maps(TorchFunctionMode):
             self.losses.append(f"F.{func.__name__} at {reader()}")
         if read is not None and (self.all or torch.is_grad_enabled()) and not torch.compiler.is_compiling():
             product = read(*args, **kwargs)
+            if product is not None and is_piece(product[1]):
+                self._note_divided(product[1])
+                product = None
             site = None if product is None else self._site(func, product[1])
             if product is not None and site is not None:
                 made = stand_in(self.maker, site, *product)
@@ -103,8 +115,13 @@ class Maps(TorchFunctionMode):
                     return made
         return func(*args, **kwargs)
 
+    def _note_divided(self, weight: Tensor) -> None:
+        name = self._names.get(id(weight if weight._base is None else weight._base))
+        if name is not None:
+            self.divided.setdefault(name)
+
     def _site(self, func: Any, weight: Tensor) -> Site | None:
-        root = weight if weight._base is None else weight._base
+        root = parameter_of(weight)
         if not self.all and id(root) not in self._wanted:
             return None
         module = _linear(sys._getframe(2)) if func is F.linear and self.all else None
@@ -140,7 +157,7 @@ def _of_addmm(input: Any, mat1: Any, mat2: Any, **kwargs: Any) -> Product | None
 
 
 def _of_parameter(weight: Tensor) -> bool:
-    return isinstance(weight if weight._base is None else weight._base, nn.Parameter)
+    return isinstance(parameter_of(weight), nn.Parameter)
 
 
 _READ: dict[Any, Callable[..., Product | None]] = {
