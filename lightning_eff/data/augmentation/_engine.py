@@ -1,4 +1,4 @@
-"""What all augmentations share: when they act, what they draw from, and what they log."""
+"""The engine of all augmentations: when they act, their random draws, and their log."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -66,6 +66,8 @@ class Augmentation(Technique):
     Class attributes, in addition to those of :class:`Technique`:
         stage: the stage of its link in the step chain.
         order: its place among the augmentations of that stage, whatever the order of the callbacks.
+        saved: the names of the attributes that checkpoints hold, without the leading underscore.
+        logged: the names of further figures that are logged. They are 0 at the start of each micro-batch.
 
     Attributes:
         prob: the probability that a micro-batch is changed.
@@ -78,6 +80,8 @@ class Augmentation(Technique):
     stage: ClassVar[Stage] = Stage.AUGMENT
     needs: ClassVar[Need] = Need.BATCH
     order: ClassVar[int] = 0
+    saved: ClassVar[tuple[str, ...]] = ("share", "milliseconds", "batches", "changed", "shares", "total")
+    logged: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, *, prob: float, until: float, keys: Sequence[str | int] | None) -> None:
         self.prob = prob
@@ -91,6 +95,7 @@ class Augmentation(Technique):
         self._milliseconds = 0.0  # of the last micro-batch
         self._batches, self._changed = 0, 0
         self._shares, self._total = 0.0, 0.0  # sums over all micro-batches; the second in milliseconds
+        self._figures: dict[str, float | Tensor] = dict.fromkeys(self.logged, 0.0)
 
     # -- for subclasses
 
@@ -149,7 +154,7 @@ class Augmentation(Technique):
         self._milliseconds = 1000 * (time.perf_counter() - start)
 
     def _note(self, share: float) -> None:
-        """Count a micro-batch of which the fraction ``share`` was changed."""
+        """Count a micro-batch, with the fraction ``share`` of it changed."""
         self._share = share
         self._batches += 1
         self._changed += share > 0
@@ -159,10 +164,11 @@ class Augmentation(Technique):
     @override
     def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
         self._milliseconds = 0.0
+        self._figures = dict.fromkeys(self.logged, 0.0)
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:
-        return {"share": self._share, "milliseconds": self._milliseconds}
+        return {"share": self._share, "milliseconds": self._milliseconds, **self._figures}
 
     @override
     def summary(self) -> str:
@@ -175,20 +181,13 @@ class Augmentation(Technique):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "share": self._share,
-            "milliseconds": self._milliseconds,
-            "batches": self._batches,
-            "changed": self._changed,
-            "shares": self._shares,
-            "total": self._total,
-        }
+        found = {name: getattr(self, f"_{name}") for name in self.saved}
+        return {name: float(value) if isinstance(value, Tensor) else value for name, value in found.items()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._share, self._milliseconds = state_dict["share"], state_dict["milliseconds"]
-        self._batches, self._changed = state_dict["batches"], state_dict["changed"]
-        self._shares, self._total = state_dict["shares"], state_dict["total"]
+        for name in self.saved:
+            setattr(self, f"_{name}", state_dict[name])
 
 
 class ImageAugmentation(Augmentation):

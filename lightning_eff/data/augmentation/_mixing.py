@@ -152,7 +152,7 @@ class Mixing(Augmentation):
         """Return the tensors of the batch that are mixed.
 
         Raises:
-            ValueError: if there are none. The message lists what the batch holds.
+            ValueError: if there are none. The message lists the tensors of the batch.
         """
         return floating_images(batch, self.keys, who=type(self).__name__, beside=list(labels.values()))
 
@@ -237,16 +237,16 @@ class Mixing(Augmentation):
             larger = "the larger" if self.larger_first else "not always the larger"
             rank_zero_warn(
                 f"{who}: training_step compares the labels with its output, as a metric does. It sees only each sample's own"
-                f" label, whose share of the mixture is {larger}, so training metrics are too low. Rely on validation metrics,"
+                f" label, whose weight in the mixture is {larger}, so training metrics are too low. Rely on validation metrics,"
                 " which are computed without mixing."
             )
         return output
 
     def _look_for_rest(self, step: Step, batch: Any, labels: dict[str, Tensor]) -> None:
-        """Refuse batches of which a part reaches the loss without being mixed, such as columns of categories.
+        """Refuse batches with a part that reaches the loss unmixed, such as columns of categories.
 
-        The check runs in the first step, and again in the second, fourth, eighth and so on, because such a tensor may happen to
-        be equal for all samples of a batch. With explicit ``keys`` the rest stays unmixed, and nothing is checked.
+        The check runs in the first step, and again in the second, fourth, eighth and so on: in a single batch, such a tensor
+        may happen to be equal for all samples. With explicit ``keys`` the rest stays unmixed, and nothing is checked.
         """
         now = step.global_step
         if self.keys is not None or not self.mixes_inputs or now == self._looked_at:

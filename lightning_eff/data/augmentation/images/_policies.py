@@ -34,6 +34,7 @@ class Policy(Augmentation):
         " values and labels of whole images"
     )
     order: ClassVar[int] = -1  # before boxes are erased
+    saved: ClassVar[tuple[str, ...]] = (*Augmentation.saved, "clipped")
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class Policy(Augmentation):
     @override
     def _reset(self) -> None:
         super()._reset()
-        self._beyond: float | Tensor = 0.0
+        self._clipped: float | Tensor = 0.0
 
     # -- for subclasses
 
@@ -130,7 +131,7 @@ class Policy(Augmentation):
         acts &= self.touched(drawn)
         with torch.no_grad():
             whole = [self.pixels.whole(t) for t in found]
-            self._beyond = torch.stack([beyond(p) for p in whole]).amax()
+            self._clipped = torch.stack([beyond(p) for p in whole]).amax()
             made = {id(t): self._replaced(t, p.clamp(0, 1), acts, drawn) for t, p in zip(found, whole, strict=True)}
         return replaced(batch, made), float(acts.float().mean())
 
@@ -143,13 +144,4 @@ class Policy(Augmentation):
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:
-        return {**super().report(), "clipped": self._beyond}
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "clipped": float(self._beyond)}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._beyond = state_dict["clipped"]
+        return {**super().report(), "clipped": self._clipped}

@@ -145,9 +145,9 @@ class AugMix(Policy):
 
     Operations are defined on values from black to white: see :class:`RandAugment` for ``mean``, ``std`` and ``scale``.
 
-    It logs ``share``, the fraction of images changed in the last micro-batch, ``clipped``, the fraction of its values outside
-    of the range, ``milliseconds``, the host time of the augmentation, and ``divergence``, the mean Jensen-Shannon divergence,
-    in [0, log 3].
+    It logs ``share``, the fraction of images changed in the last micro-batch, and ``clipped``, the fraction of its values
+    outside of the range. ``milliseconds`` is the host time of the augmentation, and ``divergence`` the mean Jensen-Shannon
+    divergence, in [0, log 3].
 
     Args:
         width: the number of chains. Also accepted as ``mixture_width``.
@@ -171,8 +171,8 @@ class AugMix(Policy):
 
     Raises:
         ValueError: for a value out of range. At setup, if ``until`` is below 1 and the run has no end. At the first batch,
-            before any weight changes, if it holds no images, images outside of the range of values, or masks and boxes that
-            would no longer match the images. With ``consistency``, if no loss call on the labels is visible.
+            before any weight changes, if it holds no images, or images outside of the range of values. Also for masks and boxes
+            that would no longer match the images. With ``consistency``, if no loss call on the labels is visible.
         ImportError: at setup, if kornia is not installed.
 
     Example:
@@ -193,6 +193,7 @@ class AugMix(Policy):
         {"severity": Uniform(1.0, 6.0), "until": Choice((0.8, 1.0))}, no_images
     )
     order: ClassVar[int] = -1
+    saved: ClassVar[tuple[str, ...]] = (*Policy.saved, "divergence")
 
     def __init__(
         self,
@@ -292,12 +293,3 @@ class AugMix(Policy):
     @override
     def report(self) -> dict[str, float | int | Tensor]:
         return {**super().report(), "divergence": self._divergence}
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "divergence": float(self._divergence)}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._divergence = state_dict["divergence"]

@@ -53,13 +53,13 @@ class AutoAugment(Policy):
     :class:`RandAugment` needs no table, was as good in its authors' comparison, and has a strength that you can tune.
     Operations are computed by kornia on the device of the batch.
 
-    Operations are defined on values from black to white. Set ``mean``, ``std`` and ``scale`` to what the data set does: images
-    from 0 to 1 need none of them, images from 0 to 255 need ``scale=255``, and normalised images need their ``mean`` and
-    ``std``. uint8 images need none of them and stay uint8. If the first batch is outside of the range, an error is raised.
-    Later values outside of it are clipped, and their fraction is logged.
+    Operations are defined on values from black to white. Set ``mean``, ``std`` and ``scale`` to the values that the data set
+    uses. Images from 0 to 1 need none of them, images from 0 to 255 need ``scale=255``, and normalised images need their
+    ``mean`` and ``std``. uint8 images need none of them and stay uint8. If the first batch is outside of the range, an error is
+    raised. Later values outside of it are clipped, and their fraction is logged.
 
-    It logs ``share``, the fraction of images changed in the last micro-batch, ``clipped``, the fraction of its values outside
-    of the range, and ``milliseconds``, the host time of the augmentation.
+    It logs ``share``, the fraction of images changed in the last micro-batch. ``clipped`` is the fraction of its values outside
+    of the range, and ``milliseconds`` is the host time of the augmentation.
 
     Args:
         policy: the data set for which the sub-policies were found, "imagenet", "cifar10" or "svhn".
@@ -74,8 +74,8 @@ class AutoAugment(Policy):
 
     Raises:
         ValueError: for a value out of range. At setup, if ``until`` is below 1 and the run has no end. At the first batch,
-            before any weight changes, if it holds no images, images outside of the range of values or with a number of channels
-            for which color is not defined, or masks and boxes that would no longer match the images.
+            before any weight changes, if it holds no images, or images outside of the range of values. Also for masks and boxes
+            that would no longer match the images, and for channels for which color is not defined.
         ImportError: at setup, if kornia is not installed.
 
     Example:

@@ -45,23 +45,23 @@ class RandAugment(Policy):
     contrast, brightness, sharpness, shear_x, shear_y, translate_x and translate_y. Their ranges are those of AutoAugment. At
     ``magnitude=10`` this is a rotation by 30 degrees, a shear of 0.3, a translation by 45 % of the side, 4 of 8 bits, and
     factors of 0.1 or 1.9. At 0, operations with a strength change nothing. The sign is random. As in torchvision, the effect of
-    each operation grows with the magnitude; torchvision's magnitudes 0 to 30 are 0 to 10 here. (In the authors' code,
+    each operation grows with the magnitude. Torchvision's magnitudes 0 to 30 are 0 to 10 here. (In the authors' code,
     posterize, solarize, color, contrast, brightness and sharpness run through their ranges in one direction.)
 
     Use it for large models and many epochs. The training loss falls more slowly, and each step takes longer. Composer measured
     277 instead of 612 images per second for ResNet-50 on one V100, with operations on the host. Here kornia computes them on
     the device of the batch.
 
-    Operations are defined on values from black to white. Set ``mean``, ``std`` and ``scale`` to what the data set does: images
-    from 0 to 1 need none of them, images from 0 to 255 need ``scale=255``, and normalised images need their ``mean`` and
-    ``std``. uint8 images need none of them and stay uint8. If the first batch is outside of the range, an error is raised.
-    Later values outside of it are clipped, and their fraction is logged.
+    Operations are defined on values from black to white. Set ``mean``, ``std`` and ``scale`` to the values that the data set
+    uses. Images from 0 to 1 need none of them, images from 0 to 255 need ``scale=255``, and normalised images need their
+    ``mean`` and ``std``. uint8 images need none of them and stay uint8. If the first batch is outside of the range, an error is
+    raised. Later values outside of it are clipped, and their fraction is logged.
 
     Color is only defined for one or three channels (and changes nothing with one). With other channels, leave it out of
     ``operations``.
 
-    It logs ``share``, the fraction of images changed in the last micro-batch, ``clipped``, the fraction of its values outside
-    of the range, and ``milliseconds``, the host time of the augmentation.
+    It logs ``share``, the fraction of images changed in the last micro-batch. ``clipped`` is the fraction of its values outside
+    of the range, and ``milliseconds`` is the host time of the augmentation.
 
     Args:
         num_operations: the number of operations per image. The paper uses 2, and 1 to 3 are usual. 0 is plain training. Also
@@ -79,8 +79,8 @@ class RandAugment(Policy):
 
     Raises:
         ValueError: for a value out of range. At setup, if ``until`` is below 1 and the run has no end. At the first batch,
-            before any weight changes, if it holds no images, images outside of the range of values or with a number of channels
-            for which color is not defined, or masks and boxes that would no longer match the images.
+            before any weight changes, if it holds no images, or images outside of the range of values. Also for masks and boxes
+            that would no longer match the images, and for channels for which color is not defined.
         ImportError: at setup, if kornia is not installed.
 
     Example:

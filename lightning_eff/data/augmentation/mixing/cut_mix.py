@@ -44,8 +44,8 @@ class CutMix(Mixing):
 
     Raises:
         ValueError: for a value out of range. At setup, if ``until`` is below 1 and the run has no end. At the first batch,
-            before any weight changes, if it holds no floating-point images, if there is not one class label per image, or if no
-            loss call on the labels is visible.
+            before any weight changes, if images are not floating point, or labels are not one class per image. Also if no loss
+            call on the labels is visible.
 
     Example:
         >>> trainer = L.Trainer(max_epochs=100, callbacks=[CutMix(alpha=1.0, prob=0.5)])

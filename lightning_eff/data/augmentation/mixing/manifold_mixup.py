@@ -73,8 +73,8 @@ class ManifoldMixup(Convex):
     It cannot be combined with techniques that choose samples, or that drop different tokens in each image. If several
     techniques mix, they take turns, one per batch.
 
-    It logs ``share``, the mean weight of the other samples in the last micro-batch, ``depth``, the last ``k`` (-1 if nothing
-    was mixed), and ``milliseconds``, the host time of the preparation.
+    It logs ``share``, the mean weight of the other samples in the last micro-batch. ``depth`` is the last ``k`` (-1 if nothing
+    was mixed), and ``milliseconds`` is the host time of the preparation.
 
     Args:
         alpha: the parameter of the Beta distribution of ``lambda``. The paper uses 2. 0 is plain training.
@@ -90,8 +90,8 @@ class ManifoldMixup(Convex):
     Raises:
         ValueError: for a value out of range. At setup, if ``until`` is below 1 and the run has no end, if ``layers`` is not
             found, or if there are fewer blocks than ``depths`` need. At the first batch, before any weight changes, if a block
-            is not called once on all samples, if its output cannot be averaged, if there are no inputs to mix for ``k = 0``, or
-            if no loss call on the labels is visible.
+            is not called once on all samples, or if its output cannot be averaged. Also if there are no inputs to mix for ``k =
+            0``, or if no loss call on the labels is visible.
 
     Example:
         >>> trainer = L.Trainer(max_epochs=200, callbacks=[ManifoldMixup(alpha=2.0, depths=[0, 1, 2])])
@@ -139,7 +139,7 @@ class ManifoldMixup(Convex):
             )
         super().__init__(alpha=alpha, prob=prob, until=until, per_sample=per_sample, keys=keys, labels=labels)
         self.depths = list(depths)
-        self.layers = layers
+        self.layers = layers if isinstance(layers, str | None) else list(layers)
 
     @override
     def _reset(self) -> None:

@@ -23,8 +23,8 @@ class Mixup(Convex):
     The loss must be a call of ``torch.nn.functional`` on the labels. ``nn.CrossEntropyLoss`` and Hugging Face models with
     ``labels=`` make such calls. Any reduction, class weights, ignored labels, label smoothing and labels that are probabilities
     work. Each of the two losses is divided by the class weights of its own labels. Labels that reach the loss in another way,
-    such as a mask, an index, a weight or an embedding, raise an error at the first batch. So does a batch of which only a part
-    can be mixed, such as numbers next to categories, unless ``keys`` names that part.
+    such as a mask, an index, a weight or an embedding, raise an error at the first batch. So do batches with a part that cannot
+    be mixed, such as categories next to numbers, unless ``keys`` names the other part.
 
     Metrics that ``training_step`` computes from the labels are too low, and a warning says so. Techniques that choose samples
     by their loss see the mixtures. If several techniques mix, they take turns, one per batch.
@@ -44,8 +44,8 @@ class Mixup(Convex):
 
     Raises:
         ValueError: for a value out of range. At setup, if ``until`` is below 1 and the run has no end. At the first batch,
-            before any weight changes, if there is nothing to mix (token ids, for example), if images are uint8, if labels are
-            no classes, or if no loss call on the labels is visible.
+            before any weight changes, if there is nothing to mix (token ids, for example), or if images are uint8. Also if
+            labels are no classes, or if no loss call on the labels is visible.
 
     Example:
         >>> trainer = L.Trainer(max_epochs=100, callbacks=[Mixup(alpha=0.2)])

@@ -63,7 +63,7 @@ class SaliencyMix(ByGradients):
     other image. It is pasted at the same position and clipped at the border. The loss is ``lambda' L(y_i) + (1 - lambda')
     L(y_j)`` with the final areas, computed in the same forward pass. For cross-entropy and binary cross-entropy this equals the
     loss on the mixed target. ``training_step`` still receives integer labels. (The authors' code uses the peak of one image for
-    the whole batch. Here each box has the peak of its own source.)
+    the whole batch. Here each box uses the peak of its source.)
 
     The default saliency is the fine-grained static saliency of Montabone & Soto, as in the paper: how much a pixel's intensity
     differs from the mean of windows around it. It is computed on the images' device. With ``saliency="gradient"`` it is the
@@ -92,8 +92,8 @@ class SaliencyMix(ByGradients):
 
     Raises:
         ValueError: for a value out of range. At setup, if ``until`` is below 1 and the run has no end. At the first batch,
-            before any weight changes, if it holds no floating-point images, if there is not one class label per image, if no
-            loss call on the labels is visible, or if ``saliency="gradient"`` and the loss has no gradient in the images.
+            before any weight changes, if images are not floating point, or labels are not one class per image. Also if no loss
+            call on the labels is visible, or if ``saliency="gradient"`` and the loss has no gradient in the images.
 
     Example:
         >>> trainer = L.Trainer(max_epochs=100, callbacks=[SaliencyMix(alpha=1.0, prob=0.5)])

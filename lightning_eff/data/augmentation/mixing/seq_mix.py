@@ -26,21 +26,6 @@ _MASK = re.compile("attention_mask")
 _OWN = "it hides tokens of one sequence only, and those of the other sequence would be lost"
 
 
-def seq_mix(embedding: Tensor, ids: Tensor, partner: Tensor, share: Tensor) -> Tensor:
-    """Return ``(lambda X + (1 - lambda) X') E = lambda E(x) + (1 - lambda) E(x')``: (B, T, D).
-
-    ``X`` are the one-hot codes of a sequence, (T, V), and ``X'`` those of the other sequence. A run computes the right-hand
-    side from the output of an ``nn.Embedding``, without any one-hot codes.
-
-    Args:
-        embedding: ``E``, (V, D).
-        ids: ``x``, (B, T), integers.
-        partner: the other sequence of each mixture, (B,), integers.
-        share: ``lambda``, (B,) or (1,), in [0, 1].
-    """
-    return mixed_rows(embedding[ids], partner, share)
-
-
 def made_of(ids: Tensor, tokens: Tensor) -> bool:
     """Return whether ``ids`` are ``tokens`` (B, T), some of their columns, or tokens shifted right, as a decoder's inputs are.
 
@@ -119,7 +104,7 @@ class SeqMix(Convex):
 
     Raises:
         ValueError: for a value out of range. At setup, if ``until`` is below 1 and the run has no end. At the first batch,
-            before any weight changes, if it holds no tokens, if no ``nn.Embedding`` is called on them, if labels are no
+            before any weight changes, if it holds no tokens, or if no ``nn.Embedding`` is called on them. Also if labels are no
             classes, or if no loss call on the labels is visible.
 
     Example:

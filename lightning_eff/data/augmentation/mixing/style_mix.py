@@ -96,8 +96,8 @@ class StyleMix(Mixing):
     so. Techniques that choose samples by their loss see the mixtures. If several techniques mix, they take turns, one per
     batch.
 
-    It logs ``share``, the mean weight of the other images' labels in the last micro-batch, ``content`` and ``style``, the mean
-    weights of their content and style, and ``milliseconds``, the host time of the mixing.
+    It logs ``share``, the mean weight of the other images' labels in the last micro-batch. ``content`` and ``style`` are the
+    mean weights of their content and style, and ``milliseconds`` is the host time of the mixing.
 
     Args:
         encoder: the network that turns images (B, C, H, W) into features (B, F, h, w).
@@ -113,8 +113,8 @@ class StyleMix(Mixing):
 
     Raises:
         ValueError: for a value out of range or a missing codec. At setup, if ``until`` is below 1 and the run has no end. At
-            the first batch, before any weight changes, if it holds no floating-point images, if there is not one class label
-            per image, if the codec returns other shapes, or if no loss call on the labels is visible.
+            the first batch, before any weight changes, if images are not floating point, or labels are not one class per image.
+            Also if no loss call on the labels is visible, or if the codec returns other shapes.
 
     Example:
         >>> style_mix = StyleMix(encoder=nn.Identity(), decoder=nn.Identity(), prob=0.5)
@@ -136,6 +136,7 @@ class StyleMix(Mixing):
     control: ClassVar[Control] = Control(
         "the baseline without augmentation, trained for the same time, and Mixup, which has no codec"
     )
+    logged: ClassVar[tuple[str, ...]] = ("content", "style")
 
     def __init__(
         self,
@@ -157,7 +158,6 @@ class StyleMix(Mixing):
     @override
     def _reset(self) -> None:
         super()._reset()
-        self._content, self._style = 0.0, 0.0
         self._codec: list[Given] = []
 
     # -- the codec
@@ -212,18 +212,9 @@ class StyleMix(Mixing):
         content, style, share = (torch.where(turned, 1 - s, s) for s in (content, style, share))
         low, high = (content + style - 1).clamp(min=0), torch.minimum(content, style)
         both = low + torch.from_numpy(draws.uniform(size=count)) * (high - low)
-        self._content, self._style = (1.0 - float(s.mean()) for s in (content, style))
+        self._figures = {"content": 1.0 - float(content.mean()), "style": 1.0 - float(style.mean())}
         made = [self._through(x, lambda f: style_mix(f, partner, content, style, both)) for x in inputs]
         return made, share.float().expand(size)
-
-    @override
-    def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
-        super().on_batch_start(session, batch, batch_idx)
-        self._content, self._style = 0.0, 0.0
-
-    @override
-    def report(self) -> dict[str, float | int | Tensor]:
-        return {**super().report(), "content": self._content, "style": self._style}
 
 
 def _told(value: Any) -> str:

@@ -116,12 +116,12 @@ def _by_tokens(technique: "TokenMix") -> Mapping[str, Callback]:
 
 
 class TokenMix(Mixing):
-    """Replace blocks of patches by those of another image, and weight both labels by what a teacher sees in them.
+    """Replace blocks of patches by those of another image, and weight both labels by a teacher's map of their content.
 
     Each image of a micro-batch receives patches of another one, given by a random permutation, from the same positions. About
     ``1 - lambda`` of the patches are replaced, with ``lambda ~ Beta(alpha, alpha)``, in several blocks of whole patches. A
     teacher that you give returns a map ``A`` of where the content of each image is, normalised to sum to 1. With the mask ``M``
-    of an image's own patches, ``a = sum(M A_i)`` and ``b = sum((1 - M) A_j)``, the loss is ``(a L(y_i) + b L(y_j)) / (a + b)``,
+    of an image's own patches, ``a = sum(M A_i)`` and ``b = sum((1 - M) A_j)``. The loss is ``(a L(y_i) + b L(y_j)) / (a + b)``,
     computed in the same forward pass. For cross-entropy and binary cross-entropy this equals the loss on the mixed target.
     ``training_step`` still receives integer labels. With ``teacher="uniform"`` the labels are weighted by the number of
     patches, without a teacher. In the paper, the gain over that comes from the teacher.
@@ -137,8 +137,8 @@ class TokenMix(Mixing):
     labels are too low, and a warning says so. Techniques that choose samples by their loss see the mixtures. If several
     techniques mix, they take turns, one per batch.
 
-    It logs ``share``, the mean weight of the other images' labels in the last micro-batch, ``tokens``, the mean fraction of
-    their patches (0 if nothing was mixed), and ``milliseconds``, the host time of the mixing.
+    It logs ``share``, the mean weight of the other images' labels in the last micro-batch. ``tokens`` is the mean fraction of
+    their patches (0 if nothing was mixed), and ``milliseconds`` is the host time of the mixing.
 
     Args:
         teacher: the network that returns a map of the content of each image. "uniform" weights labels by the number of patches.
@@ -154,10 +154,10 @@ class TokenMix(Mixing):
 
     Raises:
         ValueError: for a value out of range or a missing teacher. At setup, if ``until`` is below 1 and the run has no end. At
-            the first batch, before any weight changes, if it holds no floating-point images, if there is not one class label
-            per image, if the patch size is unknown or does not divide the images, if the teacher returns no maps, or maps that
-            are negative or not finite, or if no loss call on the labels is visible. If such maps appear in a later batch, their
-            images are weighted by the number of patches, with one warning.
+            the first batch, before any weight changes, if images are not floating point, or labels are not one class per image.
+            Also if no loss call on the labels is visible, if the patch size is unknown or does not divide the images, or if the
+            teacher returns no maps. Maps with negative or infinite values are refused as well. In later batches, such images
+            are weighted by the number of patches, with one warning.
 
     Example:
         >>> trainer = L.Trainer(max_epochs=100, callbacks=[TokenMix("uniform", patch=16)])
@@ -177,6 +177,7 @@ class TokenMix(Mixing):
         _by_tokens,
     )
     larger_first: ClassVar[bool] = False
+    logged: ClassVar[tuple[str, ...]] = ("tokens",)
 
     def __init__(
         self,
@@ -200,7 +201,6 @@ class TokenMix(Mixing):
     def _reset(self) -> None:
         super()._reset()
         self._patch = 0
-        self._tokens = 0.0
         self._given: Given | None = None  # the teacher
         self._warned = False
 
@@ -267,16 +267,7 @@ class TokenMix(Mixing):
         grid, maps = self._grid(images), self._maps(images)
         shares = draw_shares(self.alpha, size if self.per_sample else 1, draws)
         own = torch.stack([token_blocks(float(share), grid, self.block, draws) for share in shares])
-        self._tokens = 1.0 - float(own.float().mean())
+        self._figures["tokens"] = 1.0 - float(own.float().mean())
         pixels = own.repeat_interleave(self._patch, dim=1).repeat_interleave(self._patch, dim=2).to(images.device)
         share = activation_share(own, maps, maps.index_select(0, partner.to(maps.device)))
         return [pasted(x, partner, pixels) for x in inputs], share
-
-    @override
-    def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
-        super().on_batch_start(session, batch, batch_idx)
-        self._tokens = 0.0
-
-    @override
-    def report(self) -> dict[str, float | int | Tensor]:
-        return {**super().report(), "tokens": self._tokens}

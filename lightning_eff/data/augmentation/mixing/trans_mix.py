@@ -56,7 +56,7 @@ def _by_area(technique: "TransMix") -> Mapping[str, Callback]:
 class TransMix(Mixing):
     """Mix images as CutMix does, and weight both labels by the attention that the class token pays to each image.
 
-    Images are made exactly as by :class:`CutMix`. During the step the last attention before the loss is read: ``A`` are the
+    Images are made exactly as by :class:`CutMix`. During the step the last attention before the loss is read. ``A`` are its
     weights from the class token to the patches, averaged over heads and normalised to sum to one. With the mask ``M`` of an
     image's own pixels, ``lambda = A . down(M)``, and the loss is ``lambda L(y_i) + (1 - lambda) L(y_j)``. No gradient flows
     through ``lambda``. The authors' code uses the mean of this value and the share of the area, which is ``attention=0.5``.
@@ -74,8 +74,8 @@ class TransMix(Mixing):
     samples by their loss see the mixtures, with these weights. If other techniques skip all blocks in a step, its weights are
     those of the area. If several techniques mix, they take turns, one per batch.
 
-    It logs ``share``, the mean area of the other images in the last micro-batch, ``attended``, the mean weight of their labels
-    (0 if nothing was mixed), and ``milliseconds``, the host time of the mixing.
+    It logs ``share``, the mean area of the other images in the last micro-batch. ``attended`` is the mean weight of their
+    labels (0 if nothing was mixed), and ``milliseconds`` is the host time of the mixing.
 
     Args:
         alpha: the parameter of the Beta distribution of CutMix's areas. 1 draws them uniformly.
@@ -90,8 +90,8 @@ class TransMix(Mixing):
 
     Raises:
         ValueError: for a value out of range. At setup, if ``until`` is below 1 and the run has no end. At the first batch,
-            before any weight changes, if it holds no floating-point images, if there is not one class label per image, if no
-            loss call on the labels is visible, or if no attention from a class token to patches is visible.
+            before any weight changes, if images are not floating point, or labels are not one class per image. Also if no loss
+            call on the labels is visible, or no attention from a class token to patches.
 
     Example:
         >>> trainer = L.Trainer(max_epochs=100, callbacks=[TransMix(alpha=1.0)])
@@ -120,6 +120,7 @@ class TransMix(Mixing):
         **Mixing.conflicts,
     }
     larger_first: ClassVar[bool] = False
+    logged: ClassVar[tuple[str, ...]] = ("attended",)
 
     def __init__(
         self,
@@ -142,7 +143,6 @@ class TransMix(Mixing):
         self._own: Tensor | None = None  # the mask of the current batch
         self._reading: Reading | None = None
         self._step: Step | None = None
-        self._attended: float | Tensor = 0.0
 
     @override
     def detach(self, session: Session) -> None:
@@ -185,8 +185,8 @@ class TransMix(Mixing):
                 self._beside = beside
                 return
         raise ValueError(
-            f"{WHO}: the last attention of training_step is to {tokens} tokens, which are no grid of square patches of images"
-            f" of {side[0]} x {side[1]} pixels behind a class token (1 to {_MOST_BESIDE} tokens in front). {mend}"
+            f"{WHO}: the last attention of training_step is to {tokens} tokens, which are no grid of square patches"
+            f" of images of {side[0]} x {side[1]} pixels behind a class token. {mend}"
         )
 
     def _may_rest(self) -> bool:
@@ -210,7 +210,7 @@ class TransMix(Mixing):
 
     @override
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
-        self._own, self._attended, self._step = None, 0.0, step
+        self._own, self._step = None, step
         return super()._link(step, batch, lambda given: self._read_within(given, proceed))
 
     def _read_within(self, batch: Any, proceed: Proceed) -> Any:
@@ -225,7 +225,7 @@ class TransMix(Mixing):
         def change(call: TargetCall) -> Tensor:
             mine = share if self.attention == 0 else self._by_attention(call, share)
             if call.input.requires_grad:
-                self._attended = 1 - mine.mean()
+                self._figures["attended"] = 1 - mine.mean()
             return mixed(mine, 1 - mine)(call)
 
         return change
@@ -256,7 +256,3 @@ class TransMix(Mixing):
             self.attention * attended_share(weights[:, self._beside :], own, grid) + (1 - self.attention) * by_area
         )
         return found
-
-    @override
-    def report(self) -> dict[str, float | int | Tensor]:
-        return {**super().report(), "attended": self._attended}

@@ -121,10 +121,10 @@ class EDA(TextAugmentation):
 
     The operations act on tokens, where the paper has words. There is no built-in dictionary: without ``synonyms`` only "swap"
     and "delete" are used. With word pieces, give synonyms of words that are a single token. Special tokens and padding stay, in
-    the same order. The width of a batch stays as well: deletions add padding (``pad_token_id``, hidden by the attention mask if
-    there is one), and insertions use up padding as long as there is some.
+    the same order. The width of a batch stays as well. Deletions add padding (``pad_token_id``, hidden by the attention mask if
+    there is one). Insertions use up padding, as long as there is some.
 
-    Labels of whole texts are unchanged. Labels of tokens, in tensors of the same shape, follow the text: a language model is
+    Labels of whole texts are unchanged. Labels of tokens, in tensors of the same shape, follow the text. A language model is
     trained on the changed text or its next tokens, and tags move with their tokens. Ignored labels stay ignored, and inserted
     tokens have none. The labels of an encoder-decoder are another text, which is unchanged. Other tensors of that shape, such
     as token types, move with the tokens, but not positions.
@@ -146,8 +146,8 @@ class EDA(TextAugmentation):
 
     Raises:
         ValueError: for a value out of range. At setup, if ``until`` is below 1 and the run has no end, or if a padding token is
-            needed and none is known. At the first batch, before any weight changes, if it holds no tokens, if its attention
-            mask is one of pairs of tokens, or if no loss call on the labels is visible.
+            needed and none is known. At the first batch, before any weight changes, if it holds no tokens, or an attention mask
+            of pairs of tokens. Also if no loss call on the labels is visible.
 
     Example:
         >>> eda = EDA(alpha=0.1, prob=0.8, operations=["swap", "delete"], pad_token_id=0)

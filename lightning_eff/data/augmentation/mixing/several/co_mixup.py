@@ -11,7 +11,6 @@ from typing_extensions import override
 from lightning_eff._core._arguments.kinds import Count, Fraction, Number
 from lightning_eff._core._needs.needs import BACKWARD, Reasons
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
-from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Step
 from lightning_eff._core.technique import Control
 from lightning_eff.data.augmentation._arguments import Alpha, Keys, Probability, Until, no_mixing
@@ -125,8 +124,8 @@ class CoMixup(ByGradients):
 
     A micro-batch is divided into parts of ``part`` images, and each part yields as many mixtures. A mixture has ``blocks`` x
     ``blocks`` blocks. Each block is taken from one image of the part, at the same position. The mixtures of a part are chosen
-    together to have a low energy
-    ``sum_j [ sum_k c[z_jk, k] + beta / n #borders_j + gamma / n o_j . h(A sum_{i != j} o_i) ]``:
+    jointly, to minimise the energy ``sum_j [ sum_k c[z_jk, k] + beta / n #borders_j + gamma / n o_j . h(A sum_{i != j} o_i)
+    ]``:
 
     - ``c`` is the negative saliency of a block, minus ``eta / n log(lambda)``. Saliency is the size of the loss's gradient in
       the pixels, normalised per image. ``lambda`` is drawn from a Dirichlet distribution, so that some images are favoured.
@@ -153,8 +152,8 @@ class CoMixup(ByGradients):
     per image. Techniques that choose samples by their loss see the mixtures. If several techniques mix, they take turns, one
     per batch.
 
-    It logs ``share``, the mean weight of the other images in the last micro-batch, ``sources``, the mean number of images in a
-    mixture (0 if nothing was mixed), and ``milliseconds``, the host time including the saliency.
+    It logs ``share``, the mean weight of the other images in the last micro-batch. ``sources`` is the mean number of images in
+    a mixture (0 if nothing was mixed), and ``milliseconds`` is the host time including the saliency.
 
     Args:
         part: the number of images that are mixed together.
@@ -175,9 +174,9 @@ class CoMixup(ByGradients):
 
     Raises:
         ValueError: for a value out of range. At setup, if ``until`` is below 1 and the run has no end. At the first batch,
-            before any weight changes, if it holds no floating-point images with at least as many pixels as blocks, if there is
-            not one class label per image, if no loss call on the labels is visible, or if the loss has no gradient in the
-            images.
+            before any weight changes, if images are not floating point, or labels are not one class per image. Also if no loss
+            call on the labels is visible, if the loss has no gradient in the images, or if there are more blocks than
+            pixels.
 
     Example:
         >>> trainer = L.Trainer(max_epochs=200, callbacks=[CoMixup(blocks=4, prob=0.5)])
@@ -198,6 +197,7 @@ class CoMixup(ByGradients):
         " much and mixes two images"
     )
     larger_first: ClassVar[bool] = False
+    logged: ClassVar[tuple[str, ...]] = ("sources",)
 
     def __init__(
         self,
@@ -224,11 +224,6 @@ class CoMixup(ByGradients):
         self.rounds = rounds
 
     @override
-    def _reset(self) -> None:
-        super()._reset()
-        self._sources = 0.0
-
-    @override
     def look(self, step: Step, batch: Any) -> None:
         images = self.inputs(batch, self._targets.labels(step, batch))
         self._fits(images[0])
@@ -249,7 +244,7 @@ class CoMixup(ByGradients):
         self._fits(inputs[0])
         source = self._sources_of(self.sizes_of(inputs), numbers(generator))
         partner, share = shares(source)
-        self._sources = float((share > 0).sum(dim=1).float().mean())
+        self._figures["sources"] = float((share > 0).sum(dim=1).float().mean())
         at = source.to(inputs[0].device)[:, None]
         return [x.gather(0, at.expand(x.shape)) for x in inputs], partner, share
 
@@ -267,12 +262,3 @@ class CoMixup(ByGradients):
         # nearest-neighbour enlargement: if blocks does not divide the side, some blocks have one pixel more
         rows, columns = (torch.arange(side) * self.blocks // side for side in maps.shape[-2:])
         return grids[:, rows][:, :, columns]
-
-    @override
-    def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
-        super().on_batch_start(session, batch, batch_idx)
-        self._sources = 0.0
-
-    @override
-    def report(self) -> dict[str, float | int | Tensor]:
-        return {**super().report(), "sources": self._sources}

@@ -46,11 +46,11 @@ class SuperMix(Mixing):
     """Mix images with masks under which a teacher recognises the classes of all of them.
 
     Each image of a micro-batch is mixed with ``k - 1`` others, with masks that sum to 1 in each pixel. The masks start uniform
-    and are changed by Newton steps along the smoothed gradient, until the teacher's most likely classes for the mixture are
-    those that it sees in the single images. The objective is the divergence between the teacher's prediction and a target
-    ``y``, in which the class of each image has weight ``lambda_k`` with ``lambda ~ Dirichlet(alpha, .., alpha)``, plus
-    ``sparsity`` times the mean of ``M (1 - M)``, which is 0 if each pixel comes from one image. If all images have the same
-    class, it must become the most likely one. Images for which the search fails stay unmixed, with their own label.
+    and are changed by Newton steps along the smoothed gradient. The search ends when the teacher's most likely classes for the
+    mixture are those that it sees in the single images. The objective is the divergence between the teacher's prediction and a
+    target ``y``, in which the class of each image has weight ``lambda_k``, with ``lambda ~ Dirichlet(alpha, .., alpha)``.
+    ``sparsity`` times the mean of ``M (1 - M)`` is added, which is 0 if each pixel comes from one image. If all images have the
+    same class, it must become the most likely one. Images for which the search fails stay unmixed, with their own label.
 
     By default the label of a mixture is the class that the teacher finds most likely in it, as in the paper. This is a form of
     distillation. With ``targets="mixed"`` the loss is ``sum_k lambda_k L(y_k)`` on the batch's own labels. Either is computed
@@ -58,21 +58,21 @@ class SuperMix(Mixing):
     ``training_step`` still receives integer labels.
 
     Use it for image classification when you have a trained network with the same classes, and step time does not matter. It
-    costs far more than a step: one pass of the teacher on all images, and up to ``iterations`` forward and backward passes on
-    those not yet accepted. (The authors make the mixtures once, before training. Here each one is new. Their students also
-    train on the unmixed images in the same step, which here only the images do that stay unmixed.)
+    costs far more than a training step: one pass of the teacher on all images, and up to ``iterations`` forward and backward
+    passes on those not yet accepted. (The authors make the mixtures once, before training. Here each one is new. Their students
+    also train on all images unmixed, which here holds only for images whose search fails.)
 
     The teacher is a module or function from images (B, C, H, W), as they are in the batch, to one score per class before a
-    softmax, (B, classes), with classes numbered as in the labels. It runs in evaluation mode without autocast on the images'
+    softmax, (B, classes). Its classes are numbered as in the labels. It runs in evaluation mode without autocast on the images'
     device, and is not part of checkpoints.
 
     There must be one label per image. Metrics that ``training_step`` computes from the labels are too low, and a warning says
     so. Techniques that choose samples by their loss see the mixtures. If several techniques mix, they take turns, one per
     batch.
 
-    It logs ``share``, the mean weight of labels other than the images' own in the last micro-batch, ``accepted``, the fraction
-    of images that were mixed, ``passes``, the number of teacher passes (0 if nothing was mixed), and ``milliseconds``, the host
-    time.
+    It logs ``share``, the mean weight of labels other than the images' own in the last micro-batch. ``accepted`` is the
+    fraction of images that were mixed, ``passes`` the number of teacher passes (0 if nothing was mixed), and ``milliseconds``
+    the host time.
 
     Args:
         teacher: the trained network that the masks must satisfy, which returns one score per class.
@@ -93,10 +93,10 @@ class SuperMix(Mixing):
 
     Raises:
         ValueError: for a value out of range or a missing teacher. At setup, if ``until`` is below 1 and the run has no end. At
-            the first batch, before any weight changes, if it holds no floating-point images, or smaller ones than the masks, if
-            there is not one class label per image, if the teacher returns no finite scores with a gradient in the images, if
-            its number of classes differs from that of the loss, or if no loss call on the labels is visible. If scores of later
-            images are not finite, these images and their partners stay unmixed, with one warning.
+            the first batch, before any weight changes, if images are not floating point, or labels are not one class per image.
+            Also if no loss call on the labels is visible, or if the images are smaller than the masks. The teacher must return
+            finite scores with a gradient in the images, for the same number of classes as the loss. If scores of later images
+            are not finite, these images and their partners stay unmixed, with one warning.
 
     Example:
         >>> teacher = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10))  # in practice, a trained network
@@ -114,6 +114,7 @@ class SuperMix(Mixing):
         "the baseline without augmentation, trained for the same time, and TokenMix or CutMix, which need no search for masks"
     )
     larger_first: ClassVar[bool] = False
+    logged: ClassVar[tuple[str, ...]] = ("accepted", "passes")
 
     def __init__(
         self,
@@ -145,7 +146,6 @@ class SuperMix(Mixing):
     @override
     def _reset(self) -> None:
         super()._reset()
-        self._accepted, self._passes = 0.0, 0
         self._seen: Tensor | None = None  # classes that the teacher sees in the batch's mixtures
         self._classes = 0
         self._given: Given | None = None
@@ -222,7 +222,7 @@ class SuperMix(Mixing):
         images = inputs[0].detach().float()
         found = self._search(images, members.to(images.device), share.to(images.device))
         accepted = found.accepted
-        self._accepted, self._passes = float(accepted.float().mean()), found.passes + 1
+        self._figures = {"accepted": float(accepted.float().mean()), "passes": found.passes + 1}
         made = []
         for x in inputs:
             mixture = blended(x[members.to(x.device)].float(), found.masks).to(x.dtype)
@@ -242,7 +242,7 @@ class SuperMix(Mixing):
             self._warned = True
             rank_zero_warn(
                 f"{WHO}: the teacher returned scores that are not finite for images of a batch, so these images and their"
-                " partners stay unmixed. Check what the teacher returns for them."
+                " partners stay unmixed. Check its output for them."
             )
         classes = scores.argmax(dim=1)[members]
         target = torch.zeros_like(scores).scatter_add_(1, classes, share)
@@ -297,8 +297,4 @@ class SuperMix(Mixing):
     @override
     def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
         super().on_batch_start(session, batch, batch_idx)
-        self._accepted, self._passes, self._seen = 0.0, 0, None
-
-    @override
-    def report(self) -> dict[str, float | int | Tensor]:
-        return {**super().report(), "accepted": self._accepted, "passes": self._passes}
+        self._seen = None
