@@ -233,9 +233,5 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
         eff.LabelSmoothing(**arguments)
 
 
-def test_the_name_that_torch_has_is_taken() -> None:
-    assert repr(eff.LabelSmoothing(label_smoothing=0.2)) == "LabelSmoothing(epsilon=0.2)"  # pyright: ignore[reportCallIssue]
-
-
 def test_yaml(tmp_path: Path) -> None:
     fit_yaml(tmp_path, "LabelSmoothing", {"epsilon": 0.2}, max_steps=4)

@@ -62,7 +62,7 @@ class AutoAugment(Policy):
     of the range, and ``milliseconds`` is the host time of the augmentation.
 
     Args:
-        policy: the data set for which the sub-policies were found, "imagenet", "cifar10" or "svhn".
+        policy: the data set for which the sub-policies were found.
         mean: the value that the data set subtracts from pixels, one number or one per channel.
         std: the value that the data set divides by, one number or one per channel.
         scale: the largest value of pixels before normalisation, such as 1 or 255.

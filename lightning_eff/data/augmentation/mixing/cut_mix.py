@@ -33,8 +33,8 @@ class CutMix(Mixing):
     mixing.
 
     Args:
-        alpha: the parameter of the Beta distribution of ``lambda``. 1, as in the paper, draws it uniformly. Also accepted as
-            ``cutmix_alpha``.
+        alpha: the parameter of the Beta distribution of the mixing weight. 1, as in the paper, draws it uniformly. Also
+            accepted as ``cutmix_alpha``.
         prob: the probability that a micro-batch is mixed. The paper uses 1 for ImageNet and 0.5 for CIFAR. 0 is plain training.
         until: the fraction of the budget after which batches are left unchanged. 0 is plain training.
         per_sample: whether each image has its own box. By default there is one box per micro-batch.

@@ -77,9 +77,9 @@ class ManifoldMixup(Convex):
     was mixed), and ``milliseconds`` is the host time of the preparation.
 
     Args:
-        alpha: the parameter of the Beta distribution of ``lambda``. The paper uses 2. 0 is plain training.
-        depths: the depths from which ``k`` is drawn. 0 is the input, 1 the output of the first block.
-        layers: the dotted path of the stack of blocks, or a list of paths of modules. None takes the longest stack.
+        alpha: the parameter of the Beta distribution of the mixing weight. The paper uses 2. 0 is plain training.
+        depths: the depths to draw from. 0 is the input, 1 the output of the first block.
+        layers: the blocks. Give the dotted path of their stack, or a list of paths of modules. None takes the longest stack.
         prob: the probability that a micro-batch is mixed. 0 is plain training.
         until: the fraction of the budget after which batches are left unchanged. 0 is plain training.
         per_sample: whether each sample has its own ``lambda``. By default there is one per micro-batch.

@@ -33,8 +33,8 @@ class Mixup(Convex):
     mixing.
 
     Args:
-        alpha: the parameter of the Beta distribution of ``lambda``. The paper uses 0.2 for ImageNet and 1 for CIFAR. 0 is plain
-            training. Also accepted as ``mixup_alpha``.
+        alpha: the parameter of the Beta distribution of the mixing weight. The paper uses 0.2 for ImageNet and 1 for CIFAR. 0
+            is plain training. Also accepted as ``mixup_alpha``.
         prob: the probability that a micro-batch is mixed. 0 is plain training.
         until: the fraction of the budget after which batches are left unchanged. 0 is plain training.
         per_sample: whether each sample has its own ``lambda``. By default there is one per micro-batch, as in the paper's code.

@@ -81,9 +81,9 @@ class SaliencyMix(ByGradients):
     mixing.
 
     Args:
-        alpha: the parameter of the Beta distribution of ``lambda``. 1, as in the paper, draws it uniformly.
+        alpha: the parameter of the Beta distribution of the mixing weight. 1, as in the paper, draws it uniformly.
         prob: the probability that a micro-batch is mixed. The paper uses 1 for ImageNet and 0.5 for CIFAR. 0 is plain training.
-        saliency: the saliency map, "fine_grained" or "gradient".
+        saliency: the kind of saliency map. "gradient" takes an extra forward and backward pass per mixed batch.
         until: the fraction of the budget after which batches are left unchanged. 0 is plain training.
         per_sample: whether each image has its own box size. By default there is one size per micro-batch.
         keys: the names or positions of the images in the batch, floating point, shape (B, C, H, W). None takes all such

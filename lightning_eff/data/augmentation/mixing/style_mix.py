@@ -100,10 +100,10 @@ class StyleMix(Mixing):
     mean weights of their content and style, and ``milliseconds`` is the host time of the mixing.
 
     Args:
-        encoder: the network that turns images (B, C, H, W) into features (B, F, h, w).
-        decoder: the network that turns such features into images (B, C, H, W).
-        alpha: the parameter of the Beta distribution of ``r_c`` and ``r_s``. 1 draws them uniformly.
-        content_weight: the weight ``r`` of the content in ``lambda``. The rest is the weight of the style.
+        encoder: the first half of the codec, from images (B, C, H, W) to features (B, F, h, w).
+        decoder: the second half of the codec, from such features to images.
+        alpha: the parameter of the Beta distribution of the two weights. 1 draws them uniformly.
+        content_weight: the weight of the content in the label weights (``r`` above). The rest is that of the style.
         prob: the probability that a micro-batch is mixed. The paper uses 0.2. 0 is plain training.
         until: the fraction of the budget after which batches are left unchanged. 0 is plain training.
         per_sample: whether each image has its own weights. By default there is one draw per micro-batch.

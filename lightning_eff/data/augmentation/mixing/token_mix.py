@@ -142,7 +142,7 @@ class TokenMix(Mixing):
 
     Args:
         teacher: the network that returns a map of the content of each image. "uniform" weights labels by the number of patches.
-        alpha: the parameter of the Beta distribution of ``lambda``. 1 draws it uniformly.
+        alpha: the parameter of the Beta distribution of the mixing weight. 1 draws it uniformly.
         block: the smallest number of patches in a block. The paper uses 14 of 196. The last block may be smaller.
         patch: the side of a patch in pixels. None takes the kernel of the module's patch embedding convolution.
         prob: the probability that a micro-batch is mixed. 0 is plain training.

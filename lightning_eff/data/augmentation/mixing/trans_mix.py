@@ -79,8 +79,8 @@ class TransMix(Mixing):
 
     Args:
         alpha: the parameter of the Beta distribution of CutMix's areas. 1 draws them uniformly.
-        attention: the weight of attention in ``lambda``. The rest is the weight of the area. 1 is the paper's rule, 0.5 that of
-            its code, 0 is CutMix.
+        attention: the weight of attention in the label weights. The rest is the weight of the area. 1 is the paper's rule, 0.5
+            that of its code, 0 is CutMix.
         prob: the probability that a micro-batch is mixed. 0 is plain training.
         until: the fraction of the budget after which batches are left unchanged. 0 is plain training.
         per_sample: whether each image has its own box. By default there is one box per micro-batch.

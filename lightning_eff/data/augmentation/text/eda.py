@@ -134,7 +134,7 @@ class EDA(TextAugmentation):
 
     Args:
         alpha: the fraction of a text's tokens that are changed. The paper uses 0.05 to 0.1. 0 is plain training.
-        synonyms: a mapping of tokens to lists of tokens that can replace them, such as ``{17: [4, 231]}``.
+        synonyms: the tokens that can replace each token, such as {17: [4, 231]}.
         operations: the operations to draw from. None takes all that are possible.
         prob: the probability that a text is changed. 0 is plain training.
         pad_token_id: the padding token. None takes that of a Hugging Face config in the module.

@@ -56,7 +56,7 @@ class TokenNoise(TextAugmentation):
     augmentation.
 
     Args:
-        rate: the probability ``gamma`` that a token is replaced. The paper uses 0.1 to 0.3. 0 is plain training.
+        rate: the probability that a token is replaced. The paper uses 0.1 to 0.3. 0 is plain training.
         noise: the source of new tokens. "unigram" draws from the token frequencies, "blank" uses the blank token.
         blank_token_id: the blank token, for ``noise="blank"``. None takes the mask token of a Hugging Face config in the
             module.

@@ -163,7 +163,7 @@ class CoMixup(ByGradients):
         tau: the number of images' worth of blocks that the other mixtures may use without penalty. The authors use 0.81 to 0.84
             with 4 blocks.
         eta: the weight of the random prior.
-        omega: the weight of distances in ``A``.
+        omega: the weight of distances between the most salient positions of images.
         alpha: the parameter of the Dirichlet distribution.
         rounds: the number of times that each mixture is optimised. 3 is faster.
         prob: the probability that a micro-batch is mixed. 0 is plain training.

@@ -75,7 +75,7 @@ class SuperMix(Mixing):
     the host time.
 
     Args:
-        teacher: the trained network that the masks must satisfy, which returns one score per class.
+        teacher: the trained network that must recognise all classes in a mixture.
         k: the number of images in a mixture.
         alpha: the parameter of the Dirichlet distribution of the weights.
         mask: the number of rows and columns of a mask before it is enlarged. The paper uses 8 for CIFAR and 16 for ImageNet.
