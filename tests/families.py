@@ -126,7 +126,7 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
             "PartialTokenTraining": _NO_TUBES,
             "GatedPositionalAttention": _NO_PATCHES,
             "ChannelsLast": "has no convolution that could profit",
-            "DiffAugment": r"expected one tensor \(B, C, H, W\)",
+            "DiffAugment": "not on exactly one floating-point tensor of images",
             **_NOT_SMALLER,
             **dict.fromkeys(
                 (

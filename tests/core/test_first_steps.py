@@ -97,7 +97,7 @@ class Columns(pl.LightningModule):
 
 def test_part_of_the_inputs_is_mixed_only_where_it_is_named() -> None:
     data = TensorDataset(torch.rand(16, 2), torch.arange(16) % 4, torch.arange(16) % 3, torch.arange(16))
-    with pytest.raises(ValueError, match=r"^Mixup: the loss also comes of \[1\] \(8,\) int64, .* Set keys=\[0\]"):
+    with pytest.raises(ValueError, match=r"^Mixup: the loss also depends on \[1\] \(8,\) int64, .* Set keys=\[0\]"):
         train(Columns(), data, eff.Mixup(alpha=1.0))
     train(Columns(), data, eff.Mixup(alpha=1.0, keys=[0]))
 

@@ -1,45 +1,133 @@
-"""Arguments that augmentations share, checked; and runs in which none of them can help."""
+"""Arguments that augmentations share, and the runs in which an augmentation cannot help."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Annotated, Any
 
+from typing_extensions import override
+
+from lightning_eff._core._arguments.kinds import Alias, Count, Fraction, Kind, Number
 from lightning_eff._core.search_space import RunProfile
 
 
-def check_number(value: float, *, who: str, name: str, low: float, high: float, what: str) -> None:
-    """Raise ``ValueError`` unless it is a number in [low, high], or at least ``low`` where ``high`` is infinite."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not low <= value <= high or not math.isfinite(value):
-        expected = f"a number in [{low:g}, {high:g}]" if math.isfinite(high) else f"a finite number >= {low:g}"
-        raise ValueError(f"{who}({name}={value!r}): expected {expected}, {what}.")
+@dataclass(frozen=True, repr=False)
+class BatchKeys(Kind):
+    """A list of names or positions of tensors in a batch."""
+
+    hint: str = field(default="For example ['pixel_values'] or [0].", repr=False)
+
+    @property
+    @override
+    def expected(self) -> str:
+        return "a list of names or positions in the batch"
+
+    @override
+    def __call__(self, value: Any) -> list[str | int]:
+        if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+            raise ValueError
+        if any(isinstance(key, bool) or not isinstance(key, str | Integral) for key in value):
+            raise ValueError
+        return [key if isinstance(key, str) else int(key) for key in value]
 
 
-def check_names(value: Sequence[str | int] | None, *, who: str, name: str) -> None:
-    """Raise ``ValueError`` unless they are names or positions of tensors in the batch."""
-    if value is not None and (
-        isinstance(value, str)
-        or not isinstance(value, Sequence)
-        or not value
-        or any(isinstance(key, bool) or not isinstance(key, str | int) for key in value)
-    ):
-        raise ValueError(
-            f"{who}({name}={value!r}): expected a list of names or positions in the batch, such as ['pixel_values'] or [0],"
-            " or None to look for them."
-        )
+@dataclass(frozen=True, repr=False)
+class TokenIds(Kind):
+    """A list of token ids, which may be empty."""
+
+    @property
+    @override
+    def expected(self) -> str:
+        return "a list of token ids, each an integer >= 0"
+
+    @override
+    def __call__(self, value: Any) -> list[int]:
+        if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+            raise ValueError
+        return [Count(at_least=0)(token) for token in value]
+
+
+@dataclass(frozen=True, repr=False)
+class SomeOf(Kind):
+    """A list of some of a few names.
+
+    Attributes:
+        names: the names to choose from.
+        once: whether each name may be given once only, and none at all is accepted.
+    """
+
+    names: tuple[str, ...]
+    once: bool = False
+
+    @property
+    @override
+    def expected(self) -> str:
+        *others, last = map(repr, self.names)
+        return f"a list of some of {', '.join(others)} and {last}{', each once' if self.once else ''}"
+
+    @override
+    def __call__(self, value: Any) -> tuple[str, ...]:
+        if isinstance(value, str) or not isinstance(value, Sequence) or not (value or self.once):
+            raise ValueError
+        if any(name not in self.names for name in value) or (self.once and len(set(value)) < len(value)):
+            raise ValueError
+        return tuple(value)
+
+
+@dataclass(frozen=True, repr=False)
+class NetworkOrFunction(Kind):
+    """A module or function of one tensor.
+
+    Attributes:
+        of: its argument and what it returns: ``images (B, C, H, W) that returns scores (B, classes)``.
+        hint: what to use instead, as a sentence, for the message.
+        names: strings that are accepted as well.
+    """
+
+    of: str
+    hint: str = field(default="", repr=False)
+    names: tuple[str, ...] = ()
+
+    @property
+    @override
+    def expected(self) -> str:
+        return " or ".join([f"a module or function of {self.of}", *map(repr, self.names)])
+
+    @override
+    def __call__(self, value: Any) -> Any:
+        if not callable(value) and not (isinstance(value, str) and value in self.names):
+            raise ValueError
+        return value
+
+
+Keys = Annotated[Sequence[str | int] | None, BatchKeys()]
+Probability = Annotated[float, Fraction()]
+ImageProbability = Annotated[float, Fraction(), Alias("p")]
+Until = Annotated[float, Fraction()]
+TokenId = Annotated[int | None, Count(at_least=0)]
+SpecialTokens = Annotated[Sequence[int] | None, TokenIds()]
+#: Of a Beta or Dirichlet distribution; 0, where it is accepted, is plain training.
+Alpha = Annotated[float, Number(above=0, hint="prob=0 is plain training.")]
+AlphaOrZero = Annotated[float, Number(at_least=0, hint="0 is plain training.")]
 
 
 def too_few_epochs(profile: RunProfile) -> str | None:
-    """Why more samples out of the same ones are pointless where each is hardly seen twice."""
-    return None if profile.epochs >= 2 else "samples are hardly seen twice, so there is nothing to learn by heart"
+    """Say why augmentation is pointless where each sample is seen hardly twice."""
+    return None if profile.epochs >= 2 else "each sample is seen less than twice, so there is nothing to memorise"
 
 
 def no_images(profile: RunProfile) -> str | None:
-    """Why a technique that needs images would be tried in vain."""
-    return "samples are no images" if profile.image_side is None else too_few_epochs(profile)
+    """Say why a technique for images is pointless in a run."""
+    return "samples are not images" if profile.image_side is None else too_few_epochs(profile)
+
+
+def no_text(profile: RunProfile) -> str | None:
+    """Say why a technique for texts is pointless in a run."""
+    return "samples are not sequences" if profile.sequence_length is None else too_few_epochs(profile)
 
 
 def no_mixing(profile: RunProfile) -> str | None:
-    """Why a technique that mixes images and their labels would be tried in vain."""
+    """Say why a technique that mixes images and their labels is pointless in a run."""
     if not profile.visible_loss:
-        return "the loss cannot be seen, so labels could not be mixed"
-    return "a batch of one has nothing to mix" if profile.batch_size < 2 else no_images(profile)
+        return "the loss is not visible, so labels cannot be mixed"
+    return "a batch of one sample has nothing to mix" if profile.batch_size < 2 else no_images(profile)

@@ -1,4 +1,4 @@
-"""What augmentations share: in which steps they act, what they draw from, and what they cost."""
+"""The engine of all augmentations: when they act, their random draws, and their log."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,84 +15,95 @@ from lightning_eff._core._run.ranks import on_all_ranks
 from lightning_eff._core.batches import map_tensors, tensors
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
-from lightning_eff._core.technique import Technique
-from lightning_eff.data.augmentation._arguments import check_names, check_number
+from lightning_eff._core.technique import Control, Technique
 
 
 def replaced(batch: Any, by: dict[int, Tensor]) -> Any:
-    """The batch, of the same make, with other tensors in the place of those with these ids."""
+    """Return a batch of the same structure, with the tensors of these ids replaced."""
     return map_tensors(batch, lambda t: by.get(id(t), t))
 
 
 def floating_images(
     batch: Any, keys: Sequence[str | int] | None, *, who: str, beside: Sequence[Tensor] = ()
 ) -> list[Tensor]:
-    """The images (B, C, H, W) of a batch of any make, of one number and size.
+    """Return the images of a batch, each (B, C, H, W), all with the same B, H and W.
 
     Args:
         batch: tensors in a dict, tuple, list or dataclass.
-        keys: names or positions of the images; None takes all 4-D tensors of floating point.
+        keys: names or positions of the images. None takes all 4-D floating-point tensors.
         who: the technique's name, for messages.
-        beside: tensors that are none, such as labels.
+        beside: tensors that are not images, such as labels.
 
     Raises:
-        ValueError: if there are none, or they are not of floating point; with what was found.
+        ValueError: if there are no images, or if they are not floating point.
     """
     found = find_images(batch, keys, who=who, beside=[id(t) for t in beside])
     named = [(path, t) for path, t in tensors(batch) if id(t) in found.images]
     whole = [path or "the batch" for path, t in named if not t.is_floating_point()]
     if whole:
         raise ValueError(
-            f"{who}: the images {', '.join(whole)} are of uint8; expected floating point, normalised, because what is made of"
-            " them is rounded otherwise. Convert and normalise them in the data set or its collate_fn."
+            f"{who}: the images {', '.join(whole)} are uint8, so the result would be rounded. Convert them to normalised"
+            " floating point in the data set or its collate_fn."
         )
     return list({id(t): t for _, t in named}.values())
 
 
+def check_until(session: Session, *, who: str, until: float) -> None:
+    """Raise ``ValueError`` if ``until`` is below 1 and the run has no end."""
+    if until < 1.0 and not session.progress.limits():
+        raise ValueError(
+            f"{who}(until={until}): the Trainer has no end (max_steps=-1, max_epochs=-1, max_time=None), so there is no budget"
+            " to take a fraction of. Set one of them, or until=1.0."
+        )
+
+
 class Augmentation(Technique):
-    """Changes training batches on their device, by draws that follow from the seed, the step, the micro-batch and the rank.
+    """Changes training batches on their device.
 
-    So a resumed run draws what the undisturbed one did, and ranks draw apart. Validation, test and prediction, and passes
-    that look at a batch, never come by it.
+    Random draws depend only on the seed, the step, the micro-batch and the rank. So a resumed run draws the same as an
+    uninterrupted one, and each rank draws differently. Batches of validation, test and prediction are not changed.
 
-    Class attributes, beside those of :class:`Technique`:
-        stage: of its link.
-        order: where it stands among the augmentations of its stage, whatever the order of the callbacks.
+    Class attributes, in addition to those of :class:`Technique`:
+        stage: the stage of its link in the step chain.
+        order: its place among the augmentations of that stage, whatever the order of the callbacks.
+        saved: the names of the attributes that checkpoints hold, without the leading underscore.
+        logged: the names of further figures that are logged. They are 0 at the start of each micro-batch.
 
     Attributes:
-        prob: the chance of a micro-batch to be changed, in [0, 1].
-        until: the share of the budget from which on batches are left alone.
-        keys: names or positions of the tensors that are changed; None looks for them.
+        prob: the probability that a micro-batch is changed.
+        until: the fraction of the budget after which batches are left unchanged.
+        keys: names or positions of the tensors that are changed. None looks for them.
     """
 
+    saves: ClassVar[str] = "no time per step: it regularises, for a better model after many epochs"
+    control: ClassVar[Control] = Control("the baseline without augmentation, trained for the same time")
     stage: ClassVar[Stage] = Stage.AUGMENT
     needs: ClassVar[Need] = Need.BATCH
     order: ClassVar[int] = 0
+    saved: ClassVar[tuple[str, ...]] = ("share", "milliseconds", "batches", "changed", "shares", "total")
+    logged: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, *, prob: float, until: float, keys: Sequence[str | int] | None) -> None:
-        who = type(self).__name__
-        check_number(prob, who=who, name="prob", low=0, high=1, what="the chance to be changed; 0 is plain training")
-        check_number(until, who=who, name="until", low=0, high=1, what="the share of the budget from which on it rests")
-        check_names(keys, who=who, name="keys")
         self.prob = prob
         self.until = until
-        self.keys = None if keys is None else list(keys)
+        self.keys = keys
         self._reset()
 
     def _reset(self) -> None:
         self._looked = False
-        self._share: float = 0.0  # of what the last micro-batch held
+        self._share: float = 0.0  # the fraction of the last micro-batch that was changed
         self._milliseconds = 0.0  # of the last micro-batch
         self._batches, self._changed = 0, 0
-        self._shares, self._total = 0.0, 0.0  # over all of them; milliseconds
+        self._shares, self._total = 0.0, 0.0  # sums over all micro-batches; the second in milliseconds
+        self._figures: dict[str, float | Tensor] = dict.fromkeys(self.logged, 0.0)
 
-    # -- what subclasses say
+    # -- for subclasses
 
     def look(self, step: Step, batch: Any) -> None:
-        """Look at the first batch, on every rank; what is raised on one is raised on all, before any weight has changed."""
+        """Check the first batch on each rank, before any weight changes. An error on one rank is raised on all."""
 
     def change(self, step: Step, batch: Any, generator: Generator) -> tuple[Any, float] | None:
-        """The batch that is trained on instead, and the share of it that is changed; None where it is as it was."""
+        """Return the batch to train on and the fraction of it that is changed, or None to leave the batch unchanged."""
         raise NotImplementedError
 
     # -- the run
@@ -104,11 +115,7 @@ class Augmentation(Technique):
 
     @override
     def check(self, session: Session) -> None:
-        if self.until < 1.0 and not session.progress.limits():
-            raise ValueError(
-                f"{type(self).__name__}(until={self.until}): the Trainer has no end (max_steps=-1, max_epochs=-1,"
-                " max_time=None) that it could be a fraction of. Set one of them, or until=1.0."
-            )
+        check_until(session, who=type(self).__name__, until=self.until)
 
     @override
     def attach(self, session: Session) -> None:
@@ -131,14 +138,14 @@ class Augmentation(Technique):
             self._looked = True
 
     def _acts(self) -> bool:
-        """Whether the budget is such that batches are changed."""
+        """Return whether the run is still within ``until``."""
         return self.until == 1.0 or self.session.progress.u < self.until
 
     def generator(self, step: Step) -> Generator:
-        """What is drawn for this micro-batch comes of it; on the CPU."""
+        """Return the CPU generator for all draws of this micro-batch."""
         return self.session.generator(type(self).__name__, step.global_step, step.batch_idx, self.session.rank)
 
-    # -- what it tells and keeps
+    # -- what is logged and saved
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -147,7 +154,7 @@ class Augmentation(Technique):
         self._milliseconds = 1000 * (time.perf_counter() - start)
 
     def _note(self, share: float) -> None:
-        """A micro-batch went by, of which ``share`` was changed."""
+        """Count a micro-batch, with the fraction ``share`` of it changed."""
         self._share = share
         self._batches += 1
         self._changed += share > 0
@@ -157,54 +164,50 @@ class Augmentation(Technique):
     @override
     def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
         self._milliseconds = 0.0
+        self._figures = dict.fromkeys(self.logged, 0.0)
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:
-        return {"share": self._share, "milliseconds": self._milliseconds}
+        return {"share": self._share, "milliseconds": self._milliseconds, **self._figures}
 
     @override
     def summary(self) -> str:
         if not self._batches:
-            return "no step taken"
+            return "took no step"
         return (
-            f"changed {self._changed:,} of {self._batches:,} batches, {self._shares / self._batches:.1%} of what they held, in"
-            f" {self._total / self._batches:.2f} ms a batch"
+            f"changed {self._changed:,} of {self._batches:,} batches ({self._shares / self._batches:.1%} of their content) in"
+            f" {self._total / self._batches:.2f} ms per batch"
         )
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "share": self._share,
-            "milliseconds": self._milliseconds,
-            "batches": self._batches,
-            "changed": self._changed,
-            "shares": self._shares,
-            "total": self._total,
-        }
+        found = {name: getattr(self, f"_{name}") for name in self.saved}
+        return {name: float(value) if isinstance(value, Tensor) else value for name, value in found.items()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._share, self._milliseconds = state_dict["share"], state_dict["milliseconds"]
-        self._batches, self._changed = state_dict["batches"], state_dict["changed"]
-        self._shares, self._total = state_dict["shares"], state_dict["total"]
+        for name in self.saved:
+            setattr(self, f"_{name}", state_dict[name])
 
 
 class ImageAugmentation(Augmentation):
-    """Changes images one by one, each by itself, with the chance ``prob``; labels stay."""
+    """Erases pixels of each image independently, with probability ``prob``. Labels are unchanged."""
+
+    constraints: ClassVar[str] = "needs automatic optimization and normalised floating-point images (B, C, H, W)"
 
     @override
     def look(self, step: Step, batch: Any) -> None:
         self.fits(floating_images(batch, self.keys, who=type(self).__name__)[0])
 
     def fits(self, images: Tensor) -> None:
-        """Raise ``ValueError`` if images as these, (B, C, H, W), cannot be changed."""
+        """Raise ``ValueError`` if images of this shape, (B, C, H, W), cannot be changed."""
 
     def mask(self, images: Tensor, generator: Generator) -> Tensor:
-        """Which pixels of ``images`` are erased, (B, H, W), on their device."""
+        """Return which pixels of ``images`` to erase, (B, H, W), on their device."""
         raise NotImplementedError
 
     def fill(self, images: Tensor, generator: Generator) -> Tensor:
-        """What erased pixels become: of a shape that broadcasts to that of ``images``."""
+        """Return the values of erased pixels, in a shape that broadcasts to that of ``images``."""
         raise NotImplementedError
 
     @override

@@ -1,8 +1,9 @@
-"""The engine of techniques that make samples of several: the loss becomes that on all of their labels, in the same pass."""
+"""The engine of techniques that mix samples: one pass computes the loss on the labels of all samples in a mixture."""
 
+import inspect
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,27 +19,33 @@ from lightning_eff._core._targets.window import Targets
 from lightning_eff._core.batches import tensors
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
-from lightning_eff.data.augmentation._arguments import check_names
+from lightning_eff._core.technique import Technique
 from lightning_eff.data.augmentation._engine import Augmentation, floating_images, replaced
 
 _OF_CLASSES = ("cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
 
 
 def draw_shares(alpha: float, count: int, rng: np.random.Generator) -> Tensor:
-    """``lambda ~ Beta(alpha, alpha)``, (count,), float64."""
+    """Draw ``lambda ~ Beta(alpha, alpha)``: (count,), float64."""
     return torch.from_numpy(rng.beta(alpha, alpha, count))
 
 
+def with_settings(technique: Technique, **changes: Any) -> Technique:
+    """Return a technique with the same arguments, except for ``changes``."""
+    names = inspect.signature(type(technique)).parameters
+    return type(technique)(**{**{name: getattr(technique, name) for name in names}, **changes})
+
+
 def no_classes(who: str, path: str, shape: tuple[int, ...], fn: str) -> str:
-    """What is said of labels that are targets of another loss."""
+    """Return the message about labels that are targets of a loss without classes."""
     return (
-        f"{who}: the labels {path or 'in the batch'} {shape} are targets of F.{fn}, and so no classes; expected them in"
-        f" {', '.join(f'F.{name}' for name in _OF_CLASSES)}. Say by labels= which are classes, or take the technique out."
+        f"{who}: the labels {path or 'in the batch'} {shape} are targets of F.{fn}, so they are no classes. Name the labels of"
+        f" {', '.join(f'F.{name}' for name in _OF_CLASSES)} with labels=, or remove {who}."
     )
 
 
 def key_of(path: str) -> str | int:
-    """The name or position by which ``keys=`` finds the tensor at a path."""
+    """Return the name or position with which ``keys=`` finds the tensor at a path."""
     last = re.findall(r"\['([^']*)'\]|\.(\w+)|\[(\d+)\]", path)
     if not last:
         return 0
@@ -47,7 +54,7 @@ def key_of(path: str) -> str | int:
 
 
 def only_classes(change: Change, *, who: str) -> Change:
-    """``change``, refusing loss calls whose targets are no classes."""
+    """Return ``change`` with a check that the targets of the loss call are classes."""
 
     def checked(call: TargetCall) -> Tensor:
         if call.fn.__name__ not in _OF_CLASSES:
@@ -61,43 +68,52 @@ def check_labels(labels: dict[str, Tensor], *, who: str, by_sample: bool = False
     """Raise ``ValueError`` unless labels are classes: integers, or numbers in [0, 1].
 
     Args:
-        labels: by their paths.
+        labels: the labels, by path.
         who: the technique's name, for messages.
-        by_sample: each sample is to have one label, (B,), or a number for each class, (B, C).
+        by_sample: require one label per sample, (B,), or one probability per class, (B, C).
     """
     for path, y in labels.items():
         got = f"{who}: the labels {path or 'in the batch'} {tuple(y.shape)} {str(y.dtype)[6:]}"
         if y.is_complex() or (y.is_floating_point() and y.numel() and not bool(((y >= 0) & (y <= 1)).all())):
             raise ValueError(
-                f"{got} are no classes; expected integers, or probabilities in [0, 1]. Say by labels= which tensor holds the"
-                " classes, or take the technique out."
+                f"{got} are no classes: they are neither integers nor probabilities in [0, 1]. Name the tensor of classes with"
+                f" labels=, or remove {who}."
             )
         if by_sample and not (y.ndim == 1 or (y.ndim == 2 and y.is_floating_point())):
             raise ValueError(
-                f"{got} are several of each sample; expected one, (B,), or a probability for each class, (B, C), because an"
-                " area's share says nothing of single pixels' labels. Take the technique out, or mix in the data set."
+                f"{got} are several per sample, and shares of areas do not apply to labels of pixels. Give one label per"
+                f" sample, (B,), or one probability per class, (B, C), or remove {who}."
             )
 
 
 class Mixing(Augmentation):
-    """Trains on mixtures of each sample with another of its micro-batch, or several, and on the labels of all of them.
+    """Mixes each sample with one or more others of its micro-batch, and trains on the labels of all of them.
 
-    The step's loss on labels ``y`` becomes ``lambda L(y) + (1 - lambda) L(y')`` for each sample, with ``y'`` the labels of
-    the one that was mixed in, or ``sum_k lambda_k L(y_k)`` of several: for cross-entropy and binary cross-entropy that is the
-    loss on the mixed target, exactly. Where :attr:`larger_first`, roles are such that ``lambda`` is at least one half: what
-    reads the batch's labels sees those of the larger share.
+    The loss of a sample becomes ``lambda L(y) + (1 - lambda) L(y')``, where ``y'`` are the labels of the other sample. For
+    several others it is ``sum_k lambda_k L(y_k)``. For cross-entropy and binary cross-entropy this equals the loss on the mixed
+    target. With :attr:`larger_first`, ``lambda`` is at least one half, so code that reads the batch's labels sees those of the
+    larger share.
 
-    Where several techniques mix, each batch is mixed by one of them: of n, each n batches of the run in turn go once to each,
-    in an order that is drawn; of an epoch, where epochs have no length.
+    If several techniques mix, each batch is mixed by one of them. Each group of n consecutive batches of the run goes to the n
+    techniques in a random order. If epochs have no length, the groups are those of an epoch.
 
-    Class attributes, beside those of :class:`Augmentation`:
-        by_sample: labels must be one of each sample.
-        larger_first: each sample's own share is at least one half.
+    Class attributes, in addition to those of :class:`Augmentation`:
+        by_sample: whether each sample must have exactly one label.
+        larger_first: whether each sample's own share is at least one half.
 
     Attributes:
-        labels: names or positions of the labels in the batch; None looks for them.
+        alpha: the parameter of the distribution of ``lambda``.
+        per_sample: whether each sample has draws of its own.
+        labels: names or positions of the labels in the batch. None looks for them.
     """
 
+    constraints: ClassVar[str] = (
+        "needs automatic optimization, floating-point images (B, C, H, W), one class label per image and a loss of"
+        " torch.nn.functional"
+    )
+    conflicts: ClassVar[Mapping[str, str]] = {
+        "SAF": "it would compare a mixture with a different mixture of earlier epochs"
+    }
     stage: ClassVar[Stage] = Stage.MIX
     needs: ClassVar[Need] = Need.CALLS | Need.STEP
     order: ClassVar[int] = 1
@@ -105,74 +121,82 @@ class Mixing(Augmentation):
     larger_first: ClassVar[bool] = True
 
     def __init__(
-        self, *, prob: float, until: float, keys: Sequence[str | int] | None, labels: Sequence[str | int] | None
+        self,
+        *,
+        alpha: float,
+        prob: float,
+        until: float,
+        keys: Sequence[str | int] | None,
+        labels: Sequence[str | int] | None,
+        per_sample: bool = True,
     ) -> None:
         super().__init__(prob=prob, until=until, keys=keys)
-        check_names(labels, who=type(self).__name__, name="labels")
-        self.labels = None if labels is None else list(labels)
+        self.alpha = alpha
+        self.per_sample = per_sample
+        self.labels = labels
 
     @override
     def _reset(self) -> None:
         super()._reset()
         self._told = False
-        self._looked_at = -1  # the step in which it was last looked at what else reaches the loss
+        self._looked_at = -1  # the step of the last check of what else reaches the loss
 
-    # -- what subclasses say
+    # -- for subclasses
 
     @property
     def mixes_inputs(self) -> bool:
-        """Whether tensors of the batch are mixed, beside which others may be left as they are."""
+        """Whether tensors of the batch are mixed, so that the others must not matter to the loss."""
         return True
 
     def inputs(self, batch: Any, labels: dict[str, Tensor]) -> list[Tensor]:
-        """The tensors of the batch that are mixed.
+        """Return the tensors of the batch that are mixed.
 
         Raises:
-            ValueError: if there are none, with what was found.
+            ValueError: if there are none. The message lists the tensors of the batch.
         """
         return floating_images(batch, self.keys, who=type(self).__name__, beside=list(labels.values()))
 
     def entrances(self, module: nn.Module) -> list[nn.Module]:
-        """The submodules whose outputs are mixed within the network; labels may be ids that go in before them."""
+        """Return the submodules whose outputs are mixed. Labels may be ids that enter the network before them."""
         return []
 
     def mix(self, inputs: list[Tensor], partner: Tensor, generator: Generator) -> tuple[list[Tensor], Tensor]:
-        """Mixtures, and each sample's own share ``lambda`` in them, (B,); at least one half where :attr:`larger_first`.
+        """Return the mixtures, and each sample's own share ``lambda``, (B,), at least one half with :attr:`larger_first`.
 
-        What mixes more than two samples says :meth:`compose` instead.
+        A technique that mixes more than two samples overrides :meth:`compose` instead.
 
         Args:
-            inputs: what :meth:`inputs` gives, each (B, ...).
-            partner: the sample that each is mixed with, (B,), on the CPU.
-            generator: of this micro-batch.
+            inputs: the tensors of :meth:`inputs`, each (B, ...).
+            partner: the index of the other sample in each mixture, (B,), on the CPU.
+            generator: the generator of this micro-batch.
         """
         raise NotImplementedError
 
     def compose(self, inputs: list[Tensor], size: int, generator: Generator) -> tuple[list[Tensor], Tensor, Tensor]:
-        """Mixtures, the samples that are mixed into each, and the shares: by default of one, which is drawn.
+        """Return the mixtures, the other samples in each, and the shares. The default mixes two samples, drawn at random.
 
         Args:
-            inputs: what :meth:`inputs` gives, each (B, ...).
+            inputs: the tensors of :meth:`inputs`, each (B, ...).
             size: B.
-            generator: of this micro-batch.
+            generator: the generator of this micro-batch.
 
         Returns:
-            The mixtures, each (B, ...); the other samples, (B,) or of several (B, K - 1), on the CPU; each sample's own share,
-            (B,), or its own and those of the others, (B, K).
+            The mixtures, each (B, ...). The indices of the other samples, (B,) or (B, K - 1), on the CPU. Each sample's own
+            share, (B,), or its own share followed by those of the others, (B, K).
         """
         partner = torch.randperm(size, generator=generator)
         mixtures, share = self.mix(inputs, partner, generator)
         return mixtures, partner, share
 
     def others(self, labels: dict[str, Tensor], partner: Tensor) -> dict[str, list[Tensor]]:
-        """The labels beside each sample's own, by path, from what :meth:`compose` gave as the other samples."""
+        """Return the labels of the other samples, by path, for the indices that :meth:`compose` returned."""
         columns = partner.reshape(len(partner), -1).unbind(dim=1)
         return {path: [y.index_select(0, column.to(y.device)) for column in columns] for path, y in labels.items()}
 
     def weighing(self, share: Tensor) -> Change:
-        """What becomes of a loss call on labels, from what :meth:`compose` gave as shares.
+        """Return the change of a loss call, for the shares that :meth:`compose` returned.
 
-        ``lambda L(y) + (1 - lambda) L(y')`` from (B,), and ``sum_k lambda_k L(y_k)`` from (B, K).
+        Shares (B,) give ``lambda L(y) + (1 - lambda) L(y')``, shares (B, K) give ``sum_k lambda_k L(y_k)``.
         """
         return mixed(share, 1 - share) if share.ndim == 1 else mixed(*share.unbind(dim=1))
 
@@ -200,29 +224,29 @@ class Mixing(Augmentation):
                 made = self._mixture(step, batch, labels)
         if made is None:
             self._note(0.0)
-            # all ranks look at the loss at once, and one of them may have drawn to leave this batch alone
+            # all ranks check the loss in the same step, even those that drew to leave this batch unchanged
             change = only_classes(TargetCall.plain, who=who)
             return proceed(batch) if targets.checked else targets.run(step, batch, proceed, change)
         mixture, partner, share = made
         others = self.others(labels, partner)
         output = targets.run(step, mixture, proceed, only_classes(self.weighing(share), who=who), others)
         mean = float((share if share.ndim == 1 else share[:, 0]).mean())
-        self._note(0.0 if output is None else 1.0 - mean)  # a resumed run finds no labels in a step that it begins with
+        self._note(0.0 if output is None else 1.0 - mean)  # a resumed run finds no labels in its first step
         if targets.compared and not self._told:
             self._told = True
             larger = "the larger" if self.larger_first else "not always the larger"
             rank_zero_warn(
-                f"{who}: training_step compares the labels with what it computed, as a metric does. It reads each sample's own"
-                f" label, whose share of the mixture is {larger}, so such a figure of training batches is too low; validation"
-                " is not mixed."
+                f"{who}: training_step compares the labels with its output, as a metric does. It sees only each sample's own"
+                f" label, whose weight in the mixture is {larger}, so training metrics are too low. Rely on validation metrics,"
+                " which are computed without mixing."
             )
         return output
 
     def _look_for_rest(self, step: Step, batch: Any, labels: dict[str, Tensor]) -> None:
-        """Refuse batches of which the loss sees a part that is not mixed, such as columns of categories beside numbers.
+        """Refuse batches with a part that reaches the loss unmixed, such as columns of categories.
 
-        Looked at in the first step, and in the second, fourth, eighth and so on where the batch has such tensors: those of
-        some batches are alike for all samples. Named ``keys`` say that the rest shall stay as it is.
+        The check runs in the first step, and again in the second, fourth, eighth and so on: in a single batch, such a tensor
+        may happen to be equal for all samples. With explicit ``keys`` the rest stays unmixed, and nothing is checked.
         """
         now = step.global_step
         if self.keys is not None or not self.mixes_inputs or now == self._looked_at:
@@ -243,8 +267,8 @@ class Mixing(Augmentation):
                 mixed_paths = [path for path, t in tensors(batch) if id(t) in {id(x) for x in inputs}]
                 keys = [key_of(path) for path in mixed_paths]
                 raise ValueError(
-                    f"{type(self).__name__}: the loss also comes of {listed}, which would not be mixed with the rest of each"
-                    f" sample. Set keys={keys} if these tensors shall stay as they are, or remove {type(self).__name__}."
+                    f"{type(self).__name__}: the loss also depends on {listed}, which would not be mixed with the rest of each"
+                    f" sample. Set keys={keys} to leave these tensors unmixed, or remove {type(self).__name__}."
                 )
 
         on_all_ranks(self.session, look)
@@ -266,31 +290,31 @@ class Mixing(Augmentation):
         self.look(step, batch)
 
     def _sized(self, batch: Any, labels: dict[str, Tensor]) -> tuple[list[Tensor], int]:
-        """The inputs, and the number of samples that they and the labels have."""
+        """Return the inputs and the number of samples."""
         inputs = self.inputs(batch, labels)
         sizes = {len(t) for t in (*inputs, *labels.values())}
         if len(sizes) > 1:
             held = ", ".join(f"{path or 'the batch'} {tuple(t.shape)}" for path, t in tensors(batch))
             raise ValueError(
-                f"{type(self).__name__}: what is mixed and its labels are of {sorted(sizes)} samples; expected as many. The"
-                f" batch holds {held}. Say by keys= and labels= which are meant."
+                f"{type(self).__name__}: the inputs and the labels differ in their number of samples, {sorted(sizes)}. Name the"
+                f" right tensors with keys= and labels= (the batch holds {held})."
             )
         return inputs, sizes.pop()
 
     def _its_turn(self, step: Step) -> bool:
-        """Whether this batch is for this technique, of those that mix; the same on all ranks."""
+        """Return whether this technique mixes this batch, the same on all ranks."""
         names = sorted(type(t).__name__ for t in self.session.working if isinstance(t, Mixing))
         if len(names) == 1:
             return True
         epoch, length = self.session.trainer.current_epoch, self.session.trainer.num_training_batches
-        # epochs may be shorter than there are techniques
+        # an epoch may have fewer batches than there are techniques
         at, epoch = (step.batch_idx, epoch) if math.isinf(length) else (int(epoch * length) + step.batch_idx, 0)
         generator = self.session.generator("whose turn", epoch, at // len(names))
         order = torch.randperm(len(names), generator=generator)
         return names[int(order[at % len(names)])] == type(self).__name__
 
     def _mixture(self, step: Step, batch: Any, labels: dict[str, Tensor]) -> tuple[Any, Tensor, Tensor] | None:
-        """The batch of mixtures, the other samples in them and the shares; None where it is left alone."""
+        """Return the mixed batch, the other samples and the shares, or None to leave the batch unchanged."""
         generator = self.generator(step)
         acts = torch.rand((), generator=generator, dtype=torch.float32) < self.prob
         inputs, size = self._sized(batch, labels)

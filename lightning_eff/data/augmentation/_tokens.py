@@ -1,4 +1,4 @@
-"""Which tensors of a batch are tokens, and which of them stay as they are."""
+"""Find the tokens of a batch, and those that never change."""
 
 import re
 from collections.abc import Sequence
@@ -21,37 +21,29 @@ _SPECIAL = (
 _NO_IDS = re.compile(r"mask|position|type|segment|label|target|index|length", re.IGNORECASE)
 
 
-def check_ids(value: Any, *, who: str, name: str) -> None:
-    """Raise ``ValueError`` unless it is the id of a token, a sequence of such, or None."""
-    given = [value] if isinstance(value, int) or not isinstance(value, Sequence) or isinstance(value, str) else value
-    wrong = [t for t in given if t is not None and (isinstance(t, bool) or not isinstance(t, int) or t < 0)]
-    if wrong:
-        raise ValueError(f"{who}({name}={wrong[0]!r}): expected an integer >= 0, the id of a token.")
-
-
 def configs(module: nn.Module) -> list[Any]:
-    """The configs of Hugging Face models in the module."""
+    """Return the configs of Hugging Face models in the module."""
     return [m.config for m in module.modules() if hasattr(m, "config")]
 
 
 def configured_special_tokens(module: nn.Module) -> list[int]:
-    """The tokens that a Hugging Face config in the module names, ascending."""
+    """Return the special tokens of the Hugging Face configs in the module, ascending."""
     told = [getattr(config, name, None) for config in configs(module) for name in _SPECIAL]
     listed = [t for one in told for t in (one if isinstance(one, list | tuple) else [one])]
     return sorted({t for t in listed if isinstance(t, int)})
 
 
 def found_tokens(batch: Any, keys: Sequence[str | int] | None, *, who: str) -> list[tuple[str, Tensor]]:
-    """The tokens of the batch, with their paths.
+    """Return the tokens of the batch, with their paths.
 
     Args:
         batch: tensors in a dict, tuple, list or dataclass.
-        keys: names or positions of the tokens; None takes ``input_ids``, or the only tensor (B, T) of integers that is not
-            called a mask, a position, a type or a label.
+        keys: names or positions of the tokens. None takes ``input_ids``, or the only integer tensor (B, T) whose name is not
+            that of a mask, a position, a type or a label.
         who: the technique's name, for messages.
 
     Raises:
-        ValueError: if there are none, or it cannot be told which they are; with what was found.
+        ValueError: if there are none, or if several tensors could be the tokens.
     """
     whole = [(p, t) for p, t in tensors(batch) if not (t.is_floating_point() or t.is_complex()) and t.ndim == 2]
     whole = [(path, t) for path, t in whole if t.dtype != torch.bool]
@@ -65,13 +57,13 @@ def found_tokens(batch: Any, keys: Sequence[str | int] | None, *, who: str) -> l
     held = ", ".join(f"{path or 'the batch'} {tuple(t.shape)} {str(t.dtype)[6:]}" for path, t in tensors(batch))
     told = "found no tokens in the batch" if not found else "cannot tell which are the tokens in the batch"
     raise ValueError(
-        f"{who}: {told}: {held or 'no tensors'}; expected a tensor (B, T) of integers. Say by keys= which it is, such as"
-        " keys=['input_ids'] or keys=[0], or take the technique out."
+        f"{who}: {told}: {held or 'no tensors'}. Name an integer tensor (B, T) with keys=, such as keys=['input_ids'] or"
+        f" keys=[0], or remove {who}."
     )
 
 
 def attended(ids: Tensor, named: Sequence[tuple[str, Tensor]]) -> Tensor:
-    """Which tokens no attention mask among the batch's tensors hides, (B, T), of bool."""
+    """Return which tokens no attention mask of the batch hides, (B, T), bool."""
     seen = torch.ones_like(ids, dtype=torch.bool)
     for path, t in named:
         if lies_at(path, "attention_mask") and not lies_at(path, "decoder_attention_mask") and t.shape == ids.shape:

@@ -1,52 +1,51 @@
-"""Label smoothing: a share of each target goes evenly to all classes (Szegedy et al. 2015)."""
+"""Label smoothing: give a fraction of each target to all classes equally (Szegedy et al. 2015)."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Alias, Fraction
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._run.ranks import on_all_ranks
 from lightning_eff._core._targets.calls import TargetCall
 from lightning_eff._core._targets.window import Targets
-from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import RunProfile, SearchSpace, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
-from lightning_eff.data.augmentation._arguments import check_names, check_number, too_few_epochs
+from lightning_eff.data.augmentation._arguments import Keys, too_few_epochs
 from lightning_eff.data.augmentation._mixing import check_labels, only_classes
 
 WHO = "LabelSmoothing"
 
 
 def smoothed(call: TargetCall, epsilon: float) -> Tensor:
-    """``(1 - epsilon) L(y) + epsilon / K sum_k L(k)``, what the call would be on smoothed targets, reduced as it is.
+    """Return ``(1 - epsilon) L(y) + epsilon / K sum_k L(k)``, the call on smoothed targets with the same reduction.
 
-    For ``F.cross_entropy`` that is its own ``label_smoothing``, class weights included. Binary targets of ``K`` classes
-    become ``(1 - epsilon) y + epsilon / K``; where they are no one-hot codes of classes, but yes or no each,
-    ``(1 - epsilon) y + epsilon / 2``.
+    For ``F.cross_entropy`` this is its own ``label_smoothing``, class weights included. Binary one-hot targets of ``K`` classes
+    become ``(1 - epsilon) y + epsilon / K``. Independent binary targets become ``(1 - epsilon) y + epsilon / 2``.
 
     Raises:
-        ValueError: if the call smooths its labels already.
+        ValueError: if the call already smooths its labels.
     """
     if call.fn is F.cross_entropy:
         if call.arguments["label_smoothing"]:
             raise ValueError(
-                f"{WHO}: training_step calls F.cross_entropy with label_smoothing={call.arguments['label_smoothing']}; expected"
-                " 0, because labels would be smoothed twice. Take one of them out."
+                f"{WHO}: training_step calls F.cross_entropy with label_smoothing={call.arguments['label_smoothing']}, so"
+                f" labels would be smoothed twice. Set label_smoothing=0 there, or remove {WHO}."
             )
         return call.fn(**{**call.arguments, "label_smoothing": epsilon})
     if call.fn is F.nll_loss:
         plain = call.plain()
-        # the mean over classes of -w_k log p_k, for what is not ignored
+        # the mean over classes of -w_k log p_k, for labels that are not ignored
         log_p, weight = call.scores, call.arguments.get("weight")
         rows = -(log_p if weight is None else log_p * weight).mean(dim=-1)
         rows = torch.where(call.valid, rows, 0.0)
         return (1 - epsilon) * plain + epsilon * call.reduce(rows, call.counted())
-    # entries of a one-hot code stand for one label
+    # all entries of a one-hot row belong to one label
     places = call.places
     codes = places.ndim > 0 and places.shape[-1] > 1 and bool((places == places[..., :1]).all())
     classes = call.target.shape[-1] if codes else 2
@@ -54,52 +53,53 @@ def smoothed(call: TargetCall, epsilon: float) -> Tensor:
 
 
 def _pointless(profile: RunProfile) -> str | None:
-    return (
-        too_few_epochs(profile) if profile.visible_loss else "the loss cannot be seen, so labels could not be smoothed"
-    )
+    return too_few_epochs(profile) if profile.visible_loss else "the loss is not visible, so labels cannot be smoothed"
 
 
 class LabelSmoothing(Technique):
-    """Train on targets of which the share ``epsilon`` goes evenly to all classes, whatever loss call they are targets of.
+    """Give the fraction ``epsilon`` of each target to all classes equally, for any classification loss.
 
-    The step's loss on labels ``y`` becomes ``(1 - epsilon) L(y) + epsilon / K sum_k L(k)``, in the same forward pass: of
-    ``F.cross_entropy`` its own ``label_smoothing=``, of ``F.nll_loss`` and binary cross-entropy what that is there, for classes
-    (B, ...) of images or tokens; ignored labels stay ignored. So a Hugging Face model that takes ``labels=`` is smoothed
-    without a change. Validation, test and prediction are not: losses of training and validation differ by what smoothing adds.
-    Mixtures of samples are smoothed as their labels are; what chooses samples by their loss scores them by hard labels.
+    The loss on labels ``y`` becomes ``(1 - epsilon) L(y) + epsilon / K sum_k L(k)`` over the ``K`` classes, in the same forward
+    pass. For ``F.cross_entropy`` this is its own ``label_smoothing=``. ``F.nll_loss`` and the binary cross-entropies are
+    smoothed as well. Labels may have shape (B, ...), for images or tokens, and ignored labels stay ignored. The module needs no
+    change, so Hugging Face models that compute their own loss from ``labels=`` are smoothed too.
 
-    Logged: ``epsilon``, and ``calls``, the loss calls of the last micro-batch that were smoothed.
+    Use it against overconfident classifiers. The time per step does not change measurably. Validation, test and prediction are
+    not smoothed, so training and validation losses are not comparable. Mixed labels (``Mixup``, ``CutMix``) are smoothed after
+    mixing. Techniques that choose samples by their loss use unsmoothed labels.
+
+    It logs ``epsilon`` and ``calls``, the number of loss calls smoothed in the last micro-batch.
 
     Args:
-        epsilon: the share, in [0, 1); 0.1 is the source's, 0 plain training.
-        labels: names or positions of the labels in the batch; None looks for what the step's losses have as targets.
+        epsilon: the fraction of each target that goes to all classes. The paper uses 0.1. 0 is plain training. Also accepted as
+            ``label_smoothing``.
+        labels: the names or positions of the labels in the batch. None takes the tensors that are targets of the step's losses.
 
     Raises:
-        ValueError: if an argument is out of its range; at the first batch, before any weight has changed, if labels are no
-            classes, if the step's loss on labels cannot be seen, or if it smooths them already.
+        ValueError: for a value out of range. At the first batch, before any weight changes, if the labels are no classes, if no
+            loss call on the labels is visible, or if the loss smooths them already.
 
-    Sources:
-        Szegedy et al. 2015, arXiv:1512.00567.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[LabelSmoothing(0.1)])
+
+    References:
+        Szegedy et al. 2015, "Rethinking the Inception Architecture for Computer Vision", arXiv:1512.00567.
     """
 
-    saves: ClassVar[str] = "nothing of a step: it regularises, at no cost that can be measured"
+    saves: ClassVar[str] = "no time per step: it regularises, at no measurable cost"
     paper: ClassVar[str] = "Szegedy et al. 2015, arXiv:1512.00567"
-    constraints: ClassVar[str] = "automatic optimization; labels that are classes; a loss of torch.nn.functional"
+    constraints: ClassVar[str] = (
+        "needs automatic optimization, labels that are classes and a loss of torch.nn.functional"
+    )
     needs: ClassVar[Need] = Need.CALLS | Need.STEP
-    survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"epsilon": Uniform(0.05, 0.2)}, _pointless)
-    control: ClassVar[Control] = Control("hard labels: the baseline for as many seconds")
-    conflicts: ClassVar[Mapping[str, str]] = {}
+    control: ClassVar[Control] = Control("the baseline with hard labels, trained for the same time")
 
-    def __init__(self, epsilon: float = 0.1, *, labels: Sequence[str | int] | None = None) -> None:
-        check_number(epsilon, who=WHO, name="epsilon", low=0, high=1, what="below 1; 0 is plain training")
-        if epsilon == 1:
-            raise ValueError(
-                f"{WHO}({epsilon=}): expected a number below 1, since nothing of the labels would be left."
-            )
-        check_names(labels, who=WHO, name="labels")
+    def __init__(
+        self, epsilon: Annotated[float, Fraction(below=1), Alias("label_smoothing")] = 0.1, *, labels: Keys = None
+    ) -> None:
         self.epsilon = epsilon
-        self.labels = None if labels is None else list(labels)
+        self.labels = labels
         self._calls = self._batches = 0
 
     def _reset(self) -> None:
@@ -116,7 +116,7 @@ class LabelSmoothing(Technique):
         self._reset()
         self._targets = Targets(session, WHO, self.labels, alone="loss")
         session.told_by_loss(self, "_calls")
-        session.chain.add(Stage.REWEIGHT, self._link, order=-1)  # labels are made by then, outside of others there
+        session.chain.add(Stage.REWEIGHT, self._link, order=-1)  # after labels are mixed, outside of other links
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
         labels = self._targets.labels(step, batch)

@@ -86,7 +86,9 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
 
 def test_bytes_are_refused() -> None:
     x, y = batches()[0]
-    with pytest.raises(ValueError, match=r"Cutout: the images \[0\] are of uint8; expected floating point"):
+    with pytest.raises(
+        ValueError, match=r"Cutout: the images \[0\] are uint8, .*Convert them to normalised floating point"
+    ):
         train(Own(F.cross_entropy), eff.Cutout(), data=[(x.byte(), y)])
 
 

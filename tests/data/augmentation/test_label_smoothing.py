@@ -183,9 +183,13 @@ def _already(z: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("loss", "labels", "message"),
     [
-        (_already, None, r"with label_smoothing=0.1; expected 0"),
-        (lambda z, y: F.mse_loss(z[:, 0], y), torch.rand(6), r"targets of F.mse_loss, and so no classes"),
-        (lambda z, y: F.mse_loss(z[:, 0], y), torch.rand(6) + 5, r"are no classes; expected integers"),
+        (_already, None, r"with label_smoothing=0.1, so labels would be smoothed twice"),
+        (lambda z, y: F.mse_loss(z[:, 0], y), torch.rand(6), r"targets of F.mse_loss, so they are no classes"),
+        (
+            lambda z, y: F.mse_loss(z[:, 0], y),
+            torch.rand(6) + 5,
+            r"are no classes: they are neither integers nor probabilities",
+        ),
         (lambda z, y: -z.log_softmax(-1).gather(1, y[:, None]).mean(), None, r"no loss call of training_step was seen"),
     ],
 )
@@ -219,8 +223,8 @@ def test_an_object_that_keeps_its_labels_is_named() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"epsilon": -0.1}, r"epsilon=-0.1\): expected a number in \[0, 1\]"),
-        ({"epsilon": 1}, r"epsilon=1\): expected a number below 1"),
+        ({"epsilon": -0.1}, r"epsilon=-0.1\): expected a number in \[0, 1\)"),
+        ({"epsilon": 1}, r"epsilon=1\): expected a number in \[0, 1\)"),
         ({"labels": "y"}, r"labels='y'\): expected a list"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Augmentations of images that need more than a box: policies of operations, their mixtures, GANs, styles."""
+"""Augmentations that apply operations to images: policies, AugMix, and DiffAugment for GANs."""

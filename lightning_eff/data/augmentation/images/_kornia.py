@@ -1,4 +1,4 @@
-"""The library of the extra ``augmentation``, imported when it is used."""
+"""kornia, of the extra ``augmentation``, imported when it is used."""
 
 import importlib
 import importlib.util
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def needed(who: str) -> None:
-    """Raise ``ImportError`` where kornia is not installed; it is not imported by that, which takes a second."""
+    """Raise ``ImportError`` if kornia is not installed, without importing it, which takes a second."""
     there = sys.modules["kornia"] is not None if "kornia" in sys.modules else importlib.util.find_spec("kornia")
     if not there:
         raise ImportError(
@@ -19,13 +19,13 @@ def needed(who: str) -> None:
 
 @cache
 def enhance() -> Any:
-    """``kornia.enhance``: colour operations on images in [0, 1]."""
+    """Return ``kornia.enhance``: colour operations on images in [0, 1]."""
     return _imported("kornia.enhance")
 
 
 @cache
 def transform() -> Any:
-    """``kornia.geometry.transform``: geometric operations."""
+    """Return ``kornia.geometry.transform``: geometric operations."""
     return _imported("kornia.geometry.transform")
 
 

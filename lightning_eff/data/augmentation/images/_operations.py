@@ -1,7 +1,7 @@
-"""Operations on images in [0, 1] that policies choose from, each image with its own strength; kornia does the work.
+"""Operations on images in [0, 1] for policies, computed by kornia, with a strength for each image.
 
-A strength of 0 leaves an image as it is, one of 1 or -1 is the end of the range in AutoAugment's table 6 (Cubuk et al. 2018).
-Identity, auto-contrast, equalization and inversion have one strength alone.
+A strength of 0 leaves an image unchanged. 1 or -1 is the end of the range in table 6 of AutoAugment (Cubuk et al. 2018).
+Identity, auto-contrast, equalization and inversion have no strength.
 """
 
 import math
@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
+from lightning_eff.data.augmentation._arguments import SomeOf
 from lightning_eff.data.augmentation.images import _kornia
 
-#: The longest way of a translation: 150 pixels of images of 331 (AutoAugment's table 6).
+#: The largest translation: 150 of 331 pixels (AutoAugment, table 6).
 FARTHEST = 150 / 331
 STEEPEST = 0.3
 WIDEST = math.radians(30)
@@ -21,13 +22,13 @@ WIDEST = math.radians(30)
 
 @dataclass(frozen=True)
 class Operation:
-    """What is done to images.
+    """An operation on images.
 
     Attributes:
-        apply: of images (n, C, H, W) in [0, 1], their strengths (n,) on the CPU and the fill, the images that they become.
-        signed: whether they lie in [-1, 1], as likely below 0 as above, instead of in [0, 1].
-        moves: whether pixels come to lie elsewhere.
-        coloured: whether it is for images of one or three channels alone.
+        apply: a function of images (n, C, H, W) in [0, 1], strengths (n,) on the CPU and the fill that returns the new images.
+        signed: whether strengths have a random sign.
+        moves: whether pixels change their positions.
+        coloured: whether it needs images of one or three channels.
     """
 
     apply: Callable[[Tensor, Tensor, float], Tensor]
@@ -37,14 +38,14 @@ class Operation:
 
 
 def warped(x: Tensor, a: Tensor, fill: float) -> Tensor:
-    """``y(p) = x(A (p, 1))`` for pixels ``p = (column, row)`` counted from the corner, bilinearly; ``fill`` beyond the border.
+    """Return ``y(p) = x(A (p, 1))`` with bilinear interpolation, for pixels ``p = (column, row)`` counted from the corner.
 
     Args:
         x: images, (n, C, H, W).
-        a: ``A``, (n, 2, 3): where each pixel comes from.
+        a: ``A``, (n, 2, 3), which gives the source of each pixel.
         fill: the value outside of the image.
     """
-    # centres of pixels lie half a pixel from the corner, and kornia takes the matrix from source to target
+    # pixel centres are half a pixel from the corner, and kornia expects the matrix from source to target
     linear = a[:, :, :2].inverse()
     half = a.new_full((2, 1), 0.5)
     forward = torch.cat([linear, linear @ (half - a[:, :, 2:]) - half], dim=2)
@@ -53,7 +54,7 @@ def warped(x: Tensor, a: Tensor, fill: float) -> Tensor:
 
 
 def _affine(of: Callable[[Tensor, tuple[int, int]], Sequence[Sequence[Tensor | float]]]) -> Operation:
-    """A geometric operation, by the rows of the matrix that :func:`warped` takes, for strengths (n,) and (H, W)."""
+    """Return a geometric operation, given the rows of the matrix of :func:`warped` for strengths (n,) and (H, W)."""
 
     def apply(x: Tensor, strength: Tensor, fill: float) -> Tensor:
         zero = torch.zeros_like(strength)
@@ -65,14 +66,14 @@ def _affine(of: Callable[[Tensor, tuple[int, int]], Sequence[Sequence[Tensor | f
 
 
 def _rotation(strength: Tensor, side: tuple[int, int]) -> Sequence[Sequence[Tensor]]:
-    """About the centre, anticlockwise where the strength is above 0."""
+    """Return the matrix of a rotation about the centre, anticlockwise for positive strengths."""
     angle, (y, x) = WIDEST * strength, (side[0] / 2, side[1] / 2)
     cos, sin = angle.cos(), angle.sin()
     return ((cos, -sin, x - cos * x + sin * y), (sin, cos, y - sin * x - cos * y))
 
 
 def _blended(name: str) -> Operation:
-    """``(1 - f) d + f x`` with the factor ``f = 1 + 0.9 s`` and a degenerate ``d``: black, gray, the mean or blurred."""
+    """Return ``(1 - f) d + f x`` with ``f = 1 + 0.9 s`` and a degenerate image ``d``: black, gray, the mean or blurred."""
     return Operation(
         lambda x, s, fill: getattr(_kornia.enhance(), name)(x, (1 + 0.9 * s).to(x)),
         coloured=name == "adjust_saturation_with_gray_subtraction",
@@ -80,24 +81,24 @@ def _blended(name: str) -> Operation:
 
 
 def levels(x: Tensor) -> Tensor:
-    """The nearest of 256 levels, as images of bytes have them."""
+    """Round to the 256 levels of uint8 images."""
     return (x * 255).round() / 255
 
 
 def _auto_contrast(x: Tensor, strength: Tensor, fill: float) -> Tensor:
-    """Each channel from 0 to 1; one of a single value stays."""
+    """Stretch each channel to [0, 1]. A constant channel is unchanged."""
     flat = x.flatten(2)
     single = (flat.amax(-1) == flat.amin(-1))[:, :, None, None]
     return torch.where(single, x, _kornia.enhance().normalize_min_max(x, 0.0, 1.0, eps=1e-12))
 
 
 def _posterize(x: Tensor, strength: Tensor, fill: float) -> Tensor:
-    """The highest ``8 - round(4 s)`` bits."""
+    """Keep the highest ``8 - round(4 s)`` bits."""
     return _kornia.enhance().posterize(levels(x), (8 - 4 * strength).round().long().to(x.device))
 
 
 def _solarize(x: Tensor, strength: Tensor, fill: float) -> Tensor:
-    """What is at ``1 - s`` or above is inverted: nothing at a strength of 0."""
+    """Invert values from ``1 - s`` on. A strength of 0 inverts nothing."""
     return _kornia.enhance().solarize(x, torch.where(strength == 0, 2.0, 1 - strength).to(x))
 
 
@@ -120,24 +121,17 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 
-def check_names(operations: Sequence[str], *, who: str, name: str) -> None:
-    """Raise ``ValueError`` unless they are names of operations, at least one."""
-    if isinstance(operations, str) or not isinstance(operations, Sequence) or not operations:
-        raise ValueError(f"{who}({name}={operations!r}): expected a list of operations: {', '.join(OPERATIONS)}.")
-    unknown = [one for one in operations if one not in OPERATIONS]
-    if unknown:
-        raise ValueError(
-            f"{who}({name}={list(operations)}): there is no operation {unknown[0]!r}; expected {', '.join(OPERATIONS)}."
-        )
+#: A list of some of the operations.
+SOME = SomeOf(tuple(OPERATIONS))
 
 
 def signed(names: Sequence[str], which: Tensor, strength: Tensor, generator: Generator) -> Tensor:
-    """The strengths with a random sign where their operation has one, each as likely.
+    """Give strengths a random sign if their operation has one.
 
     Args:
-        names: of operations.
-        which: for each image the place of its operation among ``names``.
-        strength: in [0, 1], of the shape of ``which``.
+        names: the names of operations.
+        which: the index of each image's operation in ``names``.
+        strength: in [0, 1], in the shape of ``which``.
         generator: on the CPU.
     """
     down = torch.rand(which.shape, generator=generator, dtype=torch.float32) < 0.5
@@ -146,14 +140,14 @@ def signed(names: Sequence[str], which: Tensor, strength: Tensor, generator: Gen
 
 
 def operated(x: Tensor, names: Sequence[str], which: Tensor, strength: Tensor, fill: float) -> Tensor:
-    """Each image with its own operation done to it, those of one operation together.
+    """Apply its own operation to each image.
 
     Args:
-        x: images (B, C, H, W) of floating point in [0, 1].
-        names: of operations.
-        which: for each image the place of its operation among ``names``, (B,), on the CPU; -1 leaves it as it is.
-        strength: of each, (B,), on the CPU, with its sign.
-        fill: the value of pixels that come from outside of the image.
+        x: floating-point images (B, C, H, W) in [0, 1].
+        names: the names of operations.
+        which: the index of each image's operation in ``names``, (B,), on the CPU. -1 leaves the image unchanged.
+        strength: the signed strength for each image, (B,), on the CPU.
+        fill: the value of pixels from outside of the image.
     """
     made = x.clone()
     for place, name in enumerate(names):

@@ -1,17 +1,17 @@
-"""The sub-policies that AutoAugment's authors published (Cubuk et al. 2018, tables 7 to 9): operation, chance, strength."""
+"""The sub-policies published by the authors of AutoAugment (Cubuk et al. 2018, tables 7 to 9)."""
 
 from typing import NamedTuple
 
-LEVELS = 9  # the largest of the ten strengths, from 0 on
+LEVELS = 9  # the largest of the ten strengths, which begin at 0
 
 
 class Done(NamedTuple):
     """An operation of a sub-policy.
 
     Attributes:
-        name: of the operation.
-        p: the chance that it is done.
-        level: of its strength, 0 to 9; None where it has one strength alone.
+        name: the name of the operation.
+        p: the probability that it is applied.
+        level: its strength, 0 to 9. None if it has no strength.
     """
 
     name: str
@@ -23,7 +23,7 @@ SubPolicy = tuple[Done, Done]
 
 
 def _table(text: str) -> tuple[SubPolicy, ...]:
-    """Sub-policies, one a line: two operations, each with its chance in tenths and its strength, ``-`` where it has none."""
+    """Parse sub-policies, one per line: two operations, each with its probability in tenths and its strength or ``-``."""
 
     def done(name: str, tenths: str, level: str) -> Done:
         return Done(name, int(tenths) / 10, None if level == "-" else int(level))

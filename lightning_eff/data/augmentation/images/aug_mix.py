@@ -1,8 +1,8 @@
-"""AugMix: each image with a mixture of chains of operations on it, and one opinion on all versions (Hendrycks et al. 2019)."""
+"""AugMix: mix each image with chains of operations on it, for consistent predictions (Hendrycks et al. 2019)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Generator, Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Alias, Count, Number
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._targets.calls import TargetCall
 from lightning_eff._core._targets.window import Targets
@@ -18,14 +19,13 @@ from lightning_eff._core.batches import join, num_samples
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
-from lightning_eff._core.technique import Control
-from lightning_eff.data.augmentation import _arguments
-from lightning_eff.data.augmentation._arguments import check_number, no_images
-from lightning_eff.data.augmentation.images._operations import FARTHEST, OPERATIONS, check_names, operated, signed
+from lightning_eff.data.augmentation._arguments import ImageProbability, Keys, Until, no_images
+from lightning_eff.data.augmentation.images._operations import FARTHEST, OPERATIONS, SOME, operated, signed
+from lightning_eff.data.augmentation.images._pixels import Fill, Mean, Scale, Std
 from lightning_eff.data.augmentation.images._policies import Policy
 
 WHO = "AugMix"
-#: The paper's: those that are not among the corruptions that it tests with.
+#: The operations of the paper: those that are not among its test corruptions.
 PAPERS = (
     *("auto_contrast", "equalize", "posterize", "rotate", "solarize"),
     *("shear_x", "shear_y", "translate_x", "translate_y"),
@@ -35,12 +35,12 @@ DEEPEST = 3
 
 @dataclass(frozen=True)
 class Chains:
-    """What is drawn for B images: chains of operations, and how they are mixed.
+    """The draws for B images: chains of operations and their weights.
 
     Attributes:
-        which: the places of operations among names, (B, width, depth), -1 where a chain is shorter.
-        strength: of each, with its sign.
-        w: the weight of each chain, (B, width); rows sum to 1.
+        which: the indices of operations in names, (B, width, depth), -1 after the end of a shorter chain.
+        strength: the signed strengths.
+        w: the weight of each chain, (B, width). Rows sum to 1.
         m: the weight of the image itself, (B,).
     """
 
@@ -53,17 +53,17 @@ class Chains:
 def draw_chains(
     count: int, width: int, depth: int | None, severity: float, alpha: float, names: Sequence[str], generator: Generator
 ) -> Chains:
-    """``w ~ Dirichlet(alpha, .., alpha)``, ``m ~ Beta(alpha, alpha)``, strengths even up to ``severity / 10``.
+    """Draw chains, with ``w ~ Dirichlet(alpha, .., alpha)``, ``m ~ Beta(alpha, alpha)`` and strengths up to ``severity / 10``.
 
     Posterizing begins at 4 bits, and translations end at a third of the side, as in the authors' code.
 
     Args:
-        count: of images.
-        width: of chains.
-        depth: operations of a chain; None draws 1 to 3 for each.
+        count: the number of images.
+        width: the number of chains.
+        depth: the number of operations in a chain. None draws 1 to 3 for each.
         severity: in (0, 10].
         alpha: above 0.
-        names: of operations.
+        names: the names of operations.
         generator: on the CPU.
     """
     deepest = DEEPEST if depth is None else depth
@@ -82,40 +82,40 @@ def draw_chains(
 
 
 def aug_mix(p: Tensor, drawn: Chains, names: Sequence[str], fill: float) -> Tensor:
-    """``m x + (1 - m) sum_i w_i chain_i(x)``, of images (B, C, H, W) in [0, 1]."""
+    """Return ``m x + (1 - m) sum_i w_i chain_i(x)`` for images (B, C, H, W) in [0, 1]."""
     count, width, depth = drawn.which.shape
     chains = p.repeat_interleave(width, dim=0)
     for at in range(depth):
         chains = operated(chains, names, drawn.which[:, :, at].flatten(), drawn.strength[:, :, at].flatten(), fill)
     w, m = (t.to(p).reshape(count, -1, 1, 1, 1) for t in (drawn.w, drawn.m))
-    # x + (1 - m) sum_i w_i (chain_i(x) - x), where identity leaves x
+    # x + (1 - m) sum_i w_i (chain_i(x) - x), in which chains of identities leave x exactly unchanged
     return p + (1 - m[:, 0]) * (w * (chains.unflatten(0, (count, width)) - p[:, None])).sum(1)
 
 
 def jensen_shannon(*logs: Tensor) -> Tensor:
-    """``JS = 1/k sum_i KL(p_i || M)``, ``M = 1/k sum_i p_i``, of ``log p_i`` (.., C): (..), in [0, log k]."""
-    stacked = torch.stack(logs).clamp(min=-1e4)  # classes that are ruled out have a log of -inf, and add nothing
+    """Return ``JS = 1/k sum_i KL(p_i || M)`` with ``M = 1/k sum_i p_i``, for ``log p_i`` (.., C): (..), in [0, log k]."""
+    stacked = torch.stack(logs).clamp(min=-1e4)  # classes with log p = -inf contribute nothing
     mean = stacked.logsumexp(0) - np.log(len(logs))
     return (stacked.exp() * (stacked - mean)).sum(-1).mean(0)
 
 
 def consistent(call: TargetCall, weight: float, seen: list[Tensor]) -> Tensor:
-    """``L(x) + weight JS(p(x), p(x'), p(x''))`` of a call on three versions of each sample, the plain ones first.
+    """Return ``L(x) + weight JS(p(x), p(x'), p(x''))`` for a call on three versions of each sample, the unchanged ones first.
 
     Args:
-        call: of ``F.cross_entropy`` or ``F.nll_loss``, with three times the rows.
-        weight: 12 in the paper.
-        seen: takes the mean of JS, without its graph.
+        call: a call of ``F.cross_entropy`` or ``F.nll_loss`` with three times the rows.
+        weight: the weight of JS.
+        seen: a list to which the mean of JS is appended, detached.
 
     Raises:
-        ValueError: if the call is none of these, or not reduced.
+        ValueError: if it is a call of another function, or one without a reduction.
     """
     rows, rest = divmod(len(call.input), 3)
     if not call.of_classes or call.reduction == "none" or rest or len(call.target) != len(call.input):
         raise ValueError(
             f"{WHO}(consistency={weight:g}): training_step calls F.{call.fn.__name__}, reduction={call.reduction!r}, on"
-            f" {tuple(call.input.shape)}; expected F.cross_entropy or F.nll_loss of a row for each sample, with a mean or sum,"
-            " where the distributions of an image's versions can be compared. Set consistency=0, which trains on one version."
+            f" {tuple(call.input.shape)}, so the predictions for the versions of an image cannot be compared. Use"
+            " F.cross_entropy or F.nll_loss with one row per sample and a mean or sum, or set consistency=0."
         )
     first = {**call.arguments, "input": call.input[:rows], "target": call.target[:rows]}
     scores = call.scores if call.fn is F.nll_loss else call.scores.log_softmax(-1)
@@ -126,104 +126,98 @@ def consistent(call: TargetCall, weight: float, seen: list[Tensor]) -> Tensor:
 
 
 class AugMix(Policy):
-    """Train on images mixed with chains of operations on them; and, if asked to, hold the network to one opinion on all.
+    """Mix each training image with chains of random operations on it, and optionally train for consistent predictions.
 
-    Each image becomes ``m x + (1 - m) sum_i w_i chain_i(x)``: three chains of one to three operations, each drawn evenly of
-    auto_contrast, equalize, posterize, rotate, solarize, shear_x, shear_y, translate_x and translate_y, with strengths up to
-    ``severity``, and weights of a Dirichlet and a Beta distribution. So it stays close to the image, and keeps what it shows.
-    Batches are changed on their device, by kornia's functions; labels stay. Pixels that come from outside are gray.
+    Each image becomes ``m x + (1 - m) sum_i w_i chain_i(x)``: by default three chains of one to three operations, with weights
+    from a Dirichlet and a Beta distribution. Operations are drawn uniformly from auto_contrast, equalize, posterize, rotate,
+    solarize, shear_x, shear_y, translate_x and translate_y, with strengths up to ``severity``. So the result stays close to the
+    image. kornia computes the operations on the device of the batch.
 
-    With ``consistency`` above 0 the step gets each image three times in one batch, plain and in two versions of AugMix, and its
-    loss becomes that on the plain ones plus ``consistency`` times the Jensen-Shannon divergence of the three predictions, which
-    the paper's best results come of (with 12). That takes about three times as long and three times the memory of activations.
-    BatchNorm sees all versions. The loss must be F.cross_entropy or F.nll_loss on the labels, as it can be seen; another one is
-    an error at the first batch. ``training_step`` and what it measures then see three times the samples. Labels that others
-    smooth or mix are so for the plain images, and what chooses samples chooses before they are three.
+    Use it to make classifiers robust to corrupted images. Accuracy on clean images improves only a little. It costs more per
+    step than :class:`RandAugment`, and pays off only over many epochs.
+
+    With ``consistency`` above 0, the step gets each image three times in one batch: unchanged, and in two versions of AugMix.
+    The loss is that of the unchanged images plus ``consistency`` times the Jensen-Shannon divergence of the three predictions.
+    The paper's best results use 12. This takes about three times the time and the activation memory. BatchNorm sees all
+    versions, and so do the metrics of ``training_step``. The loss must be a call of ``F.cross_entropy`` or ``F.nll_loss`` on
+    the labels. Techniques that smooth or mix labels do so for the unchanged images. Techniques that choose samples do so before
+    the batch is tripled.
 
     Operations are defined on values from black to white: see :class:`RandAugment` for ``mean``, ``std`` and ``scale``.
 
-    It makes networks robust to corruptions, at a little gain of plain accuracy. It costs more than :class:`RandAugment`, and
-    regularises: it pays over many epochs alone.
-
-    Logged: ``share``, the share of the last micro-batch's images that were mixed; ``clipped``, the share of its values that lay
-    beyond the range; ``milliseconds``, what it took of the host; and ``divergence``, the mean of JS, in [0, log 3].
+    It logs ``share``, the fraction of images changed in the last micro-batch, and ``clipped``, the fraction of its values
+    outside of the range. ``milliseconds`` is the host time of the augmentation, and ``divergence`` the mean Jensen-Shannon
+    divergence, in [0, log 3].
 
     Args:
-        width: chains, >= 1.
-        depth: operations of each chain, >= 1; None draws 1 to 3 for each.
-        severity: of operations, in (0, 10].
-        alpha: of the Dirichlet and the Beta distribution, above 0.
-        consistency: the weight of JS in the loss, >= 0; 12 in the paper, 0 trains on one version of each image.
-        operations: names of those that are drawn from; None takes the nine. Those of RandAugment may be named, too.
-        mean: that the data set has subtracted, one number or one for each channel.
-        std: that it has divided by, above 0.
-        scale: the largest value that pixels had before that, such as 1 or 255.
-        fill: of pixels from outside of the image, from 0 for black to 1 for white.
-        prob: the chance of an image to be changed, in [0, 1]; 0 is plain training.
-        until: the share of the budget in [0, 1] from which on images are left alone; 0 is plain training.
-        keys: names or positions of the images (B, C, H, W) of floating point or uint8; None takes all such tensors.
-        labels: names or positions of the labels, for ``consistency``; None looks for what the step's losses have as targets.
+        width: the number of chains. Also accepted as ``mixture_width``.
+        depth: the number of operations in each chain. None draws 1 to 3 for each chain. Also accepted as ``chain_depth``.
+        severity: the largest strength of operations.
+        alpha: the parameter of the Dirichlet and the Beta distribution.
+        consistency: the weight of the Jensen-Shannon divergence in the loss. The paper uses 12. 0 trains on one version of each
+            image.
+        operations: the operations to draw from. None takes the nine above. All operations of :class:`RandAugment` are
+            available.
+        mean: the value that the data set subtracts from pixels, one number or one per channel.
+        std: the value that the data set divides by, one number or one per channel.
+        scale: the largest value of pixels before normalisation, such as 1 or 255.
+        fill: the value of pixels from outside of the image, from 0 (black) to 1 (white).
+        prob: the probability that an image is changed. 0 is plain training. Also accepted as ``p``.
+        until: the fraction of the budget after which images are left unchanged. 0 is plain training.
+        keys: the names or positions of the images in the batch, floating point or uint8, shape (B, C, H, W). None takes all
+            such tensors.
+        labels: the names or positions of the labels, for ``consistency``. None takes the tensors that are targets of the step's
+            losses.
 
     Raises:
-        ValueError: if an argument is out of its range; at setup, for ``until`` below 1 in a run without an end; at the first
-            batch, before any weight has changed, if it holds no images, images of another range, or masks and boxes that
-            geometric operations would leave behind, or if ``consistency`` is asked of a loss that cannot be seen.
-        ImportError: at setup, where kornia is not installed.
+        ValueError: for a value out of range. At setup, if ``until`` is below 1 and the run has no end. At the first batch,
+            before any weight changes, if it holds no images, or images outside of the range of values. Also for masks and boxes
+            that would no longer match the images. With ``consistency``, if no loss call on the labels is visible.
+        ImportError: at setup, if kornia is not installed.
 
-    Sources:
-        Hendrycks et al. 2019, arXiv:1912.02781.
+    Example:
+        >>> mean, std = (0.491, 0.482, 0.447), (0.247, 0.243, 0.262)  # of CIFAR-10
+        >>> trainer = L.Trainer(max_epochs=200, callbacks=[AugMix(consistency=12, mean=mean, std=std)])
+
+    References:
+        Hendrycks et al. 2019, "AugMix: A Simple Data Processing Method to Improve Robustness and Uncertainty",
+        arXiv:1912.02781.
     """
 
-    saves: ClassVar[str] = "nothing of a step: it makes networks robust to corrupted images"
+    saves: ClassVar[str] = "no time per step: it makes networks robust to corrupted images"
     paper: ClassVar[str] = "Hendrycks et al. 2019, arXiv:1912.02781"
-    constraints: ClassVar[str] = (
-        "pip install 'lightning-eff[augmentation]'; automatic optimization; images (B, C, H, W) of a known range; labels of"
-        " whole images; for its consistency, a loss of torch.nn.functional on classes"
-    )
+    constraints: ClassVar[str] = f"{Policy.constraints}; consistency= needs a loss of torch.nn.functional on classes"
     needs: ClassVar[Need] = Need.CALLS | Need.STEP
     survey: ClassVar[Survey | None] = Survey("data augmentation (AugMix)", shen="3.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"severity": Uniform(1.0, 6.0), "until": Choice((0.8, 1.0))}, no_images
     )
-    control: ClassVar[Control] = Control("no augmentation: the baseline for as many seconds")
-    conflicts: ClassVar[Mapping[str, str]] = {}
     order: ClassVar[int] = -1
+    saved: ClassVar[tuple[str, ...]] = (*Policy.saved, "divergence")
 
     def __init__(
         self,
         *,
-        width: int = 3,
-        depth: int | None = None,
-        severity: float = 3.0,
-        alpha: float = 1.0,
-        consistency: float = 0.0,
-        operations: Sequence[str] | None = None,
-        mean: float | Sequence[float] = 0.0,
-        std: float | Sequence[float] = 1.0,
-        scale: float = 1.0,
-        fill: float = 0.5,
-        prob: float = 1.0,
-        until: float = 1.0,
-        keys: Sequence[str | int] | None = None,
-        labels: Sequence[str | int] | None = None,
+        width: Annotated[int, Count(), Alias("mixture_width")] = 3,
+        depth: Annotated[int | None, Count(), Alias("chain_depth")] = None,
+        severity: Annotated[float, Number(above=0, at_most=10)] = 3.0,
+        alpha: Annotated[float, Number(above=0)] = 1.0,
+        consistency: Annotated[float, Number(at_least=0)] = 0.0,
+        operations: Annotated[Sequence[str] | None, SOME] = None,
+        mean: Mean = 0.0,
+        std: Std = 1.0,
+        scale: Scale = 1.0,
+        fill: Fill = 0.5,
+        prob: ImageProbability = 1.0,
+        until: Until = 1.0,
+        keys: Keys = None,
+        labels: Keys = None,
     ) -> None:
-        for name, value in (("width", width), ("depth", 1 if depth is None else depth)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{WHO}({name}={value!r}): expected an integer >= 1.")
-        check_number(severity, who=WHO, name="severity", low=0, high=10, what="above 0, the largest strength")
-        check_number(alpha, who=WHO, name="alpha", low=0, high=float("inf"), what="above 0")
-        for name, value in (("severity", severity), ("alpha", alpha)):
-            if value == 0:
-                raise ValueError(f"{WHO}({name}={value!r}): expected a number above 0.")
-        check_number(consistency, who=WHO, name="consistency", low=0, high=float("inf"), what="the weight of JS")
-        if operations is not None:
-            check_names(operations, who=WHO, name="operations")
-        _arguments.check_names(labels, who=WHO, name="labels")
         super().__init__(mean=mean, std=std, scale=scale, fill=fill, prob=prob, until=until, keys=keys)
         self.width, self.depth, self.severity, self.alpha = width, depth, severity, alpha
         self.consistency = consistency
         self.operations = PAPERS if operations is None else tuple(operations)
-        self.labels = None if labels is None else list(labels)
+        self.labels = labels
 
     @override
     def _reset(self) -> None:
@@ -251,7 +245,7 @@ class AugMix(Policy):
     @override
     def _without(self, names: Sequence[str]) -> str:
         left = [name for name in self.names if name not in names] or ["identity", *list(OPERATIONS)[1:3]]
-        return f"Leave them out, by operations={left}, or take the technique out."
+        return f"Set operations={left}, or remove AugMix."
 
     # -- consistency
 
@@ -262,7 +256,7 @@ class AugMix(Policy):
             return
         self._reset()
         self._targets = Targets(session, WHO, self.labels)
-        # behind what chooses and mixes, and inside of what smooths
+        # after techniques that choose and mix samples, inside of those that smooth labels
         session.chain.add(Stage.REWEIGHT, self._consistent, order=1)
 
     def _consistent(self, step: Step, batch: Any, proceed: Proceed) -> Any:
@@ -290,21 +284,12 @@ class AugMix(Policy):
         if targets.compared and not self._told:
             self._told = True
             rank_zero_warn(
-                f"{WHO}: training_step compares the labels with what it computed, as a metric does. It reads each image three"
-                " times, as it is and in two versions, so such a figure of training batches is of all three; validation is not"
-                " changed."
+                f"{WHO}: training_step compares the labels with its output, as a metric does. It sees each image three times,"
+                " unchanged and in two versions, so training metrics are means over all three. Rely on validation metrics,"
+                " which are computed on unchanged images."
             )
         return output
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:
         return {**super().report(), "divergence": self._divergence}
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "divergence": float(self._divergence)}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._divergence = state_dict["divergence"]

@@ -1,35 +1,34 @@
-"""AutoAugment: one of 25 learnt sub-policies to each image, two operations with chances and strengths (Cubuk et al. 2018)."""
+"""AutoAugment: apply one of 25 learned sub-policies of two operations to each image (Cubuk et al. 2018)."""
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import ClassVar, Literal
 
 import torch
 from torch import Generator, Tensor
 from typing_extensions import override
 
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
-from lightning_eff._core.technique import Control
-from lightning_eff.data.augmentation._arguments import no_images
-from lightning_eff.data.augmentation.images._operations import operated, signed
+from lightning_eff.data.augmentation._arguments import ImageProbability, Keys, Until, no_images
+from lightning_eff.data.augmentation.images._operations import signed
+from lightning_eff.data.augmentation.images._pixels import Fill, Mean, Scale, Std
 from lightning_eff.data.augmentation.images._policies import Policy
 from lightning_eff.data.augmentation.images._tables import LEVELS, TABLES, SubPolicy
 
-WHO = "AutoAugment"
 Drawn = tuple[Tensor, Tensor]
 
 
 def auto_augment(count: int, table: Sequence[SubPolicy], names: Sequence[str], generator: Generator) -> Drawn:
-    """For each image a sub-policy, each as likely; of its two operations each is done with its own chance ``p``.
+    """Draw a sub-policy for each image, uniformly, and which of its two operations are applied.
 
     Args:
-        count: of images.
-        table: sub-policies.
-        names: of all operations in it.
+        count: the number of images.
+        table: the sub-policies.
+        names: the names of all operations in them.
         generator: on the CPU.
 
     Returns:
-        The places of operations among ``names``, in the order in which they are done, -1 for none, and their strengths with a
-        random sign: (count, 2) each.
+        The indices of operations in ``names``, in the order in which they are applied, -1 for none, and their signed strengths:
+        (count, 2) each.
     """
     place = {name: k for k, name in enumerate(names)}
     which = torch.tensor([[place[one.name] for one in sub] for sub in table])
@@ -42,75 +41,72 @@ def auto_augment(count: int, table: Sequence[SubPolicy], names: Sequence[str], g
 
 
 class AutoAugment(Policy):
-    """Do one of 25 sub-policies to each training image, each as likely: two operations, each done with its own chance.
+    """Apply one of 25 learned sub-policies, chosen uniformly, to each training image.
 
-    The sub-policies are those that the authors' search found and published for ImageNet, CIFAR-10 or SVHN, operation, chance
-    and one of ten strengths each. Strengths run evenly through the ranges of the paper's table 6, and signs are drawn, as in
-    torchvision: the last of the ten is 30 degrees, a shear of 0.3, 45 % of the side, 4 bits of 8, and factors of 0.1 or 1.9.
-    Pixels that come from outside of the image are gray. Batches are changed on their device, by kornia's functions; labels
-    stay. For CIFAR-10 and SVHN the paper has Cutout beside it, which is a technique of its own here.
+    A sub-policy is two operations, each applied with its own probability and strength. The sub-policies are those that the
+    authors found by search for ImageNet, CIFAR-10 or SVHN. The ten strengths are spread uniformly over the ranges of the
+    paper's table 6, with a random sign, as in torchvision. The largest is a rotation by 30 degrees, a shear of 0.3, a
+    translation by 45 % of the side, 4 of 8 bits, and factors of 0.1 or 1.9. For CIFAR-10 and SVHN the paper adds
+    :class:`Cutout`.
 
-    Operations are defined on values from black to white. Say by ``mean``, ``std`` and ``scale`` what the data set has made of
-    them: images of floating point from 0 to 1 need none, those from 0 to 255 ``scale=255``, normalised ones their mean and
-    standard deviation. Images of uint8 are from 0 to 255 whatever is said, and stay uint8. Images that are not of that range in
-    the first batch are an error; what lies beyond it later is clipped, and its share is logged.
+    Use it for many epochs on data like those of the tables. The training loss falls more slowly, and each step takes longer.
+    :class:`RandAugment` needs no table, was as good in its authors' comparison, and has a strength that you can tune.
+    Operations are computed by kornia on the device of the batch.
 
-    It regularises, makes training fit more slowly, and costs time at each step. :class:`RandAugment`, which needs no search, is
-    as good in its authors' comparison, and has a strength that can be tuned.
+    Operations are defined on values from black to white. Set ``mean``, ``std`` and ``scale`` to the values that the data set
+    uses. Images from 0 to 1 need none of them, images from 0 to 255 need ``scale=255``, and normalised images need their
+    ``mean`` and ``std``. uint8 images need none of them and stay uint8. If the first batch is outside of the range, an error is
+    raised. Later values outside of it are clipped, and their fraction is logged.
 
-    Logged: ``share``, the share of the last micro-batch's images to which anything was done; ``clipped``, the share of its
-    values that lay beyond the range; and ``milliseconds``, what it took of the host.
+    It logs ``share``, the fraction of images changed in the last micro-batch. ``clipped`` is the fraction of its values outside
+    of the range, and ``milliseconds`` is the host time of the augmentation.
 
     Args:
-        policy: "imagenet", "cifar10" or "svhn": for which data the table was found.
-        mean: that the data set has subtracted, one number or one for each channel.
-        std: that it has divided by, above 0.
-        scale: the largest value that pixels had before that, such as 1 or 255.
-        fill: of pixels from outside of the image, from 0 for black to 1 for white.
-        prob: the chance of an image to be changed, in [0, 1]; 0 is plain training.
-        until: the share of the budget in [0, 1] from which on images are left alone; 0 is plain training.
-        keys: names or positions of the images (B, C, H, W) of floating point or uint8; None takes all such tensors.
+        policy: the data set for which the sub-policies were found.
+        mean: the value that the data set subtracts from pixels, one number or one per channel.
+        std: the value that the data set divides by, one number or one per channel.
+        scale: the largest value of pixels before normalisation, such as 1 or 255.
+        fill: the value of pixels from outside of the image, from 0 (black) to 1 (white).
+        prob: the probability that an image is changed. 0 is plain training. Also accepted as ``p``.
+        until: the fraction of the budget after which images are left unchanged. 0 is plain training.
+        keys: the names or positions of the images in the batch, floating point or uint8, shape (B, C, H, W). None takes all
+            such tensors.
 
     Raises:
-        ValueError: if an argument is out of its range; at setup, for ``until`` below 1 in a run without an end; at the first
-            batch, before any weight has changed, if it holds no images, images of another range or of channels that have no
-            color, or masks and boxes that geometric operations would leave behind.
-        ImportError: at setup, where kornia is not installed.
+        ValueError: for a value out of range. At setup, if ``until`` is below 1 and the run has no end. At the first batch,
+            before any weight changes, if it holds no images, or images outside of the range of values. Also for masks and boxes
+            that would no longer match the images, and for channels for which color is not defined.
+        ImportError: at setup, if kornia is not installed.
 
-    Sources:
-        Cubuk et al. 2018, arXiv:1805.09501.
+    Example:
+        >>> auto_augment = AutoAugment("cifar10", mean=(0.491, 0.482, 0.447), std=(0.247, 0.243, 0.262))
+        >>> trainer = L.Trainer(max_epochs=200, callbacks=[auto_augment, Cutout(length=0.5)])
+
+    References:
+        Cubuk et al. 2018, "AutoAugment: Learning Augmentation Policies from Data", arXiv:1805.09501.
     """
 
-    saves: ClassVar[str] = "nothing of a step: it regularises, for a better end of long training"
     paper: ClassVar[str] = "Cubuk et al. 2018, arXiv:1805.09501"
-    constraints: ClassVar[str] = (
-        "pip install 'lightning-eff[augmentation]'; automatic optimization; images (B, C, H, W) of a known range; labels of"
-        " whole images"
-    )
     survey: ClassVar[Survey | None] = Survey("data augmentation (AutoAugment)", shen="3.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"policy": Choice(tuple(TABLES)), "until": Choice((0.8, 1.0))}, no_images
     )
-    control: ClassVar[Control] = Control("no augmentation: the baseline for as many seconds")
-    conflicts: ClassVar[Mapping[str, str]] = {}
     order: ClassVar[int] = -3
 
     def __init__(
         self,
-        policy: str = "imagenet",
+        policy: Literal["imagenet", "cifar10", "svhn"] = "imagenet",
         *,
-        mean: float | Sequence[float] = 0.0,
-        std: float | Sequence[float] = 1.0,
-        scale: float = 1.0,
-        fill: float = 0.5,
-        prob: float = 1.0,
-        until: float = 1.0,
-        keys: Sequence[str | int] | None = None,
+        mean: Mean = 0.0,
+        std: Std = 1.0,
+        scale: Scale = 1.0,
+        fill: Fill = 0.5,
+        prob: ImageProbability = 1.0,
+        until: Until = 1.0,
+        keys: Keys = None,
     ) -> None:
-        if policy not in TABLES:
-            raise ValueError(f"{WHO}({policy=}): expected one of {', '.join(map(repr, TABLES))}.")
         super().__init__(mean=mean, std=std, scale=scale, fill=fill, prob=prob, until=until, keys=keys)
-        self.policy = policy
+        self.policy: Literal["imagenet", "cifar10", "svhn"] = policy
         self._names = tuple(dict.fromkeys(one.name for sub in TABLES[policy] for one in sub))
 
     @property
@@ -127,11 +123,5 @@ class AutoAugment(Policy):
         return (drawn[0] >= 0).any(1)
 
     @override
-    def done(self, p: Tensor, drawn: Drawn) -> Tensor:
-        for which, strength in zip(drawn[0].T, drawn[1].T, strict=True):
-            p = operated(p, self.names, which, strength, self.fill)
-        return p
-
-    @override
     def _without(self, names: Sequence[str]) -> str:
-        return "Take RandAugment(operations=...) with those that have a meaning instead."
+        return "Use RandAugment(operations=[...]) without them instead."

@@ -1,9 +1,9 @@
-"""DiffAugment: the discriminator of a GAN sees real and generated images through one differentiable T (Zhao et al. 2020)."""
+"""DiffAugment: transform real and generated images before the discriminator of a GAN (Zhao et al. 2020)."""
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, ClassVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -11,6 +11,7 @@ from torch import Generator, Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Number, Text
 from lightning_eff._core._needs.needs import DIFFERS, Need, Part, Reasons
 from lightning_eff._core._run.ranks import on_all_ranks
 from lightning_eff._core.patches import hook_before
@@ -18,23 +19,25 @@ from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Su
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step, looking
 from lightning_eff._core.technique import Control, Technique
-from lightning_eff.data.augmentation._arguments import check_number
+from lightning_eff.data.augmentation._arguments import SomeOf, Until
 from lightning_eff.data.augmentation._boxes import inside
+from lightning_eff.data.augmentation._engine import check_until
 
 WHO = "DiffAugment"
 _DISCRIMINATOR = re.compile(r"(.*_)?(discriminator|critic|disc|net_?d|d)", re.IGNORECASE)
 
 
 def _uniform(x: Tensor, generator: Generator, low: float, high: float) -> Tensor:
-    """A number for each image, (B, 1, 1, 1)."""
+    """Draw a number for each image, (B, 1, 1, 1)."""
     u = torch.rand(len(x), 1, 1, 1, generator=generator, dtype=torch.float32)
     return (u * (high - low) + low).to(x.device, x.dtype)
 
 
 def color(x: Tensor, generator: Generator, span: float) -> Tensor:
-    """Brightness ``x + u span / 2``, then saturation and contrast ``mean + v (x - mean)``, over channels and over all.
+    """Change brightness, ``x + u span / 2``, then saturation and contrast, ``mean + v (x - mean)``.
 
-    ``u`` is even in [-0.5, 0.5], ``v`` in [0, 2] and in [0.5, 1.5].
+    The mean is over channels for saturation, and over the image for contrast. ``u`` is uniform in [-0.5, 0.5], ``v`` in [0, 2]
+    for saturation and in [0.5, 1.5] for contrast.
     """
     x = x + _uniform(x, generator, -0.5, 0.5) * (span / 2)
     mean = x.mean(dim=1, keepdim=True)
@@ -44,7 +47,7 @@ def color(x: Tensor, generator: Generator, span: float) -> Tensor:
 
 
 def translation(x: Tensor, generator: Generator, span: float) -> Tensor:
-    """A shift by up to an eighth of each side, in whole pixels; what comes from outside is 0."""
+    """Shift by up to an eighth of each side, in whole pixels. Pixels from outside are 0."""
     for dim in (2, 3):
         size = x.shape[dim]
         most = int(size / 8 + 0.5)
@@ -57,7 +60,7 @@ def translation(x: Tensor, generator: Generator, span: float) -> Tensor:
 
 
 def cutout(x: Tensor, generator: Generator, span: float) -> Tensor:
-    """A box of half of each side becomes 0; its centre is any pixel, and it ends at the border."""
+    """Set a box of half of each side to 0. Its centre is any pixel, and it is clipped at the border."""
     count, (height, width) = len(x), x.shape[2:]
     boxes: list[Tensor] = []
     for size in (height, width):
@@ -76,12 +79,12 @@ TRANSFORMS: dict[str, Callable[[Tensor, Generator, float], Tensor]] = {
 
 
 def diff_augment(x: Tensor, policy: Sequence[str], generator: Generator, span: float = 2.0) -> Tensor:
-    """``T(x)``, each image by its own draws; differentiable in ``x``, as often as wanted.
+    """Return ``T(x)`` with separate draws for each image. It is differentiable in ``x``, any number of times.
 
     Args:
-        x: images, (B, C, H, W) of floating point.
-        policy: names of :data:`TRANSFORMS`, done in this order.
-        generator: of the draws, on the CPU.
+        x: floating-point images, (B, C, H, W).
+        policy: names of :data:`TRANSFORMS`, applied in this order.
+        generator: makes the draws, on the CPU.
         span: the value of white minus that of black, 2 for images from -1 to 1.
     """
     for name in policy:
@@ -90,17 +93,18 @@ def diff_augment(x: Tensor, policy: Sequence[str], generator: Generator, span: f
 
 
 def find_discriminator(module: nn.Module, path: str | None) -> str:
-    """The path of the discriminator: the one named, or the only submodule that is called so.
+    """Return the path of the discriminator: the given one, or the only submodule with such a name.
 
     Raises:
-        ValueError: if there is none, or several; with those that there are.
+        ValueError: if there is none, or if there are several.
     """
     named = {name: m for name, m in module.named_modules() if name}
-    listed = ", ".join(name for name, _ in module.named_children()) or "none"
+    listed = ", ".join([name for name, _ in module.named_children()][:5]) or "none"
     if path is not None:
         if path not in named:
             raise ValueError(
-                f"{WHO}(discriminator={path!r}): {type(module).__name__} has no such submodule; it has {listed}."
+                f"{WHO}(discriminator={path!r}): {type(module).__name__} has no such submodule. Name another one (it has"
+                f" {listed})."
             )
         return path
     found = [name for name in named if _DISCRIMINATOR.fullmatch(name.rpartition(".")[2])]
@@ -108,91 +112,80 @@ def find_discriminator(module: nn.Module, path: str | None) -> str:
     if len(outer) != 1:
         told = f"several submodules, {', '.join(outer)}, are" if outer else "no submodule is"
         raise ValueError(
-            f"{WHO}: {told} called a discriminator or critic in {type(module).__name__}, which has {listed}. Say by"
-            " discriminator= which network judges images, such as discriminator='judge', or take the technique out."
+            f"{WHO}: {told} called a discriminator or critic in {type(module).__name__}, which has {listed}. Name the"
+            f" network that judges images, such as discriminator='judge', or remove {WHO}."
         )
     return outer[0]
 
 
 def _pointless(profile: RunProfile) -> str | None:
-    return "samples are no images" if profile.image_side is None else None
+    return "samples are not images" if profile.image_side is None else None
 
 
 class DiffAugment(Technique):
-    """Let the discriminator of a GAN see real and generated images through one random, differentiable transform ``T``.
+    """Show real and generated images to the discriminator of a GAN through the same random, differentiable transforms.
 
-    Whatever ``training_step`` hands to the discriminator, in its own step and in the generator's, becomes ``T(x)`` first, by
-    fresh draws for each image of each call. So the discriminator cannot learn few real images by heart, the generator is
-    trained through ``T`` and gets its gradient, and ``T`` does not leak into what it generates, as it would where real images
-    alone were changed. Modules with several optimizers and manual optimization are left as they are; validation and sampling
-    see no ``T``. A gradient penalty is one on images as they were handed over. Two-pass methods draw the same in both passes.
+    All images that ``training_step`` passes to the discriminator, in its own step and in that of the generator, become ``T(x)``
+    first. Each image of each call has its own draws. So the discriminator cannot memorise a small number of real images. The
+    generator is trained through ``T``, and so it does not learn to generate transformed images, as it would if only real images
+    were transformed.
 
-    The discriminator is the only submodule called so (``discriminator``, ``critic``, ``netD``), or the one that is named: it is
-    called as a module, with one tensor of images (B, C, H, W) among its arguments. What else it is handed stays as it is.
+    Use it for GANs with few images (some thousands, in the paper). It costs a little time per call of the discriminator.
 
-    It pays where a GAN has few images, some thousands of them, by the paper; it costs a little time at each call.
+    Several optimizers and manual optimization work unchanged. Validation and sampling do not use ``T``. A gradient penalty is
+    taken at the images before ``T``. Two-pass methods draw the same in both passes.
 
-    Logged: ``calls``, of the discriminator in the last step, and ``milliseconds``, what ``T`` took of the host in it.
+    The discriminator is the only submodule with such a name (``discriminator``, ``critic``, ``netD``), or the one that you
+    name. It must be called as a module, with one tensor of images (B, C, H, W) among its arguments. Other arguments are
+    unchanged.
+
+    It logs ``calls``, the number of calls of the discriminator in the last step, and ``milliseconds``, the host time of ``T``.
 
     Args:
-        policy: of "color", "translation" and "cutout", those that ``T`` is made of, in this order; the paper has all three for
-            small data sets, and "translation" and "cutout" for CIFAR-10 with all of its images. None of them is plain training.
-        span: the value of white minus that of black: 2 for images from -1 to 1, 1 for those from 0. The brightness moves by up
-            to a quarter of it.
-        discriminator: the dotted path of the network that judges images; None looks for it by name.
-        until: the share of the budget in [0, 1] from which on images are left alone; 0 is plain training.
+        policy: the transforms, in the order in which they are applied. The paper uses all three for small data sets, and
+            "translation" and "cutout" for CIFAR-10 with all its images. An empty list is plain training.
+        span: the value of white minus that of black. It is 2 for images from -1 to 1, and 1 for images from 0 to 1. Brightness
+            changes by up to a quarter of it.
+        discriminator: the dotted path of the network that judges images. None looks for it by name.
+        until: the fraction of the budget after which images are left unchanged. 0 is plain training.
 
     Raises:
-        ValueError: if an argument is out of its range; at setup, for ``until`` below 1 in a run without an end, if no
-            discriminator is found, or if it is compiled; in the first step, if it is called on no images or on several, or, as
-            that step ends, if it was not called.
+        ValueError: for a value out of range. At setup, if ``until`` is below 1 and the run has no end, if no discriminator is
+            found, or if it is compiled. In the first step, if it is called on no or several tensors of images, or not at all.
 
-    Sources:
-        Zhao et al. 2020, arXiv:2006.10738.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=1000, callbacks=[DiffAugment(["color", "translation", "cutout"])])
+
+    References:
+        Zhao et al. 2020, "Differentiable Augmentation for Data-Efficient GAN Training", arXiv:2006.10738.
     """
 
-    saves: ClassVar[str] = (
-        "nothing of a step: a GAN trains on fewer images without its discriminator learning them by heart"
-    )
+    saves: ClassVar[str] = "real images: a GAN trains on fewer of them without its discriminator memorising them"
     paper: ClassVar[str] = "Zhao et al. 2020, arXiv:2006.10738"
-    constraints: ClassVar[str] = "a discriminator that is a submodule, called on images (B, C, H, W) of a known range"
+    constraints: ClassVar[str] = (
+        "needs a discriminator that is a submodule, called on images (B, C, H, W) of a known range"
+    )
     needs: ClassVar[Need] = Need.CALLS
     refuses: ClassVar[Reasons] = {
         Part.TENSOR: DIFFERS,
-        Part.PIPELINE: "the technique draws for all images that the network takes at once",
+        Part.PIPELINE: "the technique draws for all images of a batch at once",
     }
     survey: ClassVar[Survey | None] = Survey("data augmentation (DiffAugment)", shen="3.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"policy": Choice((("color", "translation", "cutout"), ("translation", "cutout"), ("translation",)))},
         _pointless,
     )
-    control: ClassVar[Control] = Control("no augmentation: the baseline for as many seconds")
-    conflicts: ClassVar[Mapping[str, str]] = {}
+    control: ClassVar[Control] = Control("the baseline without augmentation, trained for the same time")
     needs_automatic_optimization: ClassVar[bool] = False
 
     def __init__(
         self,
-        policy: Sequence[str] = ("color", "translation", "cutout"),
+        policy: Annotated[Sequence[str], SomeOf(tuple(TRANSFORMS), once=True)] = ("color", "translation", "cutout"),
         *,
-        span: float = 2.0,
-        discriminator: str | None = None,
-        until: float = 1.0,
+        span: Annotated[float, Number(above=0)] = 2.0,
+        discriminator: Annotated[str | None, Text("a dotted path of a submodule")] = None,
+        until: Until = 1.0,
     ) -> None:
-        if isinstance(policy, str) or not isinstance(policy, Sequence) or len(set(policy)) < len(policy):
-            raise ValueError(f"{WHO}({policy=}): expected a list, each once, of {', '.join(map(repr, TRANSFORMS))}.")
-        for name in policy:
-            if name not in TRANSFORMS:
-                raise ValueError(
-                    f"{WHO}({policy=}): there is no {name!r}; expected {', '.join(map(repr, TRANSFORMS))}."
-                )
-        check_number(span, who=WHO, name="span", low=0, high=float("inf"), what="above 0, white minus black")
-        if span == 0:
-            raise ValueError(f"{WHO}({span=}): expected a number above 0, the value of white minus that of black.")
-        if discriminator is not None and not (isinstance(discriminator, str) and discriminator):
-            raise ValueError(
-                f"{WHO}({discriminator=}): expected the dotted path of a submodule, or None to look for it."
-            )
-        check_number(until, who=WHO, name="until", low=0, high=1, what="the share of the budget from which on it rests")
         self.policy = tuple(policy)
         self.span = span
         self.discriminator = discriminator
@@ -214,16 +207,12 @@ class DiffAugment(Technique):
 
     @override
     def check(self, session: Session) -> None:
-        if self.until < 1.0 and not session.progress.limits():
-            raise ValueError(
-                f"{WHO}(until={self.until}): the Trainer has no end (max_steps=-1, max_epochs=-1, max_time=None) that it"
-                " could be a fraction of. Set one of them, or until=1.0."
-            )
+        check_until(session, who=WHO, until=self.until)
 
     @override
     def attach(self, session: Session) -> None:
         self._reset()
-        session.chain.add(Stage.REWEIGHT, self._link, order=2)  # each pass of a two-pass method begins its draws anew
+        session.chain.add(Stage.REWEIGHT, self._link, order=2)  # each pass of a two-pass method repeats its draws
 
     @override
     def on_model(self, session: Session) -> None:
@@ -233,14 +222,14 @@ class DiffAugment(Technique):
         found = session.module.get_submodule(self._path)
         if found._compiled_call_impl is not None or hasattr(found, "_orig_mod"):
             raise ValueError(
-                f"{WHO}: the discriminator {self._path!r} is compiled as a whole, with what is drawn in it; expected one that"
-                " is not. Compile submodules of it instead, or take the technique out."
+                f"{WHO}: the discriminator {self._path!r} is compiled as a whole, so its input cannot be changed. Compile"
+                f" submodules of it instead, or remove {WHO}."
             )
         rank_zero_info(f"{WHO}: the discriminator is {self._path!r}, of the class {type(found).__name__}")
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
         self._calls, self._milliseconds = 0, 0.0
-        self._over()  # of a two-pass method's first pass, which stays to the step's end
+        self._over()  # the hook of the first pass of a two-pass method is still on
         if self.until < 1.0 and self.session.progress.u >= self.until:
             return proceed(batch)
         found = step.module.get_submodule(self._path)
@@ -255,7 +244,7 @@ class DiffAugment(Technique):
         except BaseException:
             self._over()
             raise
-        self.session.when_step_ends(self._over)  # gradient checkpointing may run it again in the backward pass
+        self.session.when_step_ends(self._over)  # gradient checkpointing may recompute the call in the backward pass
         if not self._called:
             on_all_ranks(self.session, self._check_called)
             self._called = True
@@ -270,24 +259,24 @@ class DiffAugment(Technique):
     def _check_called(self) -> None:
         if not self._calls:
             raise ValueError(
-                f"{WHO}: training_step did not call {self._path!r} as a module on images in its first step, so nothing would"
-                " be transformed. Say by discriminator= which network judges images, or take the technique out."
+                f"{WHO}: training_step did not call {self._path!r} as a module in its first step, so nothing would be"
+                f" transformed. Name the network that judges images with discriminator=, or remove {WHO}."
             )
 
     def _transformed(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: tuple[int, ...]) -> Any:
-        """The discriminator's arguments, with ``T`` of the images in their place."""
+        """Return the discriminator's arguments with ``T(x)`` in place of the images."""
         held = [*args, *kwargs.values()]
         images = [t for t in held if isinstance(t, Tensor) and t.ndim == 4 and t.is_floating_point()]
         if len(images) != 1:
             told = ", ".join(str(tuple(t.shape)) for t in held if isinstance(t, Tensor)) or "no tensors"
             raise ValueError(
-                f"{WHO}: {self._path!r} was called on {told}; expected one tensor (B, C, H, W) of floating point among its"
-                " arguments, the images that it judges. Say by discriminator= which network does so, or take the technique out."
+                f"{WHO}: {self._path!r} was called on {told}, and not on exactly one floating-point tensor of images"
+                f" (B, C, H, W). Name the network that judges images with discriminator=, or remove {WHO}."
             )
         start = time.perf_counter()
         (x,) = images
-        self._calls += torch._C._current_graph_task_id() == -1  # not one that a backward pass runs again
-        # as dropout: what runs a call again puts torch's state back to what it was in it
+        self._calls += torch._C._current_graph_task_id() == -1  # calls that the backward pass recomputes do not count
+        # as for dropout, gradient checkpointing restores torch's random state when it recomputes a call
         at = int(torch.randint(2**31, ()))
         generator = self.session.generator(WHO, *key, at)
         made = diff_augment(x, self.policy, generator, self.span)
@@ -297,7 +286,7 @@ class DiffAugment(Technique):
             {name: made if value is x else value for name, value in kwargs.items()},
         )
 
-    # -- what it tells and keeps
+    # -- what is logged and saved
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:

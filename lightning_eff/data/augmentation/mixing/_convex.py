@@ -1,4 +1,4 @@
-"""Convex combinations of samples: which tensors of a batch have them, and what is drawn for them."""
+"""Convex combinations of samples: which tensors of a batch are mixed, and with which shares."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -13,11 +13,11 @@ from lightning_eff.data.augmentation._mixing import Mixing, draw_shares
 
 
 def mixup(x: Tensor, partner: Tensor, share: Tensor) -> Tensor:
-    """``lambda_i x_i + (1 - lambda_i) x_j`` with ``j = partner[i]``, of the shape and type of ``x``.
+    """Return ``lambda_i x_i + (1 - lambda_i) x_j`` with ``j = partner[i]``, in the shape and dtype of ``x``.
 
     Args:
-        x: samples, (B, ...), of floating point.
-        partner: ``j``, (B,), of integers.
+        x: samples, (B, ...), floating point.
+        partner: ``j``, (B,), integers.
         share: ``lambda``, (B,) or (1,), in [0, 1].
     """
     share = share.to(x.device, torch.float64 if x.dtype == torch.float64 else torch.float32)
@@ -26,20 +26,14 @@ def mixup(x: Tensor, partner: Tensor, share: Tensor) -> Tensor:
 
 
 class Convex(Mixing):
-    """Mixes samples as ``lambda x_i + (1 - lambda) x_j``.
+    """Mixes samples as ``lambda x_i + (1 - lambda) x_j``, with ``lambda ~ Beta(alpha, alpha)``; ``alpha=0`` is plain training.
 
-    Class attributes, beside those of :class:`Mixing`:
-        mend: what to do where a batch holds nothing that has a mean.
-
-    Attributes:
-        alpha: of ``lambda ~ Beta(alpha, alpha)``; 0 is plain training.
-        per_sample: draw ``lambda`` for each sample instead of once for the micro-batch.
+    Class attributes, in addition to those of :class:`Mixing`:
+        mend: what to do if a batch holds nothing that can be averaged.
     """
 
     by_sample: ClassVar[bool] = False
-    mend: ClassVar[str] = "Take the technique out."
-    alpha: float
-    per_sample: bool
+    mend: ClassVar[str] = "Remove the technique."
 
     @property
     @override
@@ -58,14 +52,14 @@ class Convex(Mixing):
             held = ", ".join(f"{path or 'the batch'} {tuple(t.shape)} {str(t.dtype)[6:]}" for path, t in tensors(batch))
             raise ValueError(
                 f"{who}: found no images in the batch, and no other tensor (B, ...) of floating point beside the labels:"
-                f" {held}; expected one, because ids of tokens have no mean. {self.mend}"
+                f" {held}. It cannot mix token ids, because ids of tokens have no mean. {self.mend}"
             )
         if self.keys is None and len(named) > 1 and not any(t.ndim == 4 for _, t in tensors(batch)):
             held = ", ".join(f"{path} {tuple(t.shape)}" for path, t in named)
             keys = list(dict.fromkeys(top_key(path) for path, _ in named))
             raise ValueError(
-                f"{who}: the batch has several tensors that could be mixed: {held}. Name those that hold what a sample is, such"
-                f" as {who}(keys={keys})."
+                f"{who}: the batch has several tensors that could be mixed: {held}. Name those to mix, for example with"
+                f" {who}(keys={keys})."
             )
         if self.keys is not None and (found := self._named(batch, self.keys)) and all(t.ndim != 4 for t in found):
             return found
@@ -77,7 +71,7 @@ class Convex(Mixing):
             held = ", ".join(f"{path or 'the batch'} {tuple(t.shape)} {str(t.dtype)[6:]}" for path, t in tensors(batch))
             raise ValueError(
                 f"{type(self).__name__}(keys={list(keys)}): none of them is a tensor of floating point in the batch, which"
-                f" holds {held}. Name those that are to be mixed, or leave keys out."
+                f" holds {held}. Name the tensors to mix, or leave keys out."
             )
         return found
 
@@ -87,7 +81,7 @@ class Convex(Mixing):
         return [mixup(x, partner, share) for x in inputs], share.expand(len(partner))
 
     def shares(self, size: int, generator: Generator) -> Tensor:
-        """``lambda`` of each sample, (B,), or of all, (1,), at least one half: swapped roles change no distribution."""
+        """Draw ``lambda`` of each sample, (B,), or of all, (1,), at least one half."""
         share = draw_shares(self.alpha, size if self.per_sample else 1, numbers(generator))
-        # lambda x_i + (1 - lambda) x_j, with the larger share first
+        # swapping the roles of i and j does not change the distribution of mixtures
         return torch.maximum(share, 1 - share).float()

@@ -1,4 +1,4 @@
-"""Networks that the user gives beside the one that is trained: run on a batch, and left as they were."""
+"""Networks that the user gives in addition to the trained one: run on a batch, and left unchanged."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -12,12 +12,13 @@ from lightning_eff._core.steps import in_evaluation
 
 
 class Given:
-    """Runs a network, or any function of a tensor, in evaluation mode and without a trace; by default without a gradient.
+    """Runs a network, or any function of a tensor, in evaluation mode, by default without gradients.
 
-    A module is brought to the device of what it is run on, until :meth:`put_back`; it gets numbers of its weights' type.
+    A module is moved to the device of its input until :meth:`put_back`. Its input is cast to the dtype of its weights. The
+    global random state is left unchanged.
 
     Args:
-        network: of one tensor.
+        network: a module or function of one tensor.
     """
 
     def __init__(self, network: Callable[[Tensor], Any]) -> None:
@@ -25,7 +26,7 @@ class Given:
         self._came_from: torch.device | None = None
 
     def __call__(self, x: Tensor, *, gradient: bool = False) -> Any:
-        """What the network makes of ``x``, with a graph to it where a ``gradient`` is asked for."""
+        """Return the network's output for ``x``. With ``gradient`` it can be differentiated with respect to ``x``."""
         with ExitStack() as stack:
             if isinstance(self.network, nn.Module):
                 held = [t for t in (*self.network.parameters(), *self.network.buffers()) if t.is_floating_point()]
@@ -39,7 +40,7 @@ class Given:
             return self.network(x)
 
     def put_back(self) -> None:
-        """Bring a module to the device where it was."""
+        """Move a module back to its original device."""
         if self._came_from is not None and isinstance(self.network, nn.Module):
             self.network.to(self._came_from)
             self._came_from = None

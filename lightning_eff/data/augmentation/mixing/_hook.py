@@ -1,4 +1,4 @@
-"""What a block returns, seen and changed from outside; and rows of it, mixed as a batch's samples are."""
+"""Hooks that change the output of a block, and the mixing of its rows."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Around, Proceed, Step, looking
 from lightning_eff.data.augmentation.mixing._convex import mixup
 
-#: What cannot stand beside a mixture that is made within the network, and why.
+#: Techniques that cannot be combined with mixing inside the network, and why.
 CHOOSERS: Mapping[str, str] = {
     **dict.fromkeys(
         (
@@ -26,32 +26,32 @@ CHOOSERS: Mapping[str, str] = {
             "RHOLoss",
             "SelectiveBackprop",
         ),
-        "the other sample of a mixture may not be among those that are chosen, and is needed within the network",
+        "the other sample of a mixture is needed inside the network, but may not be among the chosen ones",
     ),
-    "AutoAssist": "it first looks at losses in a pass of its own, in which nothing within the network is mixed",
+    "AutoAssist": "it first computes losses in a pass of its own, in which nothing inside the network is mixed",
 }
 
 
 def mixed_rows(hidden: Tensor, partner: Tensor, share: Tensor, versions: int = 1, *, who: str = "mixed_rows") -> Tensor:
-    """``lambda h_i + (1 - lambda) h_j`` of what a network computed for a batch's samples, of the shape of ``hidden``.
+    """Return ``lambda h_i + (1 - lambda) h_j`` of the hidden states of a batch, in the shape of ``hidden``.
 
     Args:
-        hidden: (R, ...), in which each sample has as many rows, one behind the other, such as the parts of a long sequence;
-            and, with several versions of the batch, the whole of it as often.
-        partner: ``j``, (B,), of integers.
+        hidden: (R, ...). Each sample has the same number of consecutive rows, for example the parts of a long sequence. With
+            several versions of the batch, all rows of one version come before those of the next.
+        partner: ``j``, (B,), integers.
         share: ``lambda``, (B,) or (1,).
-        versions: of each sample.
-        who: begins messages.
+        versions: the number of versions of each sample.
+        who: the beginning of messages.
 
     Raises:
-        ValueError: if the rows are no multiple of the samples.
+        ValueError: if the number of rows is not a multiple of the number of samples.
     """
     samples = versions * len(partner)
     parts, over = divmod(len(hidden), samples)
     if over or not parts:
         raise ValueError(
-            f"{who}: what is mixed within the network was computed for {len(hidden)} of a batch's {samples} samples; expected"
-            " all of them, as in the first batch. Let every step compute all samples at once, or take the technique out."
+            f"{who}: the hidden states have {len(hidden)} rows for a batch of {samples} samples, so not all samples are there"
+            f" to be mixed. Let every step compute all samples at once, or remove {who.partition(':')[0]}."
         )
     if len(hidden) > len(partner):
         each = torch.arange(parts)
@@ -62,26 +62,26 @@ def mixed_rows(hidden: Tensor, partner: Tensor, share: Tensor, versions: int = 1
 
 
 class OutputHook:
-    """Lets ``change`` say what a block returns, outside of whatever stands around its forward pass, compiled or not.
+    """Replaces the output of a block, compiled or not, outside of all other wrappers of its forward pass.
 
     Args:
         block: the module.
-        change: of its output, what it returns instead; None leaves it.
+        change: a function of the output that returns the new output, or None to keep it.
 
     Attributes:
-        calls: of the block, in the last pass that :meth:`around` ran.
+        calls: the number of calls of the block in the last pass that :meth:`around` ran.
     """
 
     def __init__(self, block: nn.Module, change: Callable[[Any], Any]) -> None:
         self.block, self.change = block, change
         self.calls = 0
         self._passing = False
-        self._lasting = False  # it stands around a step
+        self._lasting = False  # whether it is on for a whole step
         self._handle: RemovableHandle | None = None
         self._patches = Patches()
 
     def around(self, run: Proceed, batch: Any) -> Any:
-        """``run(batch)`` with the hook on, which stays on for what the backward pass runs again."""
+        """Return ``run(batch)`` with the hook on. It stays on for what the backward pass recomputes."""
         self.on()
         self.calls, self._passing, self._lasting = 0, True, True
         try:
@@ -97,7 +97,7 @@ class OutputHook:
         compiled = self.block._compiled_call_impl
         if compiled is None:
             self._handle = hook_behind(self.block, lambda block, args, output: self._changed(output))
-        else:  # the compiler would take a hook into its graph
+        else:  # the compiler would trace a hook into its graph
             self._patches.set(
                 self.block, "_compiled_call_impl", lambda *args, **kwargs: self._instead(compiled(*args, **kwargs))
             )
@@ -110,7 +110,7 @@ class OutputHook:
             self._handle = None
 
     def _changed(self, output: Any) -> Any:
-        if looking() and self._lasting:  # a pass that only looks, of the plain batch
+        if looking() and self._lasting:  # a pass without training, on the unmixed batch
             return None
         self.calls += self._passing
         return self.change(output)
@@ -121,7 +121,7 @@ class OutputHook:
 
 
 def standing_around(step: Step, session: Session, hooks: Sequence[OutputHook], batch: Any, proceed: Proceed) -> Any:
-    """``proceed(batch)`` with the hooks on in each pass of the training chain, and in what its backward pass runs again."""
+    """Return ``proceed(batch)`` with the hooks on in each pass of the step and in what the backward pass recomputes."""
 
     def off() -> None:
         for hook in hooks:
@@ -139,12 +139,12 @@ def standing_around(step: Step, session: Session, hooks: Sequence[OutputHook], b
         raise
     finally:
         step.around = before
-    session.when_step_ends(off)  # before others that stand around these modules take out theirs
+    session.when_step_ends(off)  # before other techniques remove their wrappers of these modules
     return output
 
 
 def _inside(outer: Around | None, hook: OutputHook) -> Around:
-    """What stands around a pass with the hook on, within what stood around it before."""
+    """Return the wrapper of a pass that turns the hook on, inside the existing wrapper."""
     if outer is None:
         return hook.around
     return lambda run, given: outer(lambda inner: hook.around(run, inner), given)

@@ -1,4 +1,4 @@
-"""The attention that a transformer's first token pays to all others, read while it is computed."""
+"""Read the attention of a transformer's first token to all others while it is computed."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,7 @@ from lightning_eff._core._attention.mode import Replacing
 
 
 def grid_of(patches: int, side: tuple[int, int]) -> tuple[int, int] | None:
-    """Rows and columns of so many square patches on images of ``side`` (H, W); None where there is no such grid."""
+    """Return the rows and columns of a grid of square patches on images of ``side`` (H, W), or None if there is none."""
     height, width = side
     rows = round((max(patches, 0) * height / width) ** 0.5)
     if rows < 1 or patches % rows or rows * width != (patches // rows) * height:
@@ -22,7 +22,7 @@ def grid_of(patches: int, side: tuple[int, int]) -> tuple[int, int] | None:
 
 
 class Reading(Replacing):
-    """While it is entered, notes the last attention of a class token, and leaves all calls as they are."""
+    """A context that records the last attention of the first token. Attention calls compute the same as before."""
 
     def __init__(self, who: str) -> None:
         super().__init__(Call.run, who)
@@ -34,7 +34,7 @@ class Reading(Replacing):
         if not self.rerunning:
             self.calls += 1
             row = None if call.mask is None else call.mask[..., :1, :].detach()
-            # views: nothing is computed until the weights are asked for
+            # these are views: nothing is computed before weights() is called
             self._last = replace(call, query=call.query[:, :, :1].detach(), key=call.key.detach(), mask=row)
         return F.scaled_dot_product_attention(*args, **kwargs)
 
@@ -44,7 +44,7 @@ class Reading(Replacing):
         return weights
 
     def weights(self) -> Tensor | None:
-        """The first token's attention in the last call so far, the mean over heads: (B, S), float32; None without any."""
+        """Return the first token's attention in the last call, averaged over heads: (B, S), float32. None before any call."""
         if self._last is None:
             return None
         if isinstance(self._last, Tensor):

@@ -1,90 +1,77 @@
 """CutMix: paste a box of one image into another, and mix their labels by area (Yun et al. 2019)."""
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from torch import Generator, Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Alias
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
-from lightning_eff._core.technique import Control
-from lightning_eff.data.augmentation._arguments import check_number, no_mixing
+from lightning_eff.data.augmentation._arguments import Alpha, Keys, Probability, Until, no_mixing
 from lightning_eff.data.augmentation._mixing import Mixing
 from lightning_eff.data.augmentation.mixing._pasting import cut_mix, own_share, pasted
 
-WHO = "CutMix"
-
 
 class CutMix(Mixing):
-    """Train on images with a box of another image in them, and on both labels by their areas.
+    """Paste a box of another image into each training image, and weight both labels by area.
 
-    Each image of a micro-batch gets a box of another one of it (a random permutation says which), from the same place. With
-    ``lambda ~ Beta(alpha, alpha)`` the box has ``sqrt(1 - lambda)`` of both sides and its centre anywhere, and ends at the
-    border; the loss is ``lambda' L(y_i) + (1 - lambda') L(y_j)`` with the areas as they are then. For cross-entropy and
-    binary cross-entropy that is the loss on the mixed target, exactly, in the same forward pass: ``training_step`` goes on to
-    take integer labels. Where the box is the larger part, the two change roles, which changes no distribution: the labels that
-    ``training_step`` sees are those of the larger area. A metric that it computes of them is told once.
+    Each image of a micro-batch receives a box of another one, given by a random permutation, from the same position. With
+    ``lambda ~ Beta(alpha, alpha)`` the box has ``sqrt(1 - lambda)`` of both sides. Its centre is anywhere in the image, and it
+    is clipped at the border. The loss is ``lambda' L(y_i) + (1 - lambda') L(y_j)`` with the final areas, computed in the same
+    forward pass. For cross-entropy and binary cross-entropy this equals the loss on the mixed target. ``training_step`` still
+    receives integer labels, those of the larger area: if the box is larger than half of the image, the two images change roles.
 
-    The loss must be a call of ``torch.nn.functional`` that can be seen (``nn.CrossEntropyLoss`` and Hugging Face's models
-    with ``labels=`` make such calls); another one is an error at the first batch. Labels are one of each image: maps of labels
-    are refused. What chooses samples by their loss scores the mixtures. Where several techniques mix, each batch is mixed by
-    one of them.
+    Use it when you train for many epochs and the model overfits. It costs little time per step, and the training loss falls
+    more slowly.
 
-    It regularises: it costs a little time at each step, makes training fit more slowly, and pays over many epochs alone.
+    The loss must be a call of ``torch.nn.functional`` on the labels. ``nn.CrossEntropyLoss`` and Hugging Face models with
+    ``labels=`` make such calls. There must be one label per image, so label maps are refused. Metrics that ``training_step``
+    computes from the labels are too low, and a warning says so. Techniques that choose samples by their loss see the mixtures.
+    If several techniques mix, they take turns, one per batch.
 
-    Logged: ``share``, the mean area of the other images in the last micro-batch, and ``milliseconds``, what it took of the
-    host to make it.
+    It logs ``share``, the mean area of the other images in the last micro-batch, and ``milliseconds``, the host time of the
+    mixing.
 
     Args:
-        alpha: of the Beta distribution, > 0; 1, the paper's, draws ``lambda`` evenly.
-        prob: the chance of a micro-batch to be mixed, in [0, 1]: 1 for ImageNet in the paper, 0.5 for CIFAR; 0 is plain
-            training.
-        until: the share of the budget in [0, 1] from which on batches are left alone; 0 is plain training.
-        per_sample: draw a box for each image instead of one for the micro-batch.
-        keys: names or positions of the images (B, C, H, W) of floating point; None takes all such tensors.
-        labels: names or positions of the labels in the batch; None looks for what the step's losses have as targets.
+        alpha: the parameter of the Beta distribution of the mixing weight. 1, as in the paper, draws it uniformly. Also
+            accepted as ``cutmix_alpha``.
+        prob: the probability that a micro-batch is mixed. The paper uses 1 for ImageNet and 0.5 for CIFAR. 0 is plain training.
+        until: the fraction of the budget after which batches are left unchanged. 0 is plain training.
+        per_sample: whether each image has its own box. By default there is one box per micro-batch.
+        keys: the names or positions of the images in the batch, floating point, shape (B, C, H, W). None takes all such
+            tensors.
+        labels: the names or positions of the labels in the batch. None takes the tensors that are targets of the step's losses.
 
     Raises:
-        ValueError: if an argument is out of its range; at setup, for ``until`` below 1 in a run without an end; at the first
-            batch, before any weight has changed, if it holds no images of floating point, or labels that are no classes, and
-            one of each image, or if the step's loss on labels cannot be seen.
+        ValueError: for a value out of range. At setup, if ``until`` is below 1 and the run has no end. At the first batch,
+            before any weight changes, if images are not floating point, or labels are not one class per image. Also if no loss
+            call on the labels is visible.
 
-    Sources:
-        Yun et al. 2019, arXiv:1905.04899.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=100, callbacks=[CutMix(alpha=1.0, prob=0.5)])
+
+    References:
+        Yun et al. 2019, "CutMix: Regularization Strategy to Train Strong Classifiers with Localizable Features",
+        arXiv:1905.04899.
     """
 
-    saves: ClassVar[str] = "nothing of a step: it regularises, for a better end of long training"
     paper: ClassVar[str] = "Yun et al. 2019, arXiv:1905.04899"
-    constraints: ClassVar[str] = (
-        "automatic optimization; images (B, C, H, W) of floating point; one class label of each; a loss of torch.nn.functional"
-    )
     survey: ClassVar[Survey | None] = Survey("data augmentation (CutMix)", shen="3.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"prob": Choice((0.5, 1.0)), "until": Choice((0.8, 1.0))}, no_mixing
     )
-    control: ClassVar[Control] = Control("no augmentation: the baseline for as many seconds")
-    conflicts: ClassVar[Mapping[str, str]] = {
-        "SAF": "a mixture's scores would be held to those of another mixture some epochs before"
-    }
 
     def __init__(
         self,
-        alpha: float = 1.0,
+        alpha: Annotated[Alpha, Alias("cutmix_alpha")] = 1.0,
         *,
-        prob: float = 1.0,
-        until: float = 1.0,
+        prob: Probability = 1.0,
+        until: Until = 1.0,
         per_sample: bool = False,
-        keys: Sequence[str | int] | None = None,
-        labels: Sequence[str | int] | None = None,
+        keys: Keys = None,
+        labels: Keys = None,
     ) -> None:
-        check_number(alpha, who=WHO, name="alpha", low=0, high=float("inf"), what="of Beta(alpha, alpha), above 0")
-        if alpha == 0:
-            raise ValueError(
-                f"{WHO}({alpha=}): expected a number above 0; 1 draws shares evenly. prob=0 is plain training."
-            )
-        super().__init__(prob=prob, until=until, keys=keys, labels=labels)
-        self.alpha = alpha
-        self.per_sample = per_sample
+        super().__init__(alpha=alpha, prob=prob, until=until, per_sample=per_sample, keys=keys, labels=labels)
 
     @override
     def mix(self, inputs: list[Tensor], partner: Tensor, generator: Generator) -> tuple[list[Tensor], Tensor]:

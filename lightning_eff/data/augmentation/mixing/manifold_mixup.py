@@ -1,15 +1,17 @@
-"""Manifold Mixup: mixup of what a layer drawn for each batch has computed (Verma et al. 2019)."""
+"""Manifold Mixup: mixup of the hidden states at a random block (Verma et al. 2019)."""
 
 import functools
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback
 from torch import Generator, Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Count, Each, Kind, Names
 from lightning_eff._core._needs.needs import WITHIN, Reasons
 from lightning_eff._core.batches import num_samples, select
 from lightning_eff._core.blocks import BlockStack, refuse_compiled_around, split_output
@@ -18,12 +20,13 @@ from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Su
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step
 from lightning_eff._core.technique import Control
-from lightning_eff.data.augmentation._arguments import check_number, no_mixing
+from lightning_eff.data.augmentation._arguments import AlphaOrZero, Keys, Probability, Until, no_mixing
+from lightning_eff.data.augmentation._mixing import with_settings
 from lightning_eff.data.augmentation.mixing._convex import Convex
 from lightning_eff.data.augmentation.mixing._hook import CHOOSERS, OutputHook, mixed_rows, standing_around
 
 WHO = "ManifoldMixup"
-_PLACES = "the tokens that it leaves of two images lie at different places, and have no mean"
+_PLACES = "it keeps tokens at different positions in each image, so they cannot be averaged"
 
 
 def _pointless(profile: RunProfile) -> str | None:
@@ -31,60 +34,76 @@ def _pointless(profile: RunProfile) -> str | None:
 
 
 def _inputs_alone(technique: "ManifoldMixup") -> Mapping[str, Callback]:
-    names = ("alpha", "prob", "until", "per_sample", "keys", "labels")
-    settings = {name: getattr(technique, name) for name in names}
-    return (
-        {} if technique.neutral or technique.depths == [0] else {"inputs alone": ManifoldMixup(depths=[0], **settings)}
-    )
+    if technique.neutral or technique.depths == [0]:
+        return {}
+    return {"inputs alone": with_settings(technique, depths=[0], layers=None)}
+
+
+@dataclass(frozen=True, repr=False)
+class Layers(Kind):
+    """The dotted path of a stack of blocks, or a list of paths of modules."""
+
+    @property
+    @override
+    def expected(self) -> str:
+        return "a dotted path or a list of dotted paths"
+
+    @override
+    def __call__(self, value: Any) -> str | list[str]:
+        return value if isinstance(value, str) else list(Names("paths", empty=False)(value))
 
 
 class ManifoldMixup(Convex):
-    """Train on mixtures of two samples' hidden states at a layer that is drawn for each micro-batch, and of their labels.
+    """Mix the hidden states of two samples at a random block, and the losses on their labels.
 
-    Of ``depths`` one, ``k``, is drawn for each micro-batch, each as likely. With ``k = 0`` the inputs are mixed, as Mixup does,
-    number for number; with ``k >= 1`` what the k-th block has computed: ``lambda h_i + (1 - lambda) h_j`` goes on, with
-    ``lambda ~ Beta(alpha, alpha)``, and the loss is ``lambda L(y_i) + (1 - lambda) L(y_j)``, in the same forward pass. For
-    cross-entropy and binary cross-entropy that is the loss on the mixed target, exactly. ``training_step`` goes on to take
-    integer labels; roles are swapped where ``lambda`` is below one half, so it sees those of the larger share. A metric that it
-    computes of them is told once.
+    For each micro-batch one depth ``k`` is drawn uniformly from ``depths``. ``k = 0`` mixes the inputs, exactly as
+    :class:`Mixup` does. ``k >= 1`` mixes the output of the k-th block, ``lambda h_i + (1 - lambda) h_j`` with ``lambda ~
+    Beta(alpha, alpha)``. The loss is ``lambda L(y_i) + (1 - lambda) L(y_j)``, computed in the same forward pass. For
+    cross-entropy and binary cross-entropy this equals the loss on the mixed target. ``training_step`` still receives integer
+    labels, those with the larger weight.
 
-    Blocks are those of the longest stack, or of ``layers``: a path, or a list of the paths of modules, whichever they are. Each
-    must be called once in a step, and return a tensor (B, ...), or a tuple that begins with one: masks and other things that go
-    with it stay those of the sample itself. Where other techniques let a block rest, ``k`` is drawn of those that run.
+    Use it when you train for many epochs (the paper: more than 1,000) and the model overfits. It costs hardly any time, and the
+    training loss falls more slowly.
 
-    It cannot stand beside what chooses among a batch's samples, or leaves tokens of each image at other places. Where several
-    techniques mix, each batch is mixed by one of them.
+    The blocks are those of the longest stack, or those of ``layers``. Each must be called once per step and return a tensor
+    (B, ...), or a tuple that begins with one. Other outputs, such as masks, are not mixed. If another technique skips blocks,
+    ``k`` is drawn from those that run. Metrics that ``training_step`` computes from the labels are too low, and a warning says
+    so.
 
-    It regularises: it costs hardly any time, makes training fit more slowly, and the paper trains for more than 1,000 epochs.
+    It cannot be combined with techniques that choose samples, or that drop different tokens in each image. If several
+    techniques mix, they take turns, one per batch.
 
-    Logged: ``share``, the mean share of the other samples in the last micro-batch, ``milliseconds``, what it took of the host
-    to make it ready, and ``depth``, the last ``k``; -1 where nothing was mixed.
+    It logs ``share``, the mean weight of the other samples in the last micro-batch. ``depth`` is the last ``k`` (-1 if nothing
+    was mixed), and ``milliseconds`` is the host time of the preparation.
 
     Args:
-        alpha: of the Beta distribution, >= 0: 2 in the paper; 0 is plain training.
-        depths: of which ``k`` is drawn: 0 for the inputs, ``k`` for the output of the k-th block, 1 for the first.
-        layers: the dotted path of the stack of blocks, or a list of paths of modules; None takes the longest stack.
-        prob: the chance of a micro-batch to be mixed, in [0, 1]; 0 is plain training.
-        until: the share of the budget in [0, 1] from which on batches are left alone; 0 is plain training.
-        per_sample: draw ``lambda`` for each sample instead of once for the micro-batch.
-        keys: names or positions of the inputs (B, ...) of floating point that are mixed for ``k = 0``. None takes the batch's
-            images (B, C, H, W), or its only tensor of floating point with B rows.
-        labels: names or positions of the labels in the batch; None looks for what the step's losses have as targets.
+        alpha: the parameter of the Beta distribution of the mixing weight. The paper uses 2. 0 is plain training.
+        depths: the depths to draw from. 0 is the input, 1 the output of the first block.
+        layers: the blocks. Give the dotted path of their stack, or a list of paths of modules. None takes the longest stack.
+        prob: the probability that a micro-batch is mixed. 0 is plain training.
+        until: the fraction of the budget after which batches are left unchanged. 0 is plain training.
+        per_sample: whether each sample has its own ``lambda``. By default there is one per micro-batch.
+        keys: the names or positions of the inputs that are mixed for ``k = 0``, floating point, shape (B, ...). None takes the
+            batch's images (B, C, H, W), or its only floating-point tensor with B rows.
+        labels: the names or positions of the labels in the batch. None takes the tensors that are targets of the step's losses.
 
     Raises:
-        ValueError: if an argument is out of its range; at setup, for ``until`` below 1 in a run without an end, or if there is
-            no such stack or module, or fewer blocks than ``depths`` say; at the first batch, before any weight has changed, if
-            a block is not called once on the batch's samples, or its output has no mean, if there are no inputs to mix for
-            ``k = 0``, or if the step's loss on labels cannot be seen.
+        ValueError: for a value out of range. At setup, if ``until`` is below 1 and the run has no end, if ``layers`` is not
+            found, or if there are fewer blocks than ``depths`` need. At the first batch, before any weight changes, if a block
+            is not called once on all samples, or if its output cannot be averaged. Also if there are no inputs to mix for ``k =
+            0``, or if no loss call on the labels is visible.
 
-    Sources:
-        Verma et al. 2019, arXiv:1806.05236.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=200, callbacks=[ManifoldMixup(alpha=2.0, depths=[0, 1, 2])])
+
+    References:
+        Verma et al. 2019, "Manifold Mixup: Better Representations by Interpolating Hidden States", arXiv:1806.05236.
     """
 
-    saves: ClassVar[str] = "nothing of a step: it regularises, for a better end of long training"
     paper: ClassVar[str] = "Verma et al. 2019, arXiv:1806.05236"
     constraints: ClassVar[str] = (
-        "automatic optimization; blocks called once on all samples; labels that are classes; a loss of torch.nn.functional"
+        "needs automatic optimization, blocks that are called once on all samples, labels that are classes and a loss of"
+        " torch.nn.functional"
     )
     refuses: ClassVar[Reasons] = WITHIN
     survey: ClassVar[Survey | None] = Survey("data augmentation (Manifold Mixup)", shen="3.1")
@@ -92,52 +111,43 @@ class ManifoldMixup(Convex):
         {"alpha": Choice((0.2, 1.0, 2.0)), "until": Choice((0.8, 1.0))}, _pointless
     )
     control: ClassVar[Control] = Control(
-        "no augmentation: the baseline for as many seconds; and depths=[0], which is Mixup",
+        "the baseline without augmentation, trained for the same time, and depths=[0], which is Mixup",
         _inputs_alone,
     )
     conflicts: ClassVar[Mapping[str, str]] = {
         **CHOOSERS,
         **dict.fromkeys(("PatchDropout", "PartialTokenTraining", "TokenMerging"), _PLACES),
-        "SAF": "a mixture's scores would be held to those of another mixture some epochs before",
+        **Convex.conflicts,
     }
-    mend: ClassVar[str] = "Leave 0 out of depths, or take the technique out."
+    mend: ClassVar[str] = "Leave 0 out of depths, or remove ManifoldMixup."
 
     def __init__(
         self,
-        alpha: float = 2.0,
+        alpha: AlphaOrZero = 2.0,
         *,
-        depths: Sequence[int] = (0, 1, 2),
-        layers: str | Sequence[str] | None = None,
-        prob: float = 1.0,
-        until: float = 1.0,
+        depths: Annotated[Sequence[int], Each(Count(at_least=0))] = (0, 1, 2),
+        layers: Annotated[str | Sequence[str] | None, Layers()] = None,
+        prob: Probability = 1.0,
+        until: Until = 1.0,
         per_sample: bool = False,
-        keys: Sequence[str | int] | None = None,
-        labels: Sequence[str | int] | None = None,
+        keys: Keys = None,
+        labels: Keys = None,
     ) -> None:
-        check_number(
-            alpha, who=WHO, name="alpha", low=0, high=float("inf"), what="of Beta(alpha, alpha); 0 is plain training"
-        )
-        whole = isinstance(depths, Sequence) and all(isinstance(k, int) and not isinstance(k, bool) for k in depths)
-        if not whole or not depths or min(depths) < 0 or len(set(depths)) < len(depths):
+        if len(set(depths)) < len(depths):
             raise ValueError(
-                f"{WHO}({depths=}): expected a list of different integers >= 0, such as [0, 1, 2]: 0 mixes inputs, k the output"
-                " of the k-th block."
+                f"{WHO}(depths={list(depths)}): a depth is given twice. Give each depth once, such as [0, 1, 2]."
             )
-        if not (layers is None or isinstance(layers, str) or (layers and all(isinstance(m, str) for m in layers))):
-            raise ValueError(f"{WHO}({layers=}): expected a path, a list of paths of modules, or None.")
-        super().__init__(prob=prob, until=until, keys=keys, labels=labels)
-        self.alpha = alpha
+        super().__init__(alpha=alpha, prob=prob, until=until, per_sample=per_sample, keys=keys, labels=labels)
         self.depths = list(depths)
-        self.layers = layers if layers is None or isinstance(layers, str) else list(layers)
-        self.per_sample = per_sample
+        self.layers = layers if isinstance(layers, str | None) else list(layers)
 
     @override
     def _reset(self) -> None:
         super()._reset()
         self._depth = -1
-        self._drawn: tuple[Tensor, Tensor] | None = None  # partners and shares, of hidden states alone
+        self._drawn: tuple[Tensor, Tensor] | None = None  # partners and shares, if hidden states are mixed
         self._stack: BlockStack | None = None
-        self._modules: list[nn.Module] = []  # the first is that of depth 1
+        self._modules: list[nn.Module] = []  # the first has depth 1
 
     @override
     def detach(self, session: Session) -> None:
@@ -154,8 +164,8 @@ class ManifoldMixup(Convex):
             missing = [path for path in self.layers if path not in named or not path]
             if missing:
                 raise ValueError(
-                    f"{WHO}(layers={self.layers}): {missing} name no submodules of {type(session.module).__name__}; expected"
-                    f" dotted paths such as {', '.join(repr(path) for path, _ in session.module.named_children())}."
+                    f"{WHO}(layers={self.layers}): {missing} are no submodules of {type(session.module).__name__}. Give dotted"
+                    f" paths, such as {', '.join([repr(path) for path, _ in session.module.named_children()][:5])}."
                 )
             where = str(self.layers)
             self._modules = [*map(named.__getitem__, self.layers)]
@@ -167,12 +177,12 @@ class ManifoldMixup(Convex):
             refuse_compiled_around(session.module, self._stack.path, who=WHO)
         if max(self.depths) > len(self._modules):
             raise ValueError(
-                f"{WHO}(depths={self.depths}): {where} are {len(self._modules)} blocks; expected depths up to that. Give"
-                " others, or other blocks by layers=."
+                f"{WHO}(depths={self.depths}): {where} has only {len(self._modules)} blocks. Give smaller depths, or other"
+                " blocks with layers=."
             )
 
     def _running(self) -> list[int]:
-        """Those of the depths that this very step can mix at: other techniques may let blocks rest."""
+        """Return the depths that can be mixed in this step. Other techniques may skip blocks."""
         running = None if self._stack is None else {id(block) for block in self._stack.running()}
         return [k for k in self.depths if k == 0 or running is None or id(self._modules[k - 1]) in running]
 
@@ -191,39 +201,36 @@ class ManifoldMixup(Convex):
 
     @override
     def look(self, step: Step, batch: Any) -> None:
-        """Whether each block of ``depths`` is called once, on the batch's samples, and what it returns can be mixed."""
+        """Check that each block of ``depths`` is called once on all samples, and that its output can be mixed."""
         size = len(next(iter(self._targets.labels(step, batch).values())))
         running = [k for k in self._running() if k > 0]
         if not running:
             return
+        mend = "Leave it out of depths, or name other blocks with layers=."
         calls = self._outputs(step, batch, running)
         for k, outputs in calls.items():
             at = f"{WHO}: the block of depth {k}, a {type(self._modules[k - 1]).__name__},"
             if len(outputs) != 1:
-                raise ValueError(
-                    f"{at} was called {len(outputs)} times in a step; expected once. Take it out of depths, or name other"
-                    " blocks by layers=."
-                )
+                raise ValueError(f"{at} was called {len(outputs)} times in a step. {mend}")
             shape = outputs[0]
             if isinstance(shape, str) or shape[:1] != (size,):
                 raise ValueError(
-                    f"{at} returned {shape if isinstance(shape, str) else tuple(shape)} for {size} samples; expected a tensor"
-                    f" ({size}, ...) of floating point, or a tuple that begins with one. Take it out of depths, or name other"
-                    " blocks by layers=."
+                    f"{at} returned {shape if isinstance(shape, str) else tuple(shape)} for {size} samples, and not a"
+                    f" floating-point tensor ({size}, ...) or a tuple that begins with one. {mend}"
                 )
-        # as many tokens as samples: which of the two comes first?
+        # with as many tokens as samples, a smaller batch shows which dimension is that of samples
         doubtful = [k for k, shapes in calls.items() if shapes[0][1:2] == (size,)]
         if doubtful and size > 1:
             fewer = self._outputs(step, select(batch, torch.arange(size - 1), size), doubtful)
             turned = [k for k, shapes in fewer.items() if shapes[0][0] == size]
             if turned:
                 raise ValueError(
-                    f"{WHO}: the blocks of depths {turned} have their samples in another dimension than the first; expected"
-                    " (B, ...). Let attention be batch_first, take them out of depths, or name other blocks by layers=."
+                    f"{WHO}: the blocks of depths {turned} do not have the samples in their first dimension. Use"
+                    " batch_first=True, leave them out of depths, or name other blocks with layers=."
                 )
 
     def _outputs(self, step: Step, batch: Any, depths: Sequence[int]) -> dict[int, list[Any]]:
-        """The shapes of what the blocks of these depths return in a forward pass, or what it is where it cannot be mixed."""
+        """Return the shapes of the outputs of these blocks in a forward pass, or a description of what cannot be mixed."""
         found: dict[int, list[Any]] = {k: [] for k in depths}
 
         def note(shapes: list[Any], output: Any) -> None:
@@ -244,13 +251,13 @@ class ManifoldMixup(Convex):
 
     @override
     def generator(self, step: Step) -> Generator:
-        """That of Mixup, so that both draw the same."""
+        """Return the generator of Mixup, so that both draw the same."""
         return self.session.generator("Mixup", step.global_step, step.batch_idx, self.session.rank)
 
     @override
     def mix(self, inputs: list[Tensor], partner: Tensor, generator: Generator) -> tuple[list[Tensor], Tensor]:
         depths = self._running()
-        if not depths:  # none of the blocks runs in this step, and it is as it was
+        if not depths:  # no block of depths runs in this step
             return inputs, torch.ones(len(partner))
         self._depth = depths[int(torch.randint(len(depths), (), generator=generator))]
         if self._depth == 0:
@@ -265,7 +272,7 @@ class ManifoldMixup(Convex):
         return super()._link(step, batch, lambda given: self._mixed_within(step, given, proceed))
 
     def _mixed_within(self, step: Step, batch: Any, proceed: Proceed) -> Any:
-        """``proceed(batch)`` with hidden states mixed as was drawn, in what its backward pass runs again too."""
+        """Return ``proceed(batch)`` with hidden states mixed, also in what the backward pass recomputes."""
         if self._drawn is None:
             return proceed(batch)
         partner, share = self._drawn
@@ -280,9 +287,8 @@ class ManifoldMixup(Convex):
         output = standing_around(step, self.session, [hook], batch, proceed)
         if hook.calls != 1 and loss_of(output) is not None:
             raise ValueError(
-                f"{WHO}: the block of depth {self._depth}, a {type(block).__name__}, was called {hook.calls} times in a step;"
-                " expected once, as in the first batch. Switch off what passes over blocks in training, or name others by"
-                " layers=."
+                f"{WHO}: the block of depth {self._depth}, a {type(block).__name__}, was called {hook.calls} times in this"
+                " step, but once in the first one. Switch off what skips blocks in training, or name other blocks with layers=."
             )
         return output
 

@@ -1,82 +1,77 @@
 """Mixup: train on convex combinations of samples and of their labels (Zhang et al. 2017)."""
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from lightning_eff._core._arguments.kinds import Alias
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
-from lightning_eff._core.technique import Control
-from lightning_eff.data.augmentation._arguments import check_number, no_mixing
+from lightning_eff.data.augmentation._arguments import AlphaOrZero, Keys, Probability, Until, no_mixing
 from lightning_eff.data.augmentation.mixing._convex import Convex
-
-WHO = "Mixup"
 
 
 class Mixup(Convex):
-    """Train on ``lambda x_i + (1 - lambda) x_j``, and on ``lambda L(y_i) + (1 - lambda) L(y_j)``.
+    """Train on weighted means of two samples, with the weighted mean of the losses on both labels.
 
-    Each sample of a micro-batch is mixed with another one of it (a random permutation says which), with
-    ``lambda ~ Beta(alpha, alpha)``: one for the micro-batch, as in the paper's code, or one for each sample. For cross-entropy
-    and binary cross-entropy the loss is that on the mixed target, exactly, in the same forward pass: ``training_step`` goes on
-    to take integer labels. Roles are swapped where ``lambda`` is below one half, which changes no distribution: the labels that
-    ``training_step`` sees are those of the larger share. A metric that it computes of them is told once.
+    Each sample of a micro-batch is mixed with another one, given by a random permutation: ``lambda x_i + (1 - lambda) x_j``
+    with ``lambda ~ Beta(alpha, alpha)``. The loss is ``lambda L(y_i) + (1 - lambda) L(y_j)``, computed in the same forward
+    pass. For cross-entropy and binary cross-entropy this equals the loss on the mixed target. ``training_step`` still receives
+    integer labels, those with the larger weight (``lambda`` is at least one half, which does not change the distribution of
+    mixtures).
 
-    The loss must be a call of ``torch.nn.functional`` that can be seen (``nn.CrossEntropyLoss`` and Hugging Face's models
-    with ``labels=`` make such calls), with any reduction, class weights (each of the two losses is divided by its own
-    labels' weights), ignored and smoothed labels, or probabilities as labels. Another loss is an error at the first batch, and
-    so are labels that reach it beside such a call: by a mask, an index, a weight or an embedding. Metrics may use labels. A
-    batch of which only a part can be mixed, such as numbers beside categories, is an error unless ``keys`` name that part.
-    What chooses samples by their loss scores the mixtures. Where several techniques mix, each batch is mixed by one of them.
+    Use it when you train for many epochs and the model overfits. It costs little time per step, and the training loss falls
+    more slowly.
 
-    It regularises: it costs a little time at each step, makes training fit more slowly, and pays over many epochs alone.
+    The loss must be a call of ``torch.nn.functional`` on the labels. ``nn.CrossEntropyLoss`` and Hugging Face models with
+    ``labels=`` make such calls. Any reduction, class weights, ignored labels, label smoothing and labels that are probabilities
+    work. Each of the two losses is divided by the class weights of its own labels. Labels that reach the loss in another way,
+    such as a mask, an index, a weight or an embedding, raise an error at the first batch. So do batches with a part that cannot
+    be mixed, such as categories next to numbers, unless ``keys`` names the other part.
 
-    Logged: ``share``, the mean share of the other samples in the last micro-batch, and ``milliseconds``, what it took of the
-    host to make it.
+    Metrics that ``training_step`` computes from the labels are too low, and a warning says so. Techniques that choose samples
+    by their loss see the mixtures. If several techniques mix, they take turns, one per batch.
+
+    It logs ``share``, the mean weight of the other samples in the last micro-batch, and ``milliseconds``, the host time of the
+    mixing.
 
     Args:
-        alpha: of the Beta distribution, >= 0: 0.2 for ImageNet in the paper, 1 for CIFAR; 0 is plain training.
-        prob: the chance of a micro-batch to be mixed, in [0, 1]; 0 is plain training.
-        until: the share of the budget in [0, 1] from which on batches are left alone; 0 is plain training.
-        per_sample: draw ``lambda`` for each sample instead of once for the micro-batch.
-        keys: names or positions of the tensors (B, ...) of floating point that are mixed. None takes the batch's images
-            (B, C, H, W), or its only tensor of floating point with B rows.
-        labels: names or positions of the labels in the batch; None looks for what the step's losses have as targets.
+        alpha: the parameter of the Beta distribution of the mixing weight. The paper uses 0.2 for ImageNet and 1 for CIFAR. 0
+            is plain training. Also accepted as ``mixup_alpha``.
+        prob: the probability that a micro-batch is mixed. 0 is plain training.
+        until: the fraction of the budget after which batches are left unchanged. 0 is plain training.
+        per_sample: whether each sample has its own ``lambda``. By default there is one per micro-batch, as in the paper's code.
+        keys: the names or positions of the tensors to mix, floating point, shape (B, ...). None takes the batch's images
+            (B, C, H, W), or its only floating-point tensor with B rows.
+        labels: the names or positions of the labels in the batch. None takes the tensors that are targets of the step's losses.
 
     Raises:
-        ValueError: if an argument is out of its range; at setup, for ``until`` below 1 in a run without an end; at the first
-            batch, before any weight has changed, if it holds nothing to mix (as where samples are tokens), images of uint8, or
-            labels that are no classes, or if the step's loss on labels cannot be seen.
+        ValueError: for a value out of range. At setup, if ``until`` is below 1 and the run has no end. At the first batch,
+            before any weight changes, if there is nothing to mix (token ids, for example), or if images are uint8. Also if
+            labels are no classes, or if no loss call on the labels is visible.
 
-    Sources:
-        Zhang et al. 2017, arXiv:1710.09412.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=100, callbacks=[Mixup(alpha=0.2)])
+
+    References:
+        Zhang et al. 2017, "mixup: Beyond Empirical Risk Minimization", arXiv:1710.09412.
     """
 
-    saves: ClassVar[str] = "nothing of a step: it regularises, for a better end of long training"
     paper: ClassVar[str] = "Zhang et al. 2017, arXiv:1710.09412"
     constraints: ClassVar[str] = (
-        "automatic optimization; inputs of floating point; labels that are classes; a loss of torch.nn.functional"
+        "needs automatic optimization, floating-point inputs, labels that are classes and a loss of torch.nn.functional"
     )
     survey: ClassVar[Survey | None] = Survey("data augmentation (mixup)", shen="3.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"alpha": Uniform(0.1, 1.0, log=True), "until": Choice((0.8, 1.0))}, no_mixing
     )
-    control: ClassVar[Control] = Control("no augmentation: the baseline for as many seconds")
-    conflicts: ClassVar[Mapping[str, str]] = {
-        "SAF": "a mixture's scores would be held to those of another mixture some epochs before"
-    }
+    mend: ClassVar[str] = "Remove Mixup."
 
     def __init__(
         self,
-        alpha: float = 0.2,
+        alpha: Annotated[AlphaOrZero, Alias("mixup_alpha")] = 0.2,
         *,
-        prob: float = 1.0,
-        until: float = 1.0,
+        prob: Probability = 1.0,
+        until: Until = 1.0,
         per_sample: bool = False,
-        keys: Sequence[str | int] | None = None,
-        labels: Sequence[str | int] | None = None,
+        keys: Keys = None,
+        labels: Keys = None,
     ) -> None:
-        check_number(
-            alpha, who=WHO, name="alpha", low=0, high=float("inf"), what="of Beta(alpha, alpha); 0 is plain training"
-        )
-        super().__init__(prob=prob, until=until, keys=keys, labels=labels)
-        self.alpha = alpha
-        self.per_sample = per_sample
+        super().__init__(alpha=alpha, prob=prob, until=until, per_sample=per_sample, keys=keys, labels=labels)

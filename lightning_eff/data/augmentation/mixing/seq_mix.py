@@ -1,4 +1,4 @@
-"""SeqMix: convex mixtures of two padded sequences' one-hot codes, inputs and targets alike (Guo, Kim & Rush 2020)."""
+"""SeqMix: convex combinations of the one-hot codes of two sequences, inputs and targets (Guo, Kim & Rush 2020)."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -17,36 +17,35 @@ from lightning_eff._core.patches import hook_before
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step
-from lightning_eff._core.technique import Control
-from lightning_eff.data.augmentation._arguments import check_number, too_few_epochs
+from lightning_eff.data.augmentation._arguments import AlphaOrZero, Keys, Probability, Until, no_text
 from lightning_eff.data.augmentation._tokens import found_tokens
 from lightning_eff.data.augmentation.mixing._convex import Convex
 from lightning_eff.data.augmentation.mixing._hook import CHOOSERS, OutputHook, mixed_rows, standing_around
 
 WHO = "SeqMix"
 _MASK = re.compile("attention_mask")
-_OWN = "the tokens that it hides and asks for are a sequence's own, and the other one's are lost"
+_OWN = "it hides tokens of one sequence only, and those of the other sequence would be lost"
 
 
 def seq_mix(embedding: Tensor, ids: Tensor, partner: Tensor, share: Tensor) -> Tensor:
-    """``(lambda X + (1 - lambda) X') E = lambda E(x) + (1 - lambda) E(x')``: (B, T, D).
+    """Return ``(lambda X + (1 - lambda) X') E = lambda E(x) + (1 - lambda) E(x')``: (B, T, D).
 
-    ``X`` are the one-hot codes of a sequence, (T, V), and ``X'`` those of the one that is mixed with it. This is what a run
-    does to what an ``nn.Embedding`` returns, which never holds a code of V entries.
+    ``X`` are the one-hot codes of a sequence, (T, V), and ``X'`` those of the other sequence. A run computes the right-hand
+    side from the output of an ``nn.Embedding``, without any one-hot codes.
 
     Args:
         embedding: ``E``, (V, D).
-        ids: ``x``, (B, T), of integers.
-        partner: which sequence each is mixed with, (B,), of integers.
+        ids: ``x``, (B, T), integers.
+        partner: the other sequence of each mixture, (B,), integers.
         share: ``lambda``, (B,) or (1,), in [0, 1].
     """
     return mixed_rows(embedding[ids], partner, share)
 
 
 def made_of(ids: Tensor, tokens: Tensor) -> bool:
-    """Whether ``ids`` are ``tokens`` (B, T), a run of their columns, or they behind a first one, as a decoder's inputs are.
+    """Return whether ``ids`` are ``tokens`` (B, T), some of their columns, or tokens shifted right, as a decoder's inputs are.
 
-    Entries of ``tokens`` below 0, ignored as labels, may have become anything.
+    Negative entries of ``tokens`` (ignored labels) match anything.
     """
     if ids.ndim != 2 or tokens.ndim != 2 or len(ids) != len(tokens):
         return False
@@ -61,7 +60,7 @@ def made_of(ids: Tensor, tokens: Tensor) -> bool:
 
 
 def of_places(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an embedding that is called so goes by where its ids stand alone: others at their places change nothing."""
+    """Return whether the output of an embedding call depends only on the positions of its ids, not on their values."""
     if (
         not isinstance(module, nn.Embedding)
         or type(module).forward is nn.Embedding.forward
@@ -75,114 +74,111 @@ def of_places(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def joined(mask: Tensor, partner: Tensor) -> Tensor:
-    """Which tokens either sequence of a mixture has: the larger entry of the two masks (B, T)."""
+    """Return the union of the attention masks (B, T) of both sequences of each mixture."""
     return torch.maximum(mask, mask.index_select(0, partner.to(mask.device)))
 
 
 def _pointless(profile: RunProfile) -> str | None:
     if not profile.visible_loss:
-        return "the loss cannot be seen, so labels could not be mixed"
-    if profile.sequence_length is None:
-        return "samples are no sequences of tokens"
-    return "a batch of one has nothing to mix" if profile.batch_size < 2 else too_few_epochs(profile)
+        return "the loss is not visible, so labels cannot be mixed"
+    return "a batch of one sample has nothing to mix" if profile.batch_size < 2 else no_text(profile)
 
 
 class SeqMix(Convex):
-    """Train on convex mixtures of two sequences of tokens, and of what they are to become.
+    """Mix the token embeddings of two sequences, and the losses on their labels.
 
-    Each sequence of a micro-batch is mixed with another one of it (a random permutation says which), place by place, as padded:
-    its one-hot codes become ``lambda X + (1 - lambda) X'``, with ``lambda ~ Beta(alpha, alpha)``. For a network that looks
-    tokens up that is ``lambda E(x) + (1 - lambda) E(x')``: what the ``nn.Embedding`` of the tokens returns is mixed while the
-    step runs, those of a decoder's inputs and of types of tokens with it, and those of places stay. The loss is
-    ``lambda L(y) + (1 - lambda) L(y')``, which for cross-entropy is that on the mixed targets, exactly, in the same forward
-    pass; each of the two losses is divided by its own labels that count.
+    Each sequence of a micro-batch is mixed with another one, given by a random permutation, position by position and including
+    padding. The one-hot codes become ``lambda X + (1 - lambda) X'`` with ``lambda ~ Beta(alpha, alpha)``. In the network this
+    is ``lambda E(x) + (1 - lambda) E(x')``: the outputs of the ``nn.Embedding`` of the tokens are mixed during the step. So are
+    the embeddings of decoder inputs and of token types, but not those of positions. The loss is ``lambda L(y) + (1 - lambda)
+    L(y')``, computed in the same forward pass. For cross-entropy this equals the loss on the mixed targets. Each of the two
+    losses is averaged over its own labels that are not ignored.
 
-    So language models, encoder-decoders and classifiers of texts go on to take ids and integer labels. Roles are swapped where
-    ``lambda`` is below one half, which changes no distribution: ``training_step`` sees the ids and labels of the larger share.
-    A metric that it computes of them is told once. An ``attention_mask`` (B, T) in the batch becomes that of either sequence's
-    tokens; a mask that the module makes of ids by itself is that of the larger share, as is the place that a classifier reads.
+    Use it for language models, encoder-decoders and text classifiers on few texts that are seen many times. It costs hardly any
+    time, and the training loss falls more slowly.
 
-    It cannot stand beside what chooses among a batch's samples, packs them, or hides tokens to ask for them. Where several
-    techniques mix, each batch is mixed by one of them.
+    The batch still holds ids and integer labels, those of the sequence with the larger weight (``lambda`` is at least one half,
+    which does not change the distribution of mixtures). Metrics that ``training_step`` computes from the labels are too low,
+    and a warning says so. An ``attention_mask`` (B, T) in the batch becomes the union of both masks. A mask that the module
+    computes from the ids is that of the larger weight, and so is the position that a classifier reads.
 
-    It regularises: it costs hardly any time, makes training fit more slowly, and pays on few texts that are seen over and over.
+    It cannot be combined with techniques that choose samples, pack sequences or mask tokens as targets. If several techniques
+    mix, they take turns, one per batch.
 
-    Logged: ``share``, the mean share of the other sequences in the last micro-batch, and ``milliseconds``, what it took of the
-    host to draw it.
+    It logs ``share``, the mean weight of the other sequences in the last micro-batch, and ``milliseconds``, the host time of
+    the draws.
 
     Args:
-        alpha: of the Beta distribution, >= 0: mixtures are strong at 1, and mostly weak at 0.1; 0 is plain training.
-        prob: the chance of a micro-batch to be mixed, in [0, 1]; 0 is plain training.
-        until: the share of the budget in [0, 1] from which on batches are left alone; 0 is plain training.
-        per_sample: draw ``lambda`` for each sequence instead of once for the micro-batch.
-        keys: names or positions of the tokens (B, T) in the batch; None takes ``input_ids``, or the only tensor (B, T) of
-            integers that is not called a mask, a position, a type or a label.
-        labels: names or positions of the labels in the batch; None looks for what the step's losses have as targets.
+        alpha: the parameter of the Beta distribution of the mixing weight. With 1 most mixtures are strong, with 0.1 most are
+            weak. 0 is plain training.
+        prob: the probability that a micro-batch is mixed. 0 is plain training.
+        until: the fraction of the budget after which batches are left unchanged. 0 is plain training.
+        per_sample: whether each sequence has its own ``lambda``. By default there is one per micro-batch.
+        keys: the names or positions of the tokens (B, T) in the batch. None takes ``input_ids``, or the only integer tensor
+            (B, T) whose name is not that of a mask, a position, a type or a label.
+        labels: the names or positions of the labels in the batch. None takes the tensors that are targets of the step's losses.
 
     Raises:
-        ValueError: if an argument is out of its range; at setup, for ``until`` below 1 in a run without an end; at the first
-            batch, before any weight has changed, if it holds no tokens, if no ``nn.Embedding`` is called on them, if labels are
-            no classes, or if the step's loss on labels cannot be seen.
+        ValueError: for a value out of range. At setup, if ``until`` is below 1 and the run has no end. At the first batch,
+            before any weight changes, if it holds no tokens, or if no ``nn.Embedding`` is called on them. Also if labels are no
+            classes, or if no loss call on the labels is visible.
 
-    Sources:
-        Guo et al. 2020, Sequence-level Mixed Sample Data Augmentation, arXiv:2011.09039.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[SeqMix(alpha=0.1)])
+
+    References:
+        Guo et al. 2020, "Sequence-Level Mixed Sample Data Augmentation", arXiv:2011.09039.
     """
 
-    saves: ClassVar[str] = "nothing of a step: it regularises, for a better end of training on few texts"
+    saves: ClassVar[str] = "no time per step: it regularises, for a better model from few texts"
     paper: ClassVar[str] = "Guo et al. 2020, arXiv:2011.09039"
     constraints: ClassVar[str] = (
-        "automatic optimization; tokens (B, T) of integers, looked up by an nn.Embedding; labels that are classes; a loss of"
-        " torch.nn.functional"
+        "needs automatic optimization, integer tokens (B, T) that an nn.Embedding looks up, labels that are classes and a"
+        " loss of torch.nn.functional"
     )
     refuses: ClassVar[Reasons] = {
-        Part.TENSOR: "the technique mixes what embeddings return, which may be split",
+        Part.TENSOR: "the technique mixes the outputs of embeddings, which may be split",
         **WITHIN,
     }
     survey: ClassVar[Survey | None] = Survey("data augmentation (SeqMix)", shen="3.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"alpha": Choice((0.1, 0.5, 1.0)), "until": Choice((0.8, 1.0))}, _pointless
     )
-    control: ClassVar[Control] = Control("no augmentation: the baseline for as many seconds")
     conflicts: ClassVar[Mapping[str, str]] = {
         **CHOOSERS,
         **dict.fromkeys(("MaskRateSchedule", "SpanMasking"), _OWN),
-        "SequencePacking": "sequences that share a row are at other places than those that they are mixed with",
-        "SAF": "a mixture's scores would be held to those of another mixture some epochs before",
+        "SequencePacking": "sequences that share a row are at other positions than those that they are mixed with",
+        **Convex.conflicts,
     }
 
     def __init__(
         self,
-        alpha: float = 0.1,
+        alpha: AlphaOrZero = 0.1,
         *,
-        prob: float = 1.0,
-        until: float = 1.0,
+        prob: Probability = 1.0,
+        until: Until = 1.0,
         per_sample: bool = False,
-        keys: Sequence[str | int] | None = None,
-        labels: Sequence[str | int] | None = None,
+        keys: Keys = None,
+        labels: Keys = None,
     ) -> None:
-        check_number(
-            alpha, who=WHO, name="alpha", low=0, high=float("inf"), what="of Beta(alpha, alpha); 0 is plain training"
-        )
-        super().__init__(prob=prob, until=until, keys=keys, labels=labels)
-        self.alpha = alpha
-        self.per_sample = per_sample
+        super().__init__(alpha=alpha, prob=prob, until=until, per_sample=per_sample, keys=keys, labels=labels)
 
     @override
     def _reset(self) -> None:
         super()._reset()
         self._embeddings: dict[str, nn.Embedding] = {}
-        self._count = 1  # of the batch's tensors of tokens
-        self._drawn: tuple[Tensor, Tensor] | None = None  # partners and shares of the batch that is mixed
+        self._count = 1  # the number of token tensors in the batch
+        self._drawn: tuple[Tensor, Tensor] | None = None  # partners and shares of the current batch
 
     @override
     def detach(self, session: Session) -> None:
         self._drawn, self._embeddings = None, {}
 
-    # -- what looks the tokens up
+    # -- the embeddings of the tokens
 
     @override
     def inputs(self, batch: Any, labels: dict[str, Tensor]) -> list[Tensor]:
-        """The tokens, and the masks that say where they are."""
+        """Return the tokens and their attention masks."""
         found = found_tokens(batch, self.keys, who=WHO)
         masks = [t for path, t in tensors(batch) if _MASK.search(path) and t.ndim == 2]
         self._count = len(found)
@@ -199,7 +195,7 @@ class SeqMix(Convex):
 
     @override
     def look(self, step: Step, batch: Any) -> None:
-        """Which embeddings look up the batch's tokens, and what else of it there is for each place."""
+        """Find the embeddings that are called on the batch's tokens or on other ids at the same positions."""
         every = {path: m for path, m in step.module.named_modules() if isinstance(m, nn.Embedding)}
         called: dict[str, list[Tensor]] = {path: [] for path in every}
         places: set[str] = set()
@@ -231,9 +227,8 @@ class SeqMix(Convex):
         if not mine:
             shapes = [f"{path} {tuple(ids.shape)}" for path, calls in called.items() for ids in calls]
             raise ValueError(
-                f"{WHO}: no nn.Embedding was called on the tokens {tuple(tokens[0].shape)} of the batch (called were:"
-                f" {', '.join(shapes) or 'none'}); expected one on ids (B, T), whose output is mixed. Name other tokens by"
-                " keys=, or take the technique out."
+                f"{WHO}: no nn.Embedding was called on the tokens {tuple(tokens[0].shape)} of the batch (calls were:"
+                f" {', '.join(shapes[:5]) or 'none'}). Name other tokens with keys=, or remove {WHO}."
             )
         weights = {id(every[path].weight) for path in mine}
         tied = [path for path, m in every.items() if called[path] and id(m.weight) in weights]
@@ -261,7 +256,7 @@ class SeqMix(Convex):
         return super()._link(step, batch, lambda given: self._mixed_within(step, given, proceed))
 
     def _mixed_within(self, step: Step, batch: Any, proceed: Proceed) -> Any:
-        """``proceed(batch)`` with what embeddings return mixed as was drawn."""
+        """Return ``proceed(batch)`` with the outputs of the embeddings mixed."""
         if self._drawn is None:
             return proceed(batch)
         partner, share = self._drawn
@@ -272,7 +267,7 @@ class SeqMix(Convex):
         output = standing_around(step, self.session, hooks, batch, proceed)
         if not any(hook.calls for hook in hooks) and loss_of(output) is not None:
             raise ValueError(
-                f"{WHO}: none of the embeddings {', '.join(self._embeddings)} was called in a step; expected the tokens to be"
-                " looked up by them, as in the first batch. Let every step look up its tokens alike, or take the technique out."
+                f"{WHO}: none of the embeddings {', '.join(self._embeddings)} was called in this step, unlike in the first one."
+                f" Let every step look up its tokens in the same embeddings, or remove {WHO}."
             )
         return output

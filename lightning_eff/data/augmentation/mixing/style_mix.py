@@ -1,36 +1,40 @@
-"""StyleMix: mixtures of two images' content and of their style, each by a share of its own (Hong, Choi & Kim 2021)."""
+"""StyleMix: mix the content and the style of two images with separate weights (Hong, Choi & Kim 2021)."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Generator, Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Fraction
 from lightning_eff._core._samples.functions import TensorFunction
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Step
 from lightning_eff._core.technique import Control
-from lightning_eff.data.augmentation._arguments import check_number
+from lightning_eff.data.augmentation._arguments import Alpha, Keys, NetworkOrFunction, Probability, Until
 from lightning_eff.data.augmentation._boxes import numbers
 from lightning_eff.data.augmentation._mixing import Mixing, draw_shares
 from lightning_eff.data.augmentation.mixing._given import Given
 
 WHO = "StyleMix"
-_EPSILON = 1e-5  # of variances
+_EPSILON = 1e-5  # added to variances
+_PIXELS = "torch.nn.Identity() for both uses the mean and standard deviation of each colour channel as style."
+_ENCODER = NetworkOrFunction("images (B, C, H, W) that returns features (B, F, h, w)", _PIXELS)
+_DECODER = NetworkOrFunction("features (B, F, h, w) that returns images (B, C, H, W)", _PIXELS)
 
 Codec = nn.Module | TensorFunction
 
 
 def statistics(f: Tensor) -> tuple[Tensor, Tensor]:
-    """``mu(f)`` and ``sigma(f) = sqrt(var(f) + 1e-5)`` of each sample's channels, (B, F, 1, 1) each."""
+    """Return ``mu(f)`` and ``sigma(f) = sqrt(var(f) + 1e-5)`` of each channel of each sample, (B, F, 1, 1) each."""
     return f.mean(dim=(2, 3), keepdim=True), (f.var(dim=(2, 3), correction=0, keepdim=True) + _EPSILON).sqrt()
 
 
 def ada_in(content: Tensor, style: Tensor) -> Tensor:
-    """``sigma(s) (c - mu(c)) / sigma(c) + mu(s)``: the content's features with the means and deviations of the style's.
+    """Return ``sigma(s) (c - mu(c)) / sigma(c) + mu(s)``: the content's features with the style's statistics.
 
     Args:
         content: ``c``, (B, F, h, w).
@@ -42,14 +46,14 @@ def ada_in(content: Tensor, style: Tensor) -> Tensor:
 
 
 def style_mix(f: Tensor, partner: Tensor, content: Tensor, style: Tensor, both: Tensor) -> Tensor:
-    """``t f_ii + (r_c - t) f_ij + (r_s - t) f_ji + (1 - r_c - r_s + t) f_jj``, (B, F, h, w).
+    """Return ``t f_ii + (r_c - t) f_ij + (r_s - t) f_ji + (1 - r_c - r_s + t) f_jj``, (B, F, h, w).
 
-    ``f_ij`` are the features of content ``i`` in the style of ``j``, by :func:`ada_in`; ``f_ii`` are those of ``i`` alone. So
-    content ``i`` counts ``r_c`` in all, and style ``i`` counts ``r_s``.
+    ``f_ij`` are the features of content ``i`` in the style of ``j``, by :func:`ada_in`. ``f_ii`` are the features of ``i``. So
+    the total weight of content ``i`` is ``r_c``, and that of style ``i`` is ``r_s``.
 
     Args:
         f: features, (B, F, h, w).
-        partner: ``j``, (B,), of integers.
+        partner: ``j``, (B,), integers.
         content: ``r_c``, (B,) or (1,), in [0, 1].
         style: ``r_s``.
         both: ``t``, from ``max(0, r_c + r_s - 1)`` to ``min(r_c, r_s)``.
@@ -60,118 +64,100 @@ def style_mix(f: Tensor, partner: Tensor, content: Tensor, style: Tensor, both: 
 
 
 def _of_pixels(cls: Callable[..., Any], values: Mapping[str, Any], profile: RunProfile) -> Any:
-    """With a codec that leaves images as they are, whose styles are those of the pixels: a search passes over it."""
+    """Build the technique with a codec that changes nothing, so that styles are those of the pixels."""
     return cls(encoder=nn.Identity(), decoder=nn.Identity(), **values)
 
 
 def _pointless(profile: RunProfile) -> str | None:
-    return "a search has no codec to give"
+    return "the search has no codec"
 
 
 class StyleMix(Mixing):
-    """Train on images that mix the content and the style of two, and on both labels by the shares of either.
+    """Mix the content and the style of two images with separate weights, and their labels accordingly.
 
-    A codec that the user gives, an encoder and its decoder, makes features of images and images of features. Each image of a
-    micro-batch is mixed with another one of it (a random permutation says which): with ``f_ij`` the features of content ``i``
-    in the style of ``j`` (adaptive instance normalisation: the channels' means and deviations are those of ``j``), decoded is
-    ``t f_ii + (r_c - t) f_ij + (r_s - t) f_ji + (1 - r_c - r_s + t) f_jj``. ``r_c`` and ``r_s`` come of
-    ``Beta(alpha, alpha)``, and ``t`` evenly of what they allow. The loss is ``lambda L(y_i) + (1 - lambda) L(y_j)`` with
-    ``lambda = r r_c + (1 - r) r_s``: for cross-entropy and binary cross-entropy that is the loss on the mixed target, exactly,
-    in the same forward pass, and ``training_step`` goes on to take integer labels. Roles are exchanged where ``lambda`` is
-    below one half, which changes no distribution; a metric that ``training_step`` computes of its labels is told once.
+    You give an encoder that turns images into features, and a decoder that turns features back into images. Each image of a
+    micro-batch is mixed with another one, given by a random permutation. ``f_ij`` are the features of image ``i`` with the
+    channel means and standard deviations of image ``j`` (adaptive instance normalisation). The mixture is decoded from
+    ``t f_ii + (r_c - t) f_ij + (r_s - t) f_ji + (1 - r_c - r_s + t) f_jj``. The content weight ``r_c`` and the style weight
+    ``r_s`` are drawn from ``Beta(alpha, alpha)``, and ``t`` uniformly from its possible values. The loss is
+    ``lambda L(y_i) + (1 - lambda) L(y_j)`` with ``lambda = r r_c + (1 - r) r_s``, computed in the same forward pass. For
+    cross-entropy and binary cross-entropy this equals the loss on the mixed target. ``training_step`` still receives integer
+    labels, those with the larger weight.
 
-    The codec takes images as the batch has them, normalised as they are; the paper's is VGG-19 up to relu4_1 and a decoder that
-    was trained for style transfer. It runs in evaluation mode, without a gradient, on the images' device, and is no part of the
-    trained module, nor of checkpoints. ``torch.nn.Identity()`` for both is the mixture of pixels whose style is the colours'
-    means and deviations, at no cost. The paper's variant with CutMix's boxes, and its choice of styles by distance, are left
-    out. Labels are one of each image. What chooses samples by their loss scores the mixtures. Where several techniques mix,
-    each batch is mixed by one of them.
+    Use it for image classification when you have a codec trained for style transfer and train for many epochs. Each mixed step
+    costs a pass of the encoder and of the decoder, and the training loss falls more slowly.
 
-    It regularises: it costs the codec's passes at each step that is mixed, makes training fit more slowly, and pays over many
-    epochs.
+    The codec gets images as they are in the batch, normalised. The paper's is VGG-19 up to relu4_1, with a matching decoder. It
+    runs in evaluation mode without gradients on the images' device, and is not part of checkpoints. With
+    ``torch.nn.Identity()`` for both, the style is the mean and standard deviation of each colour channel, at no cost. The
+    paper's variant with CutMix boxes and its choice of styles by distance are not implemented.
 
-    Logged: ``share``, the mean weight of the other images' labels in the last micro-batch, ``content`` and ``style``, the mean
-    shares of their content and style (0 where nothing was mixed), and ``milliseconds``, what it took of the host.
+    There must be one label per image. Metrics that ``training_step`` computes from the labels are too low, and a warning says
+    so. Techniques that choose samples by their loss see the mixtures. If several techniques mix, they take turns, one per
+    batch.
+
+    It logs ``share``, the mean weight of the other images' labels in the last micro-batch. ``content`` and ``style`` are the
+    mean weights of their content and style, and ``milliseconds`` is the host time of the mixing.
 
     Args:
-        encoder: of images (B, C, H, W), features (B, F, h, w). It must be given.
-        decoder: of such features, images (B, C, H, W). It must be given.
-        alpha: of the Beta distribution, > 0; 1 draws ``r_c`` and ``r_s`` evenly.
-        content_weight: ``r``, how much of ``lambda`` the content says, in [0, 1]; the rest is the style's.
-        prob: the chance of a micro-batch to be mixed, in [0, 1]: 0.2 in the paper; 0 is plain training.
-        until: the share of the budget in [0, 1] from which on batches are left alone; 0 is plain training.
-        per_sample: draw shares for each image instead of once for the micro-batch.
-        keys: names or positions of the images (B, C, H, W) of floating point; None takes all such tensors.
-        labels: names or positions of the labels in the batch; None looks for what the step's losses have as targets.
+        encoder: the first half of the codec, from images (B, C, H, W) to features (B, F, h, w).
+        decoder: the second half of the codec, from such features to images.
+        alpha: the parameter of the Beta distribution of the two weights. 1 draws them uniformly.
+        content_weight: the weight of the content in the label weights (``r`` above). The rest is that of the style.
+        prob: the probability that a micro-batch is mixed. The paper uses 0.2. 0 is plain training.
+        until: the fraction of the budget after which batches are left unchanged. 0 is plain training.
+        per_sample: whether each image has its own weights. By default there is one draw per micro-batch.
+        keys: the names or positions of the images in the batch, floating point, shape (B, C, H, W). None takes all such
+            tensors.
+        labels: the names or positions of the labels in the batch. None takes the tensors that are targets of the step's losses.
 
     Raises:
-        ValueError: if an argument is out of its range, or there is no codec; at setup, for ``until`` below 1 in a run without
-            an end; at the first batch, before any weight has changed, if it holds no images of floating point, or labels that
-            are no classes, and one of each image, if the codec makes no features of images and no images of these again, or
-            if the step's loss on labels cannot be seen.
+        ValueError: for a value out of range or a missing codec. At setup, if ``until`` is below 1 and the run has no end. At
+            the first batch, before any weight changes, if images are not floating point, or labels are not one class per image.
+            Also if no loss call on the labels is visible, or if the codec returns other shapes.
 
-    Sources:
-        Hong et al. 2021, StyleMix: Separating Content and Style for Enhanced Data Augmentation, CVPR; Huang & Belongie 2017,
-        arXiv:1703.06868.
+    Example:
+        >>> style_mix = StyleMix(encoder=nn.Identity(), decoder=nn.Identity(), prob=0.5)
+        >>> trainer = L.Trainer(max_epochs=100, callbacks=[style_mix])
+
+    References:
+        Hong et al. 2021, "StyleMix: Separating Content and Style for Enhanced Data Augmentation", CVPR. Huang & Belongie 2017,
+        "Arbitrary Style Transfer in Real-time with Adaptive Instance Normalization", arXiv:1703.06868.
     """
 
-    saves: ClassVar[str] = "nothing of a step: it regularises, for a better end of long training"
     paper: ClassVar[str] = (
         "Hong et al. 2021, CVPR, StyleMix: Separating Content and Style for Enhanced Data Augmentation"
     )
-    constraints: ClassVar[str] = (
-        "a codec that is given; automatic optimization; images (B, C, H, W) of floating point; one class label of each; a loss"
-        " of torch.nn.functional"
-    )
+    constraints: ClassVar[str] = f"{Mixing.constraints}, and an encoder with its decoder"
     survey: ClassVar[Survey | None] = Survey("data augmentation (StyleMix)", shen="3.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"prob": Choice((0.2, 0.5)), "until": Choice((0.8, 1.0))}, _pointless, _of_pixels
     )
     control: ClassVar[Control] = Control(
-        "no augmentation: the baseline for as many seconds; and Mixup, which has no codec"
+        "the baseline without augmentation, trained for the same time, and Mixup, which has no codec"
     )
-    conflicts: ClassVar[Mapping[str, str]] = {
-        "SAF": "a mixture's scores would be held to those of another mixture some epochs before"
-    }
+    logged: ClassVar[tuple[str, ...]] = ("content", "style")
 
     def __init__(
         self,
-        encoder: Codec,
+        encoder: Annotated[Codec, _ENCODER],
         *,
-        decoder: Codec,
-        alpha: float = 1.0,
-        content_weight: float = 0.7,
-        prob: float = 0.2,
-        until: float = 1.0,
+        decoder: Annotated[Codec, _DECODER],
+        alpha: Alpha = 1.0,
+        content_weight: Annotated[float, Fraction()] = 0.7,
+        prob: Probability = 0.2,
+        until: Until = 1.0,
         per_sample: bool = False,
-        keys: Sequence[str | int] | None = None,
-        labels: Sequence[str | int] | None = None,
+        keys: Keys = None,
+        labels: Keys = None,
     ) -> None:
-        for name, value in (("encoder", encoder), ("decoder", decoder)):
-            if not callable(value):
-                raise ValueError(
-                    f"{WHO}({name}={value!r}): expected a codec, of an encoder of images (B, C, H, W) into features (B, F, h,"
-                    " w) and a decoder of these into images, because styles are mixed as features. Give a trained one, or"
-                    " torch.nn.Identity() for both, whose styles are the colours' means and deviations."
-                )
-        check_number(alpha, who=WHO, name="alpha", low=0, high=float("inf"), what="of Beta(alpha, alpha), above 0")
-        if alpha == 0:
-            raise ValueError(
-                f"{WHO}({alpha=}): expected a number above 0; 1 draws shares evenly. prob=0 is plain training."
-            )
-        check_number(
-            content_weight, who=WHO, name="content_weight", low=0, high=1, what="how much of lambda the content says"
-        )
-        super().__init__(prob=prob, until=until, keys=keys, labels=labels)
+        super().__init__(alpha=alpha, prob=prob, until=until, per_sample=per_sample, keys=keys, labels=labels)
         self.encoder, self.decoder = encoder, decoder
-        self.alpha = alpha
         self.content_weight = content_weight
-        self.per_sample = per_sample
 
     @override
     def _reset(self) -> None:
         super()._reset()
-        self._content, self._style = 0.0, 0.0
         self._codec: list[Given] = []
 
     # -- the codec
@@ -193,22 +179,22 @@ class StyleMix(Mixing):
             self._through(x, lambda f: f)
 
     def _through(self, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-        """Images decoded from features of ``x`` that ``change`` has changed, of the shape and type of ``x``."""
+        """Encode ``x``, apply ``change`` to the features and decode them, in the shape and dtype of ``x``."""
         start = time.perf_counter()
         encoder, decoder = self._codec
         f = encoder(x)
         if not (isinstance(f, Tensor) and f.ndim == 4 and len(f) == len(x) and f.is_floating_point()):
             raise ValueError(
-                f"{WHO}: the encoder returned {_told(f)} for images {tuple(x.shape)}; expected features"
-                f" ({len(x)}, F, h, w) of floating point. Let it return one layer's features."
+                f"{WHO}: the encoder returned {_told(f)} for images {tuple(x.shape)}. Let it return the features of one layer,"
+                f" ({len(x)}, F, h, w), floating point."
             )
         with torch.no_grad():
             f = change(f)
         made = decoder(f)
         if not (isinstance(made, Tensor) and made.shape == x.shape and made.is_floating_point()):
             raise ValueError(
-                f"{WHO}: the decoder returned {_told(made)} for features {tuple(f.shape)} of images {tuple(x.shape)}; expected"
-                " images of that shape. Resize images in the data set to sides that the codec keeps."
+                f"{WHO}: the decoder returned {_told(made)} for features {tuple(f.shape)} of images {tuple(x.shape)}. Resize"
+                " images in the data set to sides that the codec preserves."
             )
         self.session.chain.cost.seconds += time.perf_counter() - start
         return made.to(x.dtype)
@@ -220,24 +206,15 @@ class StyleMix(Mixing):
         size, draws = len(partner), numbers(generator)
         count = size if self.per_sample else 1
         content, style = draw_shares(self.alpha, count, draws), draw_shares(self.alpha, count, draws)
-        # lambda = r r_c + (1 - r) r_s, with the larger share first
+        # lambda = r r_c + (1 - r) r_s, at least one half
         share = self.content_weight * content + (1 - self.content_weight) * style
         turned = share < 0.5
         content, style, share = (torch.where(turned, 1 - s, s) for s in (content, style, share))
         low, high = (content + style - 1).clamp(min=0), torch.minimum(content, style)
         both = low + torch.from_numpy(draws.uniform(size=count)) * (high - low)
-        self._content, self._style = (1.0 - float(s.mean()) for s in (content, style))
+        self._figures = {"content": 1.0 - float(content.mean()), "style": 1.0 - float(style.mean())}
         made = [self._through(x, lambda f: style_mix(f, partner, content, style, both)) for x in inputs]
         return made, share.float().expand(size)
-
-    @override
-    def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
-        super().on_batch_start(session, batch, batch_idx)
-        self._content, self._style = 0.0, 0.0
-
-    @override
-    def report(self) -> dict[str, float | int | Tensor]:
-        return {**super().report(), "content": self._content, "style": self._style}
 
 
 def _told(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Texts of a batch with tokens changed, moved, put in or left out, and all that belongs to tokens with them."""
+"""Apply edits of texts to a batch, and move labels, masks and other tensors along with the tokens."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-#: The tokens of a text that no mask hides, in their new order, each with the place that it had, or None for a new one.
+#: The visible tokens of a text in their new order, each with its old position, or None for an inserted token.
 Edited = list[tuple[int, int | None]]
 _PLACES = re.compile(r"position|index|length", re.IGNORECASE)
 _MASK = re.compile(r"attention_mask|padding_mask")
@@ -23,20 +23,20 @@ def apply_edits(
     pad: int,
     ignored: int,
 ) -> dict[str, Tensor]:
-    """The tokens, and the tensors beside them that belong to tokens, by path.
+    """Return the new tokens, and the other tensors that belong to tokens, by path.
 
     Args:
-        rows: the new text of each sample; None for one that stays.
-        path: of the tokens.
+        rows: the new text of each sample, or None for an unchanged one.
+        path: the path of the tokens.
         ids: the tokens (B, T).
-        seen: which of them are no padding, (B, T); where that comes first, it does so afterwards.
-        beside: tensors of the same shape.
-        labels: paths of those that are labels.
-        pad: what stands where no token does.
-        ignored: what labels are that do not count.
+        seen: which of them are no padding, (B, T). Padding stays on the same side.
+        beside: other tensors of the same shape.
+        labels: the paths of those that are labels.
+        pad: the padding token.
+        ignored: the value of ignored labels.
     """
     size, width = ids.shape
-    at = torch.arange(width).expand(size, width).clone()  # where each place's token comes from; -1 new, -2 padding
+    at = torch.arange(width).expand(size, width).clone()  # the old position of each token; -1 inserted, -2 padding
     new, there = ids.cpu().clone(), seen.cpu()
     for i, edited in enumerate(rows):
         if edited is None:
@@ -61,20 +61,22 @@ def apply_edits(
 
 
 def _moved(t: Tensor, at: Tensor) -> Tensor:
-    """Each place has what its token had, and a new token what the one before it has."""
+    """Move values with their tokens. An inserted token copies the value of the token before it."""
     places = torch.where(at == -1, 0, torch.arange(at.shape[1], device=at.device))
     return t.gather(1, at.gather(1, places.cummax(dim=1).values).clamp(min=0))
 
 
 def _labels(labels: Tensor, ids: Tensor, new: Tensor, at: Tensor, seen: Tensor, ignored: int) -> Tensor:
-    """Labels of tokens: of the new text itself where they were of the text, else those that the tokens had."""
+    """Return labels of tokens: those of the new text if they were the text itself, otherwise moved with the tokens."""
     counts, old = labels != ignored, at >= 0
-    if bool((labels == ids)[counts].all()):  # the text itself: a token is asked for where it was
+    if bool((labels == ids)[counts].all()):  # the text itself: tokens with a label keep one
         return torch.where(_moved(counts, at) & old, new, ignored)
-    inner = counts.scatter(1, _last(seen), False)[:, :-1]  # but the last one, whose next one stands in no batch
+    inner = counts.scatter(1, _last(seen), False)[
+        :, :-1
+    ]  # without the last token, whose next token is not in the batch
     if not bool((labels[:, :-1] == ids[:, 1:])[inner].all()):
         return _moved(labels, at).masked_fill(~old, ignored)
-    # the next token: asked for where it was, which is one place before it; and behind the last one what was there
+    # the next token: its label is one position before it, and the label of the last token stays
     asked = _moved(torch.cat([counts[:, :1], counts[:, :-1]], dim=1), at) & old
     found = torch.where(asked, new, ignored).roll(-1, dims=1)
     end = labels.gather(1, _last(seen))
@@ -82,5 +84,5 @@ def _labels(labels: Tensor, ids: Tensor, new: Tensor, at: Tensor, seen: Tensor, 
 
 
 def _last(held: Tensor) -> Tensor:
-    """The last place of each row where it is held, (B, 1)."""
+    """Return the last true position of each row, (B, 1)."""
     return (held * torch.arange(1, held.shape[1] + 1, device=held.device)).argmax(dim=1, keepdim=True)

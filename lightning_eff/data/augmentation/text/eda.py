@@ -1,32 +1,32 @@
-"""Easy data augmentation: tokens of a text replaced by synonyms, put in, swapped and left out (Wei & Zou 2019)."""
+"""Easy data augmentation: replace, insert, swap and delete tokens of a text (Wei & Zou 2019)."""
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Generator, Tensor
 from typing_extensions import override
 
-from lightning_eff._core._needs.needs import Need
-from lightning_eff._core._run.ranks import on_all_ranks
-from lightning_eff._core._targets.window import Targets
-from lightning_eff._core.batches import lies_at, map_tensors, tensors
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
+from lightning_eff._core._arguments.kinds import Count, Fraction, Kind
+from lightning_eff._core.batches import lies_at, tensors
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
-from lightning_eff._core.steps import Proceed, Step
-from lightning_eff._core.technique import Control
-from lightning_eff.data.augmentation._arguments import check_names, check_number, too_few_epochs
-from lightning_eff.data.augmentation._engine import Augmentation
-from lightning_eff.data.augmentation._tokens import (
-    attended,
-    check_ids,
-    configs,
-    configured_special_tokens,
-    found_tokens,
+from lightning_eff._core.steps import Step
+from lightning_eff.data.augmentation._arguments import (
+    Keys,
+    Probability,
+    SomeOf,
+    SpecialTokens,
+    TokenId,
+    TokenIds,
+    Until,
+    no_text,
 )
+from lightning_eff.data.augmentation._tokens import attended, configs, found_tokens
 from lightning_eff.data.augmentation.text._edits import Edited, apply_edits
+from lightning_eff.data.augmentation.text._texts import TextAugmentation
 
 WHO = "EDA"
 OPERATIONS = ("replace", "insert", "swap", "delete")
@@ -34,12 +34,12 @@ IGNORED = -100
 
 
 def num_changed(alpha: float, length: int) -> int:
-    """``n = max(1, round(alpha l))`` of a text of ``l`` tokens; 0 where there are none."""
+    """Return ``n = max(1, round(alpha l))`` for a text of ``l`` tokens, or 0 if it has none."""
     return max(1, round(alpha * length)) if length else 0
 
 
 def replace(ids: list[int], n: int, synonyms: Mapping[int, Sequence[int]], generator: Generator) -> Edited:
-    """``n`` tokens that have synonyms, at random, each become one of theirs; fewer where fewer have some."""
+    """Replace ``n`` random tokens that have synonyms, or all of them if there are fewer."""
     can = [t for t, x in enumerate(ids) if synonyms.get(x)]
     found: Edited = [(x, t) for t, x in enumerate(ids)]
     for at in _some(len(can), n, generator):
@@ -49,7 +49,7 @@ def replace(ids: list[int], n: int, synonyms: Mapping[int, Sequence[int]], gener
 
 
 def insert(ids: list[int], n: int, synonyms: Mapping[int, Sequence[int]], generator: Generator) -> Edited:
-    """``n`` times a synonym of a random token that has some, at a random place."""
+    """Insert a synonym of a random token at a random position, ``n`` times."""
     can = [x for x in ids if synonyms.get(x)]
     found: Edited = [(x, t) for t, x in enumerate(ids)]
     for _ in range(n if can else 0):
@@ -59,7 +59,7 @@ def insert(ids: list[int], n: int, synonyms: Mapping[int, Sequence[int]], genera
 
 
 def swap(ids: list[int], n: int, generator: Generator) -> Edited:
-    """``n`` times two tokens at random places change places."""
+    """Swap two random tokens, ``n`` times."""
     found: Edited = [(x, t) for t, x in enumerate(ids)]
     for _ in range(n if len(ids) > 1 else 0):
         i, j = _some(len(ids), 2, generator)
@@ -68,7 +68,7 @@ def swap(ids: list[int], n: int, generator: Generator) -> Edited:
 
 
 def delete(ids: list[int], p: float, generator: Generator) -> Edited:
-    """Each token goes with the chance ``p``; where all would, one at random stays."""
+    """Delete each token with probability ``p``. If all would be deleted, a random one stays."""
     goes = (torch.rand(len(ids), generator=generator, dtype=torch.float64) < p).tolist()
     found: Edited = [(x, t) for t, x in enumerate(ids) if not goes[t]]
     if not found and ids:
@@ -85,103 +85,111 @@ def _some(count: int, n: int, generator: Generator) -> list[int]:
     return torch.randperm(count, generator=generator)[:n].tolist()
 
 
-def _pointless(profile: RunProfile) -> str | None:
-    return "samples are no sequences" if profile.sequence_length is None else too_few_epochs(profile)
+@dataclass(frozen=True, repr=False)
+class Synonyms(Kind):
+    """A mapping of tokens to lists of tokens that can replace them. Tokens without other tokens are left out."""
+
+    @property
+    @override
+    def expected(self) -> str:
+        return "a mapping of token ids to lists of token ids"
+
+    @override
+    def __call__(self, value: Any) -> dict[int, list[int]]:
+        if not isinstance(value, Mapping):
+            raise ValueError
+        one, several = Count(at_least=0), TokenIds()
+        found = {one(token): [x for x in several(others) if x != token] for token, others in value.items()}
+        return {token: others for token, others in found.items() if others}
 
 
-class EDA(Augmentation):
-    """Make of each training text, with the chance ``prob``, another by one of four operations, drawn for each text.
+class EDA(TextAugmentation):
+    """Change training texts by replacing, inserting, swapping or deleting tokens.
 
-    - ``"replace"``: ``n`` random tokens that have synonyms become one of theirs;
-    - ``"insert"``: ``n`` times, a synonym of a random token is put in at a random place;
-    - ``"swap"``: ``n`` times, two random tokens change places;
-    - ``"delete"``: each token is left out with the chance ``alpha``; one stays in any case.
+    With probability ``prob`` a text is changed by one operation, drawn uniformly. A text of ``l`` tokens has
+    ``n = max(1, round(alpha l))`` changes:
 
-    ``n = max(1, round(alpha l))`` of a text of ``l`` tokens. They act on tokens, where the paper has words: with word pieces,
-    give synonyms of whole words that are one token, or none. There is no built-in dictionary: synonyms come from the table
-    that you give, and without one only swaps and deletions are made. Special tokens and padding stay where they are, and keep
-    their order: what is put in or moved stands between two special tokens as the text did. A batch's width stays: deletions
-    lengthen the padding, which is ``pad_token_id`` and hidden by the attention mask if there is one, and insertions use it up,
-    as many as there is room for.
+    - "replace": ``n`` random tokens that have synonyms are replaced by one of them.
+    - "insert": a synonym of a random token is inserted at a random position, ``n`` times.
+    - "swap": two random tokens change places, ``n`` times.
+    - "delete": each token is deleted with probability ``alpha``. At least one token stays.
 
-    Labels of whole texts stay. Labels of tokens, tensors of the tokens' shape, follow the text: those of a language model,
-    the same text or its next tokens, become those of the new text, so that it is trained on the text as it is now; tags go
-    with their tokens. What was ignored stays so, and a token that was put in is not asked for. The labels of an encoder-decoder
-    are another text, which stays. Other tensors of that shape (types) go with their tokens, but not positions.
+    Use it on a few hundred texts that are seen many times. Others report hardly any gain with pretrained transformers. The time
+    on the host grows with the length of the texts (it is logged), so it suits sentences rather than documents. The paper adds
+    16 changed copies per text for 500 texts, 8 for 2,000 and 4 from 5,000 on. Here a fraction ``1 - prob`` of the texts that a
+    run sees is original.
 
-    The paper has copies, 16 of each text for 500 texts, 8 for 2,000 and 4 from 5,000 on, beside the original: as a run sees a
-    text again and again, one in ``1 / (1 - prob)`` is the original. It gains on a few hundred texts; on pretrained transformers
-    others find hardly anything. It costs the host's time for each text (logged), so it is for texts and not for documents.
+    The operations act on tokens, where the paper has words. There is no built-in dictionary: without ``synonyms`` only "swap"
+    and "delete" are used. With word pieces, give synonyms of words that are a single token. Special tokens and padding stay, in
+    the same order. The width of a batch stays as well. Deletions add padding (``pad_token_id``, hidden by the attention mask if
+    there is one). Insertions use up padding, as long as there is some.
 
-    Logged: ``share``, the share of the last micro-batch's tokens that are others at their places now, and ``milliseconds``.
+    Labels of whole texts are unchanged. Labels of tokens, in tensors of the same shape, follow the text. A language model is
+    trained on the changed text or its next tokens, and tags move with their tokens. Ignored labels stay ignored, and inserted
+    tokens have none. The labels of an encoder-decoder are another text, which is unchanged. Other tensors of that shape, such
+    as token types, move with the tokens, but not positions.
+
+    It logs ``share``, the fraction of positions in the last micro-batch whose token changed, and ``milliseconds``, the host
+    time of the augmentation.
 
     Args:
-        alpha: the share of a text's tokens that is changed, in [0, 1]; 0 is plain training. 0.05 to 0.1 in the paper.
-        synonyms: for tokens, the tokens that may stand in for them: ``{17: [4, 231], ...}``; None for none.
-        operations: some of the four names; None takes all that the arguments allow.
-        prob: the chance of a text to be changed, in [0, 1].
-        pad_token_id: what stands behind a text that became shorter; None takes that of a Hugging Face config.
-        special_tokens: tokens that never change; None takes those that a Hugging Face config names.
-        until: the share of the budget in [0, 1] from which on texts are left alone; 0 is plain training.
-        keys: names or positions of the tokens (B, T) in the batch; None takes ``input_ids``, or the only tensor (B, T) of
-            integers that is no label, and not called a mask, a position or a type.
-        labels: names or positions of the labels in the batch; None looks for what the step's losses have as targets.
+        alpha: the fraction of a text's tokens that are changed. The paper uses 0.05 to 0.1. 0 is plain training.
+        synonyms: the tokens that can replace each token, such as {17: [4, 231]}.
+        operations: the operations to draw from. None takes all that are possible.
+        prob: the probability that a text is changed. 0 is plain training.
+        pad_token_id: the padding token. None takes that of a Hugging Face config in the module.
+        special_tokens: the tokens that never change. None takes those of a Hugging Face config in the module.
+        until: the fraction of the budget after which texts are left unchanged. 0 is plain training.
+        keys: the names or positions of the tokens (B, T) in the batch. None takes ``input_ids``, or the only integer tensor
+            (B, T) whose name is not that of a label, a mask, a position or a type.
+        labels: the names or positions of the labels in the batch. None takes the tensors that are targets of the step's losses.
 
     Raises:
-        ValueError: if an argument is out of its range; at setup, for ``until`` below 1 in a run without an end, or where no
-            padding token is known and one is needed; at the first batch, before any weight has changed, if it holds no such
-            tokens, or an attention mask by pairs, or if the step's loss on labels cannot be seen.
+        ValueError: for a value out of range. At setup, if ``until`` is below 1 and the run has no end, or if a padding token is
+            needed and none is known. At the first batch, before any weight changes, if it holds no tokens, or an attention mask
+            of pairs of tokens. Also if no loss call on the labels is visible.
 
-    Sources:
-        Wei & Zou 2019, arXiv:1901.11196.
+    Example:
+        >>> eda = EDA(alpha=0.1, prob=0.8, operations=["swap", "delete"], pad_token_id=0)
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[eda])
+
+    References:
+        Wei & Zou 2019, "EDA: Easy Data Augmentation Techniques for Boosting Performance on Text Classification Tasks",
+        arXiv:1901.11196.
     """
 
-    saves: ClassVar[str] = "nothing of a step: it regularises, for a better end of training on few texts"
     paper: ClassVar[str] = "Wei & Zou 2019, arXiv:1901.11196"
-    constraints: ClassVar[str] = "automatic optimization; tokens (B, T) of integers; a loss of torch.nn.functional"
-    needs: ClassVar[Need] = Need.CALLS | Need.STEP
+    constraints: ClassVar[str] = "needs automatic optimization, integer tokens (B, T) and a loss of torch.nn.functional"
     survey: ClassVar[Survey | None] = Survey("data augmentation (EDA)", shen="3.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"alpha": Uniform(0.02, 0.3, log=True), "prob": Choice((0.5, 0.8))}, _pointless
+        {"alpha": Uniform(0.02, 0.3, log=True), "prob": Choice((0.5, 0.8))}, no_text
     )
-    control: ClassVar[Control] = Control("no augmentation: the baseline for as many seconds")
     conflicts: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("SpanMasking", "MaskRateSchedule"), "what it hides, and asks for, would be moved"
+        ("SpanMasking", "MaskRateSchedule"), "the tokens that it hides and predicts would be moved"
     )
-    order: ClassVar[int] = -1  # noise comes into the text as it is then
+    order: ClassVar[int] = -1  # before noise
 
     def __init__(
         self,
-        alpha: float = 0.1,
+        alpha: Annotated[float, Fraction()] = 0.1,
         *,
-        synonyms: Mapping[int, Sequence[int]] | None = None,
-        operations: Sequence[str] | None = None,
-        prob: float = 0.8,
-        pad_token_id: int | None = None,
-        special_tokens: Sequence[int] | None = None,
-        until: float = 1.0,
-        keys: Sequence[str | int] | None = None,
-        labels: Sequence[str | int] | None = None,
+        synonyms: Annotated[Mapping[int, Sequence[int]] | None, Synonyms()] = None,
+        operations: Annotated[Sequence[str] | None, SomeOf(OPERATIONS)] = None,
+        prob: Probability = 0.8,
+        pad_token_id: TokenId = None,
+        special_tokens: SpecialTokens = None,
+        until: Until = 1.0,
+        keys: Keys = None,
+        labels: Keys = None,
     ) -> None:
-        check_number(alpha, who=WHO, name="alpha", low=0, high=1, what="the share of a text; 0 is plain training")
-        check_ids(pad_token_id, who=WHO, name="pad_token_id")
-        check_ids(special_tokens, who=WHO, name="special_tokens")
-        check_names(labels, who=WHO, name="labels")
-        super().__init__(prob=prob, until=until, keys=keys)
+        super().__init__(prob=prob, until=until, keys=keys, special_tokens=special_tokens, labels=labels)
         self.alpha = alpha
-        self.synonyms = {} if synonyms is None else _checked(synonyms)
-        self.operations = _known(operations, bool(self.synonyms))
+        self.synonyms = synonyms or {}
+        self.operations = _possible(operations, bool(self.synonyms))
         self.pad_token_id = pad_token_id
-        self.special_tokens = None if special_tokens is None else list(special_tokens)
-        self.labels = None if labels is None else list(labels)
         self._pad = 0
         self._special: set[int] = set()
-        self._other_text = False  # whether labels of tokens are of another text than the tokens
-
-    @override
-    def _reset(self) -> None:
-        super()._reset()
-        self._checked = False
+        self._other_text = False  # whether labels of tokens belong to another text than the tokens
 
     @property
     @override
@@ -191,71 +199,48 @@ class EDA(Augmentation):
     # -- the run
 
     @override
-    def attach(self, session: Session) -> None:
-        super().attach(session)
-        self._targets = Targets(session, WHO, self.labels)
-
-    @override
     def on_model(self, session: Session) -> None:
-        told = configs(session.module)
-        self._other_text = any(getattr(config, "is_encoder_decoder", False) for config in told)
-        found = [self.pad_token_id, *(getattr(config, "pad_token_id", None) for config in told)]
+        known = configs(session.module)
+        self._other_text = any(getattr(config, "is_encoder_decoder", False) for config in known)
+        found = [self.pad_token_id, *(getattr(config, "pad_token_id", None) for config in known)]
         pad = next((t for t in found if isinstance(t, int)), None)
         needs = [name for name in self.operations if name in ("insert", "delete")]
         if pad is None and needs:
             raise ValueError(
-                f"{WHO}(operations={list(self.operations)}): no config in {type(session.module).__name__} names a pad_token_id,"
-                f" and {' and '.join(needs)} change(s) the length of texts; expected the token that stands behind them. Give"
-                " pad_token_id=, or operations=['swap']."
+                f"{WHO}(operations={list(self.operations)}): the length of texts changes with {' and '.join(needs)}, and no"
+                f" config in {type(session.module).__name__} has a pad_token_id. Give pad_token_id=, or set"
+                " operations=['swap']."
             )
-        named = configured_special_tokens(session.module) if self.special_tokens is None else self.special_tokens
         self._pad = -1 if pad is None else pad  # -1 is no token
-        self._special = {*named, *([] if pad is None else [pad])}
-        rank_zero_info(f"{WHO}: never changed are {sorted(self._special) or 'no'} tokens.")
+        self._special = {*self._protected(session, *([] if pad is None else [pad]))}
 
     @override
-    def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
-        if not self._checked:
-            on_all_ranks(self.session, lambda: self._fits(batch))
-            if not self._targets.labels(step, batch):  # the step skips this batch
-                self._note(0.0)
-                return proceed(batch)
-            self._checked = True
-        return super()._link(step, batch, proceed)
-
-    def _fits(self, batch: Any) -> None:
+    def fits(self, batch: Any) -> None:
         for _, ids in found_tokens(batch, self.keys, who=WHO):
             pairs = [(p, t) for p, t in tensors(batch) if t.ndim > 2 and t.shape[-2:] == (ids.shape[1],) * 2]
             if pairs and set(self.operations) & {"insert", "swap", "delete"}:
                 path, mask = pairs[0]
                 raise ValueError(
-                    f"{WHO}: {path} {tuple(mask.shape)} says of pairs of tokens what attends to what, which a moved token would"
-                    " make wrong; expected an attention mask (B, T). Give such a one, or operations=['replace']."
+                    f"{WHO}: {path} {tuple(mask.shape)} is an attention mask of pairs of tokens, which would be wrong for moved"
+                    " tokens. Use a mask (B, T), or set operations=['replace']."
                 )
 
     @override
-    def change(self, step: Step, batch: Any, generator: Generator) -> tuple[Any, float] | None:
-        named, labels = tensors(batch), self._targets.labels(step, batch)
-        found = dict(found_tokens(batch, self.keys, who=WHO))
-        made: dict[str, Tensor] = {}
-        others = total = 0
-        for path, ids in found.items():
-            masked = any(lies_at(p, "attention_mask") and t.shape == ids.shape for p, t in named)
-            seen = attended(ids, named) if masked else _within(ids != self._pad)
-            rows = [self._edited(row, open_, generator) for row, open_ in zip(ids.tolist(), seen.tolist(), strict=True)]
-            beside = {p: t for p, t in named if t.shape == ids.shape and p not in found}
-            if self._other_text:
-                beside = {p: t for p, t in beside.items() if p not in labels and "decoder" not in p}
-            made |= apply_edits(
-                rows, path, ids, seen, beside, labels=set(labels), pad=max(self._pad, 0), ignored=IGNORED
-            )
-            others += int((made[path] != ids).sum())
-            total += ids.numel()
-        each = iter([made.get(path, t) for path, t in named])  # by place, since tokens and labels may be one tensor
-        return map_tensors(batch, lambda t: next(each)), others / max(total, 1)
+    def edit(
+        self, step: Step, batch: Any, path: str, ids: Tensor, named: list[tuple[str, Tensor]], generator: Generator
+    ) -> dict[str, Tensor]:
+        labels = self._targets.labels(step, batch)
+        masked = any(lies_at(p, "attention_mask") and t.shape == ids.shape for p, t in named)
+        seen = attended(ids, named) if masked else _within(ids != self._pad)
+        rows = [self._edited(row, open_, generator) for row, open_ in zip(ids.tolist(), seen.tolist(), strict=True)]
+        tokens = {p for p, _ in found_tokens(batch, self.keys, who=WHO)}
+        beside = {p: t for p, t in named if t.shape == ids.shape and p not in tokens}
+        if self._other_text:
+            beside = {p: t for p, t in beside.items() if p not in labels and "decoder" not in p}
+        return apply_edits(rows, path, ids, seen, beside, labels=set(labels), pad=max(self._pad, 0), ignored=IGNORED)
 
     def _edited(self, row: list[int], seen: list[bool], generator: Generator) -> Edited | None:
-        """The tokens of one text that are shown now, with the places that they had; None where it stays as it is."""
+        """Return the new tokens of a text with their old positions, or None to leave it unchanged."""
         if float(torch.rand((), generator=generator, dtype=torch.float64)) >= self.prob:
             return None
         shown = [t for t, s in enumerate(seen) if s]
@@ -276,7 +261,7 @@ class EDA(Augmentation):
 
 
 def _between_special(edited: Edited, open_: list[int], shown: list[int], row: list[int]) -> Edited:
-    """The new text with the special tokens in it: each behind as large a share of it as it stood behind before."""
+    """Insert the special tokens into the new text, each after the same fraction of it as before."""
     found: Edited = []
     inside = set(open_)
     before = done = 0
@@ -292,49 +277,23 @@ def _between_special(edited: Edited, open_: list[int], shown: list[int], row: li
 
 
 def _within(held: Tensor) -> Tensor:
-    """The places from the first to the last one that is held, of each row: padding within a text is a token."""
+    """Return the positions from the first to the last true one of each row: padding inside a text counts as a token."""
     counts = held.int()
     return (counts.cumsum(dim=1) > 0) & (counts.flip(1).cumsum(dim=1).flip(1) > 0)
 
 
-def _checked(synonyms: Any) -> dict[int, list[int]]:
-    """The table, as lists.
+def _possible(operations: Sequence[str] | None, with_synonyms: bool) -> tuple[str, ...]:
+    """Return the operations to draw from.
 
     Raises:
-        ValueError: if it is none of token ids.
-    """
-    if not isinstance(synonyms, Mapping):
-        raise ValueError(
-            f"{WHO}(synonyms={type(synonyms).__name__}): expected a mapping of tokens to lists of tokens, such as"
-            " {17: [4, 231]}."
-        )
-    found: dict[int, list[int]] = {}
-    for token, others in synonyms.items():
-        check_ids(token, who=WHO, name="synonyms")
-        if isinstance(others, str) or not isinstance(others, Sequence):
-            raise ValueError(
-                f"{WHO}(synonyms={{{token}: {others!r}}}): expected a list of tokens that stand in for it."
-            )
-        check_ids(others, who=WHO, name="synonyms")
-        found[token] = [other for other in others if other != token]
-    return {token: others for token, others in found.items() if others}
-
-
-def _known(operations: Sequence[str] | None, with_synonyms: bool) -> tuple[str, ...]:
-    """The operations that are drawn from.
-
-    Raises:
-        ValueError: if a name is none of them, or needs synonyms and there are none.
+        ValueError: if one of them needs synonyms and there are none.
     """
     if operations is None:
         return OPERATIONS if with_synonyms else OPERATIONS[2:]
-    wrong = isinstance(operations, str) or not operations or any(name not in OPERATIONS for name in operations)
-    if wrong:
-        raise ValueError(f"{WHO}({operations=}): expected a list of some of {', '.join(map(repr, OPERATIONS))}.")
     need = [name for name in operations if name in OPERATIONS[:2]]
     if need and not with_synonyms:
         raise ValueError(
-            f"{WHO}({operations=}, synonyms=None): {' and '.join(need)} need(s) synonyms; expected a table. Give synonyms=, a"
-            " mapping of tokens to lists of tokens, or operations=['swap', 'delete']."
+            f"{WHO}(operations={list(operations)}, synonyms=None): there are no synonyms for {' and '.join(need)}. Give"
+            " synonyms=, a mapping of tokens to lists of tokens, or set operations=['swap', 'delete']."
         )
     return tuple(operations)

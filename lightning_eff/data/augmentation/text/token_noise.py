@@ -1,39 +1,34 @@
-"""Token noise: some tokens of each text become blanks, or others as frequent (Xie et al. 2017)."""
+"""Token noise: replace some tokens of each text by blanks or by tokens of the same frequency (Xie et al. 2017)."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Generator, Tensor
 from typing_extensions import override
 
-from lightning_eff._core._needs.needs import Need
-from lightning_eff._core._run.ranks import on_all_ranks
-from lightning_eff._core._targets.window import Targets
-from lightning_eff._core.batches import map_tensors, tensors
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
+from lightning_eff._core._arguments.kinds import Fraction
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
-from lightning_eff._core.steps import Proceed, Step
-from lightning_eff._core.technique import Control
-from lightning_eff.data.augmentation._arguments import check_names, check_number, too_few_epochs
-from lightning_eff.data.augmentation._engine import Augmentation
-from lightning_eff.data.augmentation._tokens import attended, check_ids, configured_special_tokens, found_tokens
+from lightning_eff._core.steps import Step
+from lightning_eff.data.augmentation._arguments import Keys, SpecialTokens, TokenId, Until, no_text
+from lightning_eff.data.augmentation._tokens import attended, configs, found_tokens
+from lightning_eff.data.augmentation.text._texts import TextAugmentation
 
 WHO = "TokenNoise"
-NOISES = ("unigram", "blank")
 
 
 def noised(ids: Tensor, open_: Tensor, rate: float, blank: int | None, generator: Generator) -> Tensor:
-    """Each token ``x_t`` that may change is, with the chance ``gamma``, the blank, or a draw of the unigram frequencies ``q``.
+    """Replace each token ``x_t`` that may change, with probability ``gamma``, by the blank or by a draw from ``q``.
 
-    ``q(x)`` is how often ``x`` stands among those of ``ids`` that may change: a draw is the token at one of these places.
+    ``q(x)`` is the frequency of ``x`` among the tokens of ``ids`` that may change. A draw copies the token at a random one of
+    these positions.
 
     Args:
-        ids: tokens (B, T), of integers.
-        open_: which may change, (B, T), of bool.
+        ids: tokens (B, T), integers.
+        open_: which tokens may change, (B, T), bool.
         rate: ``gamma``, in [0, 1].
-        blank: the token that stands for none; None draws of ``q``.
+        blank: the blank token. None draws from ``q``.
         generator: on the CPU.
     """
     chosen = (torch.rand(ids.shape, generator=generator, dtype=torch.float32) < rate).to(ids.device) & open_
@@ -47,91 +42,76 @@ def noised(ids: Tensor, open_: Tensor, rate: float, blank: int | None, generator
     return torch.where(chosen, held[(draws * len(held)).long().clamp(max=len(held) - 1)], ids)
 
 
-def _pointless(profile: RunProfile) -> str | None:
-    return "samples are no sequences" if profile.sequence_length is None else too_few_epochs(profile)
+class TokenNoise(TextAugmentation):
+    """Replace random tokens of each training text, and keep the labels.
 
+    Each token is replaced with probability ``rate``, either by a token drawn with the frequencies of the micro-batch, or by a
+    blank. Labels are unchanged: a language model learns to predict the true text from a noisy one, which smooths it like an
+    interpolated n-gram model. A classifier learns not to rely on single words. Special tokens and tokens hidden by the
+    attention mask never change. Techniques that choose samples or tokens see the noisy text.
 
-class TokenNoise(Augmentation):
-    """Let some tokens of each training text be noise, and the targets what they were.
+    Use it when the same texts are seen many times and the model overfits. It costs no measurable time.
 
-    Each token is, with the chance ``rate`` and by itself, another one: a draw of the unigram frequencies, which are those of
-    the micro-batch, or a blank. Labels stay as they are, so that a language model predicts the true text from one with noise
-    in it, which smooths as interpolated n-gram models do (the paper), and a classifier learns not to hang on one word.
-    Special tokens, and what the attention mask hides, never change. Techniques that choose samples or tokens see the noise.
-
-    It regularises and costs nothing that shows; it pays where texts are seen over and over.
-
-    Logged: ``share``, the share of the last micro-batch's tokens that are others now, and ``milliseconds``, what it took of
-    the host.
+    It logs ``share``, the fraction of tokens in the last micro-batch that changed, and ``milliseconds``, the host time of the
+    augmentation.
 
     Args:
-        rate: ``gamma``, the chance of a token to be noise, in [0, 1]: 0.1 to 0.3 in the paper. 0 is plain training.
-        noise: "unigram" for draws of the frequencies, "blank" for the blank.
-        blank_token_id: the blank; None takes the mask token of a Hugging Face config in the module.
-        special_tokens: tokens that never change; None takes those that a Hugging Face config names.
-        until: the share of the budget in [0, 1] from which on texts are left alone; 0 is plain training.
-        keys: names or positions of the tokens (B, T) in the batch; None takes ``input_ids``, or the only tensor (B, T) of
-            integers that is no label, and not called a mask, a position or a type.
-        labels: names or positions of the labels in the batch; None looks for what the step's losses have as targets.
+        rate: the probability that a token is replaced. The paper uses 0.1 to 0.3. 0 is plain training.
+        noise: the source of new tokens. "unigram" draws from the token frequencies, "blank" uses the blank token.
+        blank_token_id: the blank token, for ``noise="blank"``. None takes the mask token of a Hugging Face config in the
+            module.
+        special_tokens: the tokens that never change. None takes those of a Hugging Face config in the module.
+        until: the fraction of the budget after which texts are left unchanged. 0 is plain training.
+        keys: the names or positions of the tokens (B, T) in the batch. None takes ``input_ids``, or the only integer tensor
+            (B, T) whose name is not that of a label, a mask, a position or a type.
+        labels: the names or positions of the labels in the batch. None takes the tensors that are targets of the step's losses.
 
     Raises:
-        ValueError: if an argument is out of its range; at setup, for ``until`` below 1 in a run without an end, or where no
-            blank is known; at the first batch, before any weight has changed, if it holds no such tokens, if they are the
-            step's labels, too, or if the step's loss on labels cannot be seen.
+        ValueError: for a value out of range. At setup, if ``until`` is below 1 and the run has no end, or if no blank token is
+            known. At the first batch, before any weight changes, if it holds no tokens, if the tokens are also the labels, or
+            if no loss call on the labels is visible.
 
-    Sources:
-        Xie et al. 2017, arXiv:1703.02573.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[TokenNoise(0.1)])
+
+    References:
+        Xie et al. 2017, "Data Noising as Smoothing in Neural Network Language Models", arXiv:1703.02573.
     """
 
-    saves: ClassVar[str] = "nothing of a step: it regularises, for a better end of training on few texts"
     paper: ClassVar[str] = "Xie et al. 2017, arXiv:1703.02573"
     constraints: ClassVar[str] = (
-        "automatic optimization; tokens (B, T) of integers, and labels apart from them; a loss of torch.nn.functional"
+        "needs automatic optimization, integer tokens (B, T), labels in another tensor and a loss of torch.nn.functional"
     )
-    needs: ClassVar[Need] = Need.CALLS | Need.STEP
     survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"rate": Uniform(0.02, 0.3, log=True), "until": Choice((0.8, 1.0))}, _pointless
+        {"rate": Uniform(0.02, 0.3, log=True), "until": Choice((0.8, 1.0))}, no_text
     )
-    control: ClassVar[Control] = Control("no augmentation: the baseline for as many seconds")
     conflicts: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("SpanMasking", "MaskRateSchedule"), "what it hides, and asks for, would be noise"
+        ("SpanMasking", "MaskRateSchedule"), "the tokens that it hides and predicts would be noise"
     )
 
     def __init__(
         self,
-        rate: float = 0.1,
+        rate: Annotated[float, Fraction()] = 0.1,
         *,
-        noise: str = "unigram",
-        blank_token_id: int | None = None,
-        special_tokens: Sequence[int] | None = None,
-        until: float = 1.0,
-        keys: Sequence[str | int] | None = None,
-        labels: Sequence[str | int] | None = None,
+        noise: Literal["unigram", "blank"] = "unigram",
+        blank_token_id: TokenId = None,
+        special_tokens: SpecialTokens = None,
+        until: Until = 1.0,
+        keys: Keys = None,
+        labels: Keys = None,
     ) -> None:
-        check_number(rate, who=WHO, name="rate", low=0, high=1, what="the chance of a token; 0 is plain training")
-        if noise not in NOISES:
-            raise ValueError(f"{WHO}({noise=}): expected one of {', '.join(map(repr, NOISES))}.")
-        check_ids(blank_token_id, who=WHO, name="blank_token_id")
-        check_ids(special_tokens, who=WHO, name="special_tokens")
         if blank_token_id is not None and noise != "blank":
             raise ValueError(
-                f"{WHO}({noise=}, {blank_token_id=}): noise of this kind has no blank; expected noise='blank', or no blank."
+                f"{WHO}({noise=}, {blank_token_id=}): only noise='blank' has a blank token. Set noise='blank', or leave"
+                " blank_token_id out."
             )
-        check_names(labels, who=WHO, name="labels")
-        super().__init__(prob=1.0, until=until, keys=keys)
+        super().__init__(prob=1.0, until=until, keys=keys, special_tokens=special_tokens, labels=labels)
         self.rate = rate
-        self.noise = noise
+        self.noise: Literal["unigram", "blank"] = noise
         self.blank_token_id = blank_token_id
-        self.special_tokens = None if special_tokens is None else list(special_tokens)
-        self.labels = None if labels is None else list(labels)
         self._blank: int | None = None
         self._special = torch.tensor([], dtype=torch.int64)
-
-    @override
-    def _reset(self) -> None:
-        super()._reset()
-        self._checked = False
 
     @property
     @override
@@ -141,58 +121,33 @@ class TokenNoise(Augmentation):
     # -- the run
 
     @override
-    def attach(self, session: Session) -> None:
-        super().attach(session)
-        self._targets = Targets(session, WHO, self.labels)
-
-    @override
     def on_model(self, session: Session) -> None:
-        configs = [m.config for m in session.module.modules() if hasattr(m, "config")]
         if self.noise == "blank":
-            found = [self.blank_token_id, *(getattr(config, "mask_token_id", None) for config in configs)]
-            self._blank = next((t for t in found if isinstance(t, int)), None)
+            known = [getattr(config, "mask_token_id", None) for config in configs(session.module)]
+            self._blank = next((t for t in (self.blank_token_id, *known) if isinstance(t, int)), None)
             if self._blank is None:
                 raise ValueError(
-                    f"{WHO}(noise='blank'): no config in {type(session.module).__name__} names a mask_token_id; expected the"
-                    " token that stands for none. Give blank_token_id=, such as the tokenizer's for unknown words."
+                    f"{WHO}(noise='blank'): no config in {type(session.module).__name__} has a mask_token_id. Give the blank"
+                    " token with blank_token_id=, for example the tokenizer's unk_token_id."
                 )
-        named = configured_special_tokens(session.module) if self.special_tokens is None else self.special_tokens
-        self._special = torch.tensor(named, dtype=torch.int64)
-        rank_zero_info(f"{WHO}: never changed are {named or 'no'} tokens.")
+        self._special = torch.tensor(self._protected(session), dtype=torch.int64)
 
     @override
-    def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
-        if not self._checked:
-            on_all_ranks(self.session, lambda: found_tokens(batch, self.keys, who=WHO))
-            labels = self._targets.labels(step, batch)
-            if not labels:  # the step skips this batch
-                self._note(0.0)
-                return proceed(batch)
-            on_all_ranks(self.session, lambda: self._apart(batch, labels))
-            self._checked = True
-        return super()._link(step, batch, proceed)
-
-    def _apart(self, batch: Any, labels: Mapping[str, Tensor]) -> None:
-        """Raise ``ValueError`` if tokens are labels, too."""
+    def look(self, step: Step, batch: Any) -> None:
+        labels = self._targets.labels(step, batch)
         shared = [path for path, _ in found_tokens(batch, self.keys, who=WHO) if path in labels]
         if shared:
             raise ValueError(
-                f"{WHO}: the tokens {', '.join(p or 'the batch itself' for p in shared)} are the labels of training_step, too,"
-                " which would be asked for the noise; expected labels apart. Let the loader give the tokens once more, as"
-                " labels, or take the technique out."
+                f"{WHO}: the tokens {', '.join(p or 'the batch itself' for p in shared)} are also the labels of training_step,"
+                f" so it would learn to predict the noise. Let the loader return the tokens twice, also as labels, or remove"
+                f" {WHO}."
             )
 
     @override
-    def change(self, step: Step, batch: Any, generator: Generator) -> tuple[Any, float] | None:
-        named, found = tensors(batch), dict(found_tokens(batch, self.keys, who=WHO))
-        made: dict[str, Tensor] = {}
-        others = total = 0
-        for path, ids in found.items():
-            open_ = attended(ids, named)
-            if len(self._special):
-                open_ &= ~torch.isin(ids, self._special.to(ids.device))
-            made[path] = noised(ids, open_, self.rate, self._blank, generator)
-            others += int((made[path] != ids).sum())
-            total += ids.numel()
-        each = iter([made.get(path, t) for path, t in named])  # by place, since tokens and labels may be one tensor
-        return map_tensors(batch, lambda t: next(each)), others / max(total, 1)
+    def edit(
+        self, step: Step, batch: Any, path: str, ids: Tensor, named: list[tuple[str, Tensor]], generator: Generator
+    ) -> dict[str, Tensor]:
+        open_ = attended(ids, named)
+        if len(self._special):
+            open_ &= ~torch.isin(ids, self._special.to(ids.device))
+        return {path: noised(ids, open_, self.rate, self._blank, generator)}

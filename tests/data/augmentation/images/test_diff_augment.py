@@ -246,7 +246,7 @@ def test_the_network_that_judges_is_found_or_named() -> None:
         find_discriminator(Named("netD", "critic"), None)
     with pytest.raises(ValueError, match="no submodule is called a discriminator or critic in Named, which has judge"):
         find_discriminator(Named("judge"), None)
-    with pytest.raises(ValueError, match=r"discriminator='other'\): Named has no such submodule; it has judge"):
+    with pytest.raises(ValueError, match=r"discriminator='other'\): Named has no such submodule. .*it has judge"):
         find_discriminator(Named("judge"), "other")
 
 
@@ -264,8 +264,11 @@ def test_what_cannot_be_transformed_is_refused_before_any_weight_changes() -> No
     compiled = GAN()
     compiled.discriminator.compile(backend="eager")
     for net, message in (
-        (Uncalled(), "did not call 'discriminator' as a module on images in its first step"),
-        (Features(), r"'discriminator' was called on \(6, 8, 8\); expected one tensor \(B, C, H, W\)"),
+        (Uncalled(), "did not call 'discriminator' as a module in its first step"),
+        (
+            Features(),
+            r"'discriminator' was called on \(6, 8, 8\), and not on exactly one floating-point tensor of images",
+        ),
         (compiled, "the discriminator 'discriminator' is compiled as a whole"),
     ):
         before = flat(net).clone()
@@ -278,11 +281,11 @@ def test_what_cannot_be_transformed_is_refused_before_any_weight_changes() -> No
 
 def test_arguments() -> None:
     for policy in ("color", ["color", "color"], ["flip"]):
-        with pytest.raises(ValueError, match=r"DiffAugment\(policy="):
+        with pytest.raises(ValueError, match=r"DiffAugment\(policy=.*expected a list of some of 'color', .*each once"):
             eff.DiffAugment(policy=policy)
-    with pytest.raises(ValueError, match=r"DiffAugment\(span=0\): expected a number above 0"):
+    with pytest.raises(ValueError, match=r"DiffAugment\(span=0\): expected a finite number > 0"):
         eff.DiffAugment(span=0)
-    with pytest.raises(ValueError, match=r"DiffAugment\(discriminator=''\): expected the dotted path"):
+    with pytest.raises(ValueError, match=r"DiffAugment\(discriminator=''\): expected a dotted path"):
         eff.DiffAugment(discriminator="")
 
 

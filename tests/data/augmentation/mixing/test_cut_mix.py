@@ -70,7 +70,7 @@ def test_in_training_each_pixel_is_of_one_image_and_labels_go_by_area(per_sample
 
 
 def test_arguments() -> None:
-    with pytest.raises(ValueError, match=r"CutMix\(alpha=0\): expected a number above 0"):
+    with pytest.raises(ValueError, match=r"CutMix\(alpha=0\): expected a finite number > 0"):
         eff.CutMix(alpha=0)
 
 

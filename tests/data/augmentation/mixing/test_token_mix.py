@@ -143,7 +143,7 @@ def test_a_teacher_is_looked_at_alone() -> None:
 @pytest.mark.parametrize(
     ("teacher", "message"),
     [
-        (lambda x: x, r"the teacher returned \(6, 1, 8, 8\) for 6 images; expected maps \(6, h, w\)"),
+        (lambda x: x, r"the teacher returned \(6, 1, 8, 8\) for 6 images, not maps \(6, h, w\)"),
         (lambda x: None, "the teacher returned a NoneType for 6 images"),
         (lambda x: x[:, 0], "negative or not finite"),
         (lambda x: x[:, 0] / 0, "negative or not finite"),
@@ -167,9 +167,11 @@ def test_later_images_whose_maps_are_no_activations_count_by_their_tokens() -> N
         x[0] += 100.0
     one = technique(teacher=teacher)
     spied = Spied(one)
-    with pytest.warns(UserWarning, match="TokenMix: the teacher returned maps .* by their tokens alone") as told:
+    with pytest.warns(
+        UserWarning, match="TokenMix: the teacher returned maps .* by the number of their patches"
+    ) as told:
         net = train(Own(F.cross_entropy), one, data=data)
-    assert sum("by their tokens alone" in str(w.message) for w in told) == 1
+    assert sum("by the number of their patches" in str(w.message) for w in told) == 1
 
     def patches(images: Tensor) -> Tensor:
         return images.unfold(2, 2, 2).unfold(3, 2, 2).flatten(4)[:, 0]
@@ -204,9 +206,12 @@ def test_patches_are_those_of_the_modules_own_convolution() -> None:
 
 def test_arguments_and_control() -> None:
     for teacher in (None, "even", 3):
-        with pytest.raises(ValueError, match=r"TokenMix\(teacher=.*expected a teacher.*or teacher='uniform'"):
+        with pytest.raises(
+            ValueError,
+            match=r"TokenMix\(teacher=.*expected a module or function of images .*maps \(B, h, w\) or 'uniform'",
+        ):
             eff.TokenMix(teacher=teacher)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"TokenMix\(alpha=0\): expected a number above 0"):
+    with pytest.raises(ValueError, match=r"TokenMix\(alpha=0\): expected a finite number > 0"):
         eff.TokenMix(teacher="uniform", alpha=0)
     with pytest.raises(ValueError, match=r"TokenMix\(block=0\): expected an integer >= 1"):
         eff.TokenMix(teacher="uniform", block=0)

@@ -249,12 +249,15 @@ def test_a_classifier_of_texts_and_how_many_stay() -> None:
         ({"prob": -1}, r"prob=-1\)"),
         ({"operations": ["translate"]}, r"operations=\['translate'\]\): expected a list of some of 'replace'"),
         ({"operations": "swap"}, r"operations='swap'\)"),
-        ({"operations": ["insert"]}, r"operations=\['insert'\], synonyms=None\): insert need\(s\) synonyms"),
-        ({"synonyms": [1, 2]}, r"synonyms=list\): expected a mapping"),
-        ({"synonyms": {3: 4}}, r"synonyms=\{3: 4\}\): expected a list of tokens"),
-        ({"synonyms": {3: [-4]}}, r"synonyms=-4\): expected an integer >= 0"),
+        (
+            {"operations": ["insert"]},
+            r"operations=\['insert'\], synonyms=None\): there are no synonyms for insert\. Give synonyms=",
+        ),
+        ({"synonyms": [1, 2]}, r"synonyms=\[1, 2\]\): expected a mapping of token ids to lists of token ids"),
+        ({"synonyms": {3: 4}}, r"synonyms=\{3: 4\}\): expected a mapping of token ids to lists of token ids"),
+        ({"synonyms": {3: [-4]}}, r"synonyms=\{3: \[-4\]\}\): expected a mapping of token ids to lists of token ids"),
         ({"pad_token_id": -1}, r"pad_token_id=-1\): expected an integer >= 0"),
-        ({"special_tokens": ["a"]}, r"special_tokens='a'\)"),
+        ({"special_tokens": ["a"]}, r"special_tokens=\['a'\]\): expected a list of token ids, each an integer >= 0"),
         ({"keys": "input_ids"}, r"keys='input_ids'\): expected a list"),
     ],
 )
@@ -264,7 +267,9 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
 
 
 def test_padding_must_be_known_where_texts_become_shorter() -> None:
-    with pytest.raises(ValueError, match=r"names a pad_token_id, and delete change\(s\) the length"):
+    with pytest.raises(
+        ValueError, match=r"length of texts changes with delete, and no config in Seen has a pad_token_id"
+    ):
         train(Seen(), eff.EDA(), data=[make_batch("tiny_gpt")])
     train(Seen(), eff.EDA(operations=["swap"]), data=[make_batch("tiny_gpt")])
 
@@ -274,7 +279,7 @@ def test_a_mask_of_pairs_is_refused() -> None:
         **make_batch("tiny_gpt"),
         "mask": torch.ones(4, 1, 1, 1).expand(4, 1, *[make_batch("tiny_gpt")["labels"].shape[1]] * 2),
     }
-    with pytest.raises(ValueError, match=r"EDA: \['mask'\] .* says of pairs of tokens"):
+    with pytest.raises(ValueError, match=r"EDA: \['mask'\] .* is an attention mask of pairs of tokens"):
         train(Seen(), eff.EDA(pad_token_id=0), data=[batch])
 
 

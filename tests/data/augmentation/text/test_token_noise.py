@@ -144,7 +144,7 @@ def test_draws_follow_from_seed_and_step_and_end_with_until() -> None:
 @pytest.mark.parametrize(
     ("take", "batch", "message"),
     [
-        (lambda b: (b["x"], b["x"]), {"x": torch.ones(2, 5).long()}, r"\['x'\] are the labels of training_step, too"),
+        (lambda b: (b["x"], b["x"]), {"x": torch.ones(2, 5).long()}, r"\['x'\] are also the labels of training_step"),
         (
             lambda b: (b[0], b[2]),
             (torch.ones(2, 5).long(), torch.ones(2, 5).long(), torch.ones(2, 5).long()),
@@ -164,7 +164,7 @@ def test_what_cannot_be_noised_is_refused(take: Any, batch: Any, message: str) -
 
 
 def test_a_blank_must_be_known() -> None:
-    with pytest.raises(ValueError, match=r"TokenNoise\(noise='blank'\): no config in TinyGPT names a mask_token_id"):
+    with pytest.raises(ValueError, match=r"TokenNoise\(noise='blank'\): no config in TinyGPT has a mask_token_id"):
         train(module("tiny_gpt"), eff.TokenNoise(noise="blank"), data=[make_batch("tiny_gpt")])
     technique = eff.TokenNoise(noise="blank", blank_token_id=3, rate=0.5)
     net = Seen()
@@ -178,10 +178,13 @@ def test_a_blank_must_be_known() -> None:
     ("arguments", "message"),
     [
         ({"rate": 1.5}, r"rate=1.5\): expected a number in \[0, 1\]"),
-        ({"noise": "swap"}, r"noise='swap'\): expected one of 'unigram', 'blank'"),
+        ({"noise": "swap"}, r"noise='swap'\): expected 'unigram' or 'blank'"),
         ({"blank_token_id": -1}, r"blank_token_id=-1\): expected an integer >= 0"),
-        ({"blank_token_id": 3}, r"noise='unigram', blank_token_id=3\): noise of this kind has no blank"),
-        ({"special_tokens": [1, "a"]}, r"special_tokens='a'\): expected an integer"),
+        ({"blank_token_id": 3}, r"noise='unigram', blank_token_id=3\): only noise='blank' has a blank token"),
+        (
+            {"special_tokens": [1, "a"]},
+            r"special_tokens=\[1, 'a'\]\): expected a list of token ids, each an integer >= 0",
+        ),
         ({"keys": "input_ids"}, r"keys='input_ids'\): expected a list"),
         ({"labels": "labels"}, r"labels='labels'\): expected a list"),
         ({"until": -1}, r"until=-1\): expected a number in"),

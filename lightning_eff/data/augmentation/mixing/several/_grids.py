@@ -1,4 +1,4 @@
-"""Which of several inputs each block of a grid is taken from: labellings of little energy, of one grid or many at once."""
+"""Choose the input of each block of a grid: labellings of low energy, for one grid or several together."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -10,25 +10,25 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-_GAIN = 1e-12  # an energy that falls by less is the same but for rounding
-_ROUNDS = 64  # of expansions: an end that is never come to
+_GAIN = 1e-12  # a smaller decrease of the energy is rounding error
+_ROUNDS = 64  # a limit on expansions that is never reached
 
 
 @cache
 def neighbours(n: int, rows: int) -> Floats:
-    """Which of the n blocks of a grid, counted row after row, lie side by side: (n, n), of zeros and ones."""
+    """Return which of the n blocks of a grid, in row order, are adjacent: (n, n) zeros and ones."""
     row, column = np.divmod(np.arange(n), n // rows)
     away = np.abs(row[:, None] - row) + np.abs(column[:, None] - column)
     return (away == 1).astype(float)
 
 
 def potts(cost: Floats, rows: int, beta: float, labels: Integers) -> float:
-    """``sum_k c[z_k, k] + beta * #{neighbours k, k' : z_k != z_k'}``.
+    """Return ``sum_k c[z_k, k] + beta * #{neighbours k, k' : z_k != z_k'}``.
 
     Args:
-        cost: ``c``, (m, n): of each label in each of n blocks.
-        rows: of the grid.
-        beta: what a border between two blocks costs.
+        cost: ``c``, (m, n), the cost of each label in each of n blocks.
+        rows: the number of rows of the grid.
+        beta: the cost of a border between two blocks.
         labels: ``z``, (n,).
     """
     borders = (neighbours(len(labels), rows) * (labels[:, None] != labels)).sum() / 2
@@ -36,16 +36,16 @@ def potts(cost: Floats, rows: int, beta: float, labels: Integers) -> float:
 
 
 def least(cost: Floats, rows: int, beta: float) -> Integers:
-    """A labelling that no expansion of a label betters, from the cheapest label of each block on: (n,).
+    """Return a labelling that no expansion of a label improves, starting from the cheapest label of each block: (n,).
 
-    An expansion lets any set of blocks change to one label; the best set is found exactly (Boykov, Veksler & Zabih 2001), and
-    of all labels that which betters most goes first. With two labels, or ``beta`` 0, the labelling is the best one; with more
-    its energy is at most twice the least, where costs are not negative.
+    An expansion changes any set of blocks to one label. The best set is found exactly (Boykov, Veksler & Zabih 2001), and the
+    label with the largest improvement goes first. With two labels, or ``beta=0``, the labelling is optimal. With more labels
+    and nonnegative costs its energy is at most twice the optimum.
 
     Args:
         cost: ``c``, (m, n), as for :func:`potts`.
-        rows: of the grid.
-        beta: >= 0.
+        rows: the number of rows of the grid.
+        beta: the cost of a border, nonnegative.
     """
     labels = cost.argmin(axis=0)
     if beta == 0:
@@ -59,15 +59,15 @@ def least(cost: Floats, rows: int, beta: float) -> Integers:
 
 
 def _expansion(cost: Floats, rows: int, beta: float, labels: Integers) -> tuple[int, Bools, float]:
-    """The label whose best expansion lowers the energy most, which blocks have it then, (n,), and by how much it does."""
+    """Return the label whose best expansion lowers the energy most, the blocks that have it then, (n,), and the decrease."""
     at = np.arange(len(labels))
     beside = neighbours(len(labels), rows)
     alike = beside * (labels[:, None] == labels)
-    # f(S), of the blocks S that come to a label: the sum of own, less that of pull over pairs of blocks that then have it
+    # f(S) for the set S of blocks that change to a label: the sum of own, minus pull over pairs of blocks with that label
     pull = beta * (beside + alike)
     own = cost - cost[labels, at] + beta * alike.sum(axis=1)
     has = labels == np.arange(len(cost))[:, None]
-    # the least minimiser lies between two sets: blocks that come even beside none, and those that come beside all at best
+    # the minimiser lies between two sets: blocks that change even alone, and blocks that change if all others do
     low, high = has.copy(), np.ones_like(has)
     while True:
         lower = low | (high & (own - low @ pull < -_GAIN))
@@ -77,7 +77,7 @@ def _expansion(cost: Floats, rows: int, beta: float, labels: Integers) -> tuple[
         low, high = lower, higher
     between = high & ~low
     gain = _gain(low, has, own, pull)
-    # beyond low no set gains more than by those that lose alone and with half of what draws them to each other
+    # an upper bound of the gain of any set that contains low
     alone = own - low @ pull - between @ pull / 2
     most = gain - np.where(between, np.minimum(alone, 0.0), 0.0).sum(axis=1)
     open_to = np.flatnonzero(between.any(axis=1) & (most > max(gain.max(), _GAIN)))
@@ -89,18 +89,18 @@ def _expansion(cost: Floats, rows: int, beta: float, labels: Integers) -> tuple[
 
 
 def _gain(held: Bools, has: Bools, own: Floats, pull: Floats) -> Floats:
-    """By how much the energy falls where the blocks ``held`` have a label, and those that ``has`` says have it now: (m,)."""
+    """Return the decrease of the energy if the blocks ``held`` have a label that the blocks ``has`` have now: (m,)."""
     comes = held & ~has
     return ((0.5 * comes + has) @ pull * comes - own * comes).sum(axis=1)
 
 
 def _cheapest(own: Floats, has: Bools, pull: Floats, rows: int) -> Bools:
-    """For each label the sets of least ``f``, that hold what has it: (m, n). Block after block, by what the last row holds."""
+    """Return for each label the set with the smallest ``f`` that contains ``has``: (m, n), by dynamic programming over rows."""
     m, n = own.shape
     width = n // rows
-    states = np.arange(2 ** (width - 1))  # which of the last blocks are in: the last one is the lowest bit
+    states = np.arange(2 ** (width - 1))  # which of the last blocks are in the set; the last one is the lowest bit
     left = (states & 1 if width > 1 else np.zeros_like(states)).astype(float)
-    value = np.full((m, 2, len(states)), np.inf)  # the highest bit, the block above, apart
+    value = np.full((m, 2, len(states)), np.inf)  # the second dimension is the highest bit, the block above
     value[:, 0, 0] = 0.0
     above_was_in = np.empty((n, m, len(states), 2), dtype=bool)
     for k in range(n):
@@ -124,12 +124,12 @@ def _cheapest(own: Floats, has: Bools, pull: Floats, rows: int) -> Bools:
 
 @dataclass(frozen=True)
 class Weights:
-    """What the terms of :func:`energy` weigh, for grids of any size.
+    """The weights of the terms of :func:`energy`, for grids of any size.
 
     Attributes:
-        beta: of borders between blocks of one grid that are of two inputs, each ``beta / n`` for n blocks.
-        gamma: of blocks of one input in two grids, each ``gamma / n``.
-        tau: how many grids' worth of blocks of one input the other grids may have before that counts.
+        beta: the weight of borders between blocks of different inputs. Each costs ``beta / n`` for n blocks.
+        gamma: the weight of blocks of one input in two grids. Each costs ``gamma / n``.
+        tau: the number of grids' worth of blocks of one input that the other grids may have without penalty.
     """
 
     beta: float
@@ -137,25 +137,25 @@ class Weights:
     tau: float
 
     def penalty(self, cost: Floats, compatible: Floats, taken: Floats) -> Floats:
-        """``gamma / n * h(A t)`` with ``h(x) = x`` where ``x > tau n``, and 0 elsewhere: of ``t`` blocks taken, (..., m)."""
+        """Return ``gamma / n * h(A t)`` for ``t`` blocks taken, (..., m), with ``h(x) = x`` if ``x > tau n``, otherwise 0."""
         n = cost.shape[1]
         much = taken @ compatible
         return self.gamma / n * np.where(much > self.tau * n, much, 0.0)
 
 
 def counts(grids: Integers, inputs: int) -> Floats:
-    """``o_j``: how many blocks of each grid are of each input, (m', m), of grids (m', n)."""
+    """Return ``o_j``, the number of blocks of each input in each grid: (m', m), for grids (m', n)."""
     return (grids[:, :, None] == np.arange(inputs)).sum(axis=1).astype(float)
 
 
 def energy(grids: Integers, cost: Floats, rows: int, compatible: Floats, weights: Weights) -> float:
-    """``sum_j [ sum_k c[z_jk, k] + beta / n * #borders_j + gamma / n * o_j . h(A sum_{i != j} o_i) ]``.
+    """Return ``sum_j [ sum_k c[z_jk, k] + beta / n * #borders_j + gamma / n * o_j . h(A sum_{i != j} o_i) ]``.
 
     Args:
-        grids: ``z``, (m', n): the input that each block of each grid is of.
+        grids: ``z``, (m', n), the input of each block of each grid.
         cost: ``c``, (m, n).
-        rows: of each grid.
-        compatible: ``A``, (m, m), symmetric: what a block of one input costs beside one of another in another grid.
+        rows: the number of rows of each grid.
+        compatible: ``A``, (m, m), symmetric: the cost of a block of one input given a block of another in another grid.
         weights: ``beta``, ``gamma`` and ``tau``.
     """
     own = counts(grids, len(cost))
@@ -167,19 +167,19 @@ def energy(grids: Integers, cost: Floats, rows: int, compatible: Floats, weights
 def together(
     cost: Floats, rows: int, compatible: Floats, weights: Weights, start: Integers, iterations: int
 ) -> Integers:
-    """Grids of little :func:`energy`: each in turn the best beside the others as they are, some times over. (m', n).
+    """Find grids of low :func:`energy` by optimising one grid at a time, given the others: (m', n).
 
-    A grid ``z_j`` beside the others minimises ``c + 2 gamma / n * h(A sum_{i != j} o_i)`` with its borders: the derivative of
-    what couples the grids, which is supermodular, stands for it. Kept is what of all iterations has the least energy, or what
-    has the cheapest input in each block, if that has less.
+    Given the others, a grid ``z_j`` minimises ``c + 2 gamma / n * h(A sum_{i != j} o_i)`` plus its borders. This uses the
+    derivative of the supermodular term that couples the grids. The result is the best of all iterations and of the grids that
+    have the cheapest input in each block.
 
     Args:
         cost: ``c``, (m, n).
-        rows: of each grid.
+        rows: the number of rows of each grid.
         compatible: ``A``, as for :func:`energy`.
         weights: ``beta``, ``gamma`` and ``tau``.
-        start: the first grids, (m', n).
-        iterations: how often each grid is made anew, at most.
+        start: the initial grids, (m', n).
+        iterations: the largest number of times that each grid is optimised.
     """
     n = cost.shape[1]
     kept = np.broadcast_to(cost.argmin(axis=0), start.shape).copy()

@@ -1,4 +1,4 @@
-"""Masks with which a teacher sees the classes of several images in their mixture, and how they are looked for."""
+"""Masks with which a teacher recognises the classes of several images in their mixture, and the search for them."""
 
 import math
 from collections.abc import Callable
@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_LEAST, _MOST = 1e-4, 2000.0  # of a step's length
+_LEAST, _MOST = 1e-4, 2000.0  # bounds of the length of a step
 
 
 def masks_of(m: Tensor, side: tuple[int, int]) -> Tensor:
-    """``M_k = sigmoid(up(m_k)) / sum_j sigmoid(up(m_j))``: they sum to 1 in each pixel. (B, K, H, W).
+    """Return ``M_k = sigmoid(up(m_k)) / sum_j sigmoid(up(m_j))``, which sum to 1 in each pixel: (B, K, H, W).
 
     Args:
-        m: what is looked for, (B, K, h, w); ``up`` enlarges it, bilinear.
+        m: the parameters of the masks, (B, K, h, w). ``up`` is bilinear interpolation.
         side: H and W.
     """
     masks = F.interpolate(m, side, mode="bilinear", align_corners=False).sigmoid()
@@ -23,12 +23,12 @@ def masks_of(m: Tensor, side: tuple[int, int]) -> Tensor:
 
 
 def blended(x: Tensor, masks: Tensor) -> Tensor:
-    """``sum_k M_k x_k``, (B, C, H, W), of ``x`` (B, K, C, H, W) and masks (B, K, H, W)."""
+    """Return ``sum_k M_k x_k``, (B, C, H, W), for ``x`` (B, K, C, H, W) and masks (B, K, H, W)."""
     return (masks[:, :, None] * x).sum(dim=1)
 
 
 def smoothed(g: Tensor, sigma: float) -> Tensor:
-    """Each map of ``g`` (B, K, h, w) after a Gaussian of the deviation ``sigma`` over ``5 sigma`` pixels; zeros lie around."""
+    """Smooth each map of ``g`` (B, K, h, w) with a Gaussian filter over ``5 sigma`` pixels, padded with zeros."""
     if sigma == 0:
         return g
     half = int(5 * sigma) // 2
@@ -41,12 +41,12 @@ def smoothed(g: Tensor, sigma: float) -> Tensor:
 
 
 def objective(scores: Tensor, target: Tensor, masks: Tensor, sparsity: float) -> Tensor:
-    """``KL(y || softmax(f)) + lambda_s mean |M (M - 1)|`` of each sample, (B,).
+    """Return ``KL(y || softmax(f)) + lambda_s mean |M (M - 1)|`` of each sample, (B,).
 
     Args:
-        scores: ``f``, of the mixtures, (B, C).
-        target: ``y``, of sum 1, (B, C).
-        masks: ``M``, (B, K, H, W): the second term is 0 where each pixel is of one image.
+        scores: ``f``, the teacher's scores for the mixtures, (B, C).
+        target: ``y``, with sum 1, (B, C).
+        masks: ``M``, (B, K, H, W). The second term is 0 if each pixel is taken from one image.
         sparsity: ``lambda_s``.
     """
     divergence = F.kl_div(scores.log_softmax(dim=1), target, reduction="none").sum(dim=1)
@@ -54,13 +54,15 @@ def objective(scores: Tensor, target: Tensor, masks: Tensor, sparsity: float) ->
 
 
 def newton(m: Tensor, value: Tensor, gradient: Tensor, sigma: float) -> Tensor:
-    """``m - |L| / <g, G g> * G g`` for each sample, where a linear ``L`` would be 0: (B, K, h, w).
+    """Return ``m - |L| / <g, G g> * G g`` for each sample, the zero of a linear ``L``: (B, K, h, w).
+
+    The factor is clamped to [0.0001, 2000].
 
     Args:
         m: (B, K, h, w).
         value: ``L``, (B,).
-        gradient: ``g``, of ``L`` in ``m``.
-        sigma: of ``G``, :func:`smoothed`. The factor is held between 0.0001 and 2000.
+        gradient: ``g``, the gradient of ``L`` with respect to ``m``.
+        sigma: the standard deviation of the filter ``G``, see :func:`smoothed`.
     """
     direction = smoothed(gradient, sigma)
     length = value.abs() / ((gradient * direction).sum(dim=(1, 2, 3)) + 1e-10)
@@ -68,7 +70,7 @@ def newton(m: Tensor, value: Tensor, gradient: Tensor, sigma: float) -> Tensor:
 
 
 def sees(scores: Tensor, wanted: Tensor) -> Tensor:
-    """Whether the largest of each sample's scores (B, C) are those of the ``wanted`` classes, (B, C) of bool: (B,)."""
+    """Return whether the ``wanted`` classes, (B, C) bool, have the largest of each sample's scores (B, C): (B,)."""
     low = scores.masked_fill(~wanted, math.inf).amin(dim=1)
     high = scores.masked_fill(wanted, -math.inf).amax(dim=1)
     return (low > high) & scores.isfinite().all(dim=1)
@@ -76,13 +78,13 @@ def sees(scores: Tensor, wanted: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Found:
-    """What :func:`search` found.
+    """The result of :func:`search`.
 
     Attributes:
         masks: (B, K, H, W).
-        accepted: for which samples the teacher sees the classes of all images, (B,).
-        seen: the class that it finds most likely in each accepted mixture, (B,).
-        passes: of the teacher.
+        accepted: for which samples the teacher recognises the classes of all images, (B,).
+        seen: the most likely class of each accepted mixture, (B,).
+        passes: the number of passes of the teacher.
     """
 
     masks: Tensor
@@ -102,20 +104,20 @@ def search(
     iterations: int,
     tolerance: float,
 ) -> Found:
-    """Masks with which the teacher sees all images' classes, from even ones on, by :func:`newton` on :func:`objective`.
+    """Find masks with which the teacher recognises the classes of all images, by steps of :func:`newton`.
 
-    Each pass takes the samples that are not accepted yet, and steps on from where the teacher did not see their classes. It
-    ends when at most ``tolerance`` of the samples are left, or after so many ``iterations``.
+    The search starts from uniform masks and minimises :func:`objective`. Each pass takes the samples that are not yet accepted.
+    The search ends when at most the fraction ``tolerance`` of the samples is left, or after ``iterations`` steps.
 
     Args:
-        teacher: of images, scores (B, C), with a gradient.
-        x: the images that are mixed, (B, K, C', H, W).
+        teacher: returns scores (B, C) of images, with a gradient.
+        x: the images to mix, (B, K, C', H, W).
         target: ``y``, (B, C), above 0 for the classes of the images.
-        mask: rows and columns of what is enlarged.
-        sigma: of the gradient's smoothing.
+        mask: the number of rows and columns of a mask before it is enlarged.
+        sigma: the standard deviation of the gradient's filter.
         sparsity: ``lambda_s``.
-        iterations: steps, at most.
-        tolerance: a share of the samples.
+        iterations: the largest number of steps.
+        tolerance: the fraction of samples that may be left.
     """
     side, size = (x.shape[-2], x.shape[-1]), len(x)
     m = x.new_zeros(size, x.shape[1], mask, mask)
@@ -128,7 +130,7 @@ def search(
             scores = teacher(blended(x[left], masks))
             value = objective(scores, target[left], masks, sparsity)
         passes += 1
-        if passes > 1:  # even masks are where it begins, and are not looked at
+        if passes > 1:  # the uniform masks of the first pass are never accepted
             accepted[left] = sees(scores.detach(), wanted[left])
             seen[left] = scores.detach().argmax(dim=1)
             if int((~accepted).sum()) <= int(tolerance * size) or passes > iterations:

@@ -348,7 +348,7 @@ def test_what_has_no_gradient_or_too_few_pixels_is_refused_before_any_weight_cha
 
     few = [(torch.randn(SIZE, 1, 3, SIDE), torch.zeros(SIZE).long())]
     for net, data, message in (
-        (Rounds(F.cross_entropy), None, "the loss does not come of the images"),
+        (Rounds(F.cross_entropy), None, "the loss has no gradient with respect to the images"),
         (Own(F.cross_entropy), few, r"\(blocks=4\): images of 3 x 8 pixels have fewer pixels than blocks"),
     ):
         before = [p.clone() for p in net.parameters()]
@@ -361,9 +361,9 @@ def test_what_has_no_gradient_or_too_few_pixels_is_refused_before_any_weight_cha
     ("arguments", "message"),
     [
         ({"part": 1}, r"part=1\): expected an integer >= 2"),
-        ({"blocks": 9}, r"blocks=9\): expected an integer from 2 to 8"),
+        ({"blocks": 9}, r"blocks=9\): expected an integer in \[2, 8\]"),
         ({"rounds": 0}, r"rounds=0\): expected an integer >= 1"),
-        ({"alpha": 0}, r"alpha=0\): expected a number above 0"),
+        ({"alpha": 0}, r"alpha=0\): expected a finite number > 0"),
         ({"beta": -1}, r"beta=-1\): expected a finite number >= 0"),
         ({"omega": 2}, r"omega=2\): expected a number in \[0, 1\]"),
     ],

@@ -416,11 +416,11 @@ def _before_any_weight_changes(net: Any, one: Any, message: str, data: Any = Non
     [
         (
             lambda x: x,
-            r"the teacher returned \(6, 1, 8, 8\) float32 for 6 images; expected a score for each class, \(6, cl",
+            r"the teacher returned \(6, 1, 8, 8\) float32 for 6 images, not one score per class, \(6, cl",
         ),
         (lambda x: None, "the teacher returned NoneType for 6 images"),
         (lambda x: x.mean((2, 3)), r"the teacher returned \(6, 1\) float32"),
-        (lambda x: quadrants(x.detach()), "the teacher's scores do not come of the images"),
+        (lambda x: quadrants(x.detach()), "the teacher's scores have no gradient with respect to the images"),
         (lambda x: quadrants(x) / 0, "the teacher returned scores that are not finite"),
         (lambda x: quadrants(x)[:, :3], r"the teacher has 3 classes, and F.cross_entropy has 4"),
     ],
@@ -445,14 +445,17 @@ def test_what_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"teacher": None}, r"teacher=None\): expected a teacher"),
+        (
+            {"teacher": None},
+            r"teacher=None\): expected a module or function of images .*one score per class.*CutMix needs no teacher",
+        ),
         ({"k": 1}, r"k=1\): expected an integer >= 2"),
         ({"mask": 0}, r"mask=0\): expected an integer >= 1"),
         ({"iterations": 0}, r"iterations=0\): expected an integer >= 1"),
-        ({"alpha": 0}, r"alpha=0\): expected a number above 0"),
+        ({"alpha": 0}, r"alpha=0\): expected a finite number > 0"),
         ({"sigma": -1}, r"sigma=-1\): expected a finite number >= 0"),
-        ({"tolerance": 1}, r"tolerance=1\): expected less than 1"),
-        ({"targets": "soft"}, r"targets='soft'\): expected one of 'teacher', 'mixed'"),
+        ({"tolerance": 1}, r"tolerance=1\): expected a number in \[0, 1\)"),
+        ({"targets": "soft"}, r"targets='soft'\): expected 'teacher' or 'mixed'"),
     ],
 )
 def test_arguments(arguments: Any, message: str) -> None:
