@@ -13,6 +13,7 @@ import torch
 from lightning_eff._core._arguments.declared import aliases_of, arguments_of, declared
 from lightning_eff._core._arguments.kinds import (
     Alias,
+    BatchKeys,
     Count,
     Each,
     Either,
@@ -52,6 +53,7 @@ class Plain:
         betas: Annotated[tuple[float, float], Each(Fraction(below=1), length=2)] = (0.9, 0.99),
         loss: Annotated[Any, Function("(module, batch)")] = None,
         interval: Annotated[int | str, Either(OneOf("epoch"), Count())] = "epoch",
+        labels: Annotated[Sequence[str | int], BatchKeys()] | None = None,
     ) -> None:
         self.settings = {
             "keep": keep,
@@ -60,6 +62,7 @@ class Plain:
             "adaptive": adaptive,
             "names": names,
             "interval": interval,
+            "labels": labels,
         }
         self.betas = betas
 
@@ -105,6 +108,9 @@ class Plain:
         ("betas", 0.9, "Plain(betas=0.9): expected 2 values"),
         ("interval", 0, "Plain(interval=0): expected 'epoch' or an integer >= 1. The default is 'epoch'."),
         ("interval", "batch", "Plain(interval='batch'): expected 'epoch' or an integer >= 1"),
+        ("labels", "y", "Plain(labels='y'): expected a list of names or positions in the batch, or None."),
+        ("labels", [], "Plain(labels=[]): expected a list of names or positions in the batch, or None. For example ["),
+        ("labels", [True], "Plain(labels=[True]): expected a list of names or positions"),
         ("loss", 3, "Plain(loss=3): expected a function of (module, batch)."),
     ],
 )
@@ -126,6 +132,7 @@ def test_other_values_are_refused_in_one_form(argument: str, value: Any, message
         ("adaptive", np.bool_(True), True),
         ("names", ("a", "b"), ("a", "b")),
         ("names", [], []),
+        ("labels", ("y", np.int64(1)), ["y", 1]),
         ("interval", np.int32(7), 7),
         ("interval", "epoch", "epoch"),
     ],

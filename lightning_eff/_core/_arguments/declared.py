@@ -107,7 +107,7 @@ def meaning_of(cls: type, name: str) -> str:
     """What an argument is, from the class's docstring: the first sentence of its entry, without the range behind it."""
     doc = inspect.getdoc(cls) or ""
     found = re.search(rf"^ +{re.escape(name)}: (.+?)(?:\.\s|\.$|;|\n\n|\n +\w+: |\n\w+:\n|\Z)", doc, re.S | re.M)
-    text = " ".join(found[1].split()).rstrip(".") if found else ""
+    text = " ".join(found[1].replace("``", "").split()).rstrip(".") if found else ""
     return re.sub(r",? (?:in [(\[]-?\d\S*, \S+[)\]]|(?:[<>]=?|at least|from) -?\d\S*(?: on)?)$", "", text)
 
 
