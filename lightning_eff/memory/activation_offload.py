@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import Count
+from lightning_eff._core._arguments.kinds import Count, Either, Number, OneOf
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core.batches import tensors
 from lightning_eff._core.blocks import refuse_compiled_around, untraced_hooks
@@ -19,7 +19,6 @@ from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step, snapshot
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.memory._compression.saved import is_weight_copy
-from lightning_eff.memory._hosting.arguments import BytesOrInfinity
 from lightning_eff.memory._hosting.host import HostStore, Ticket, can_leave
 from lightning_eff.memory._hosting.staying import Staying
 
@@ -137,7 +136,7 @@ class ActivationOffload(Technique):
     def __init__(
         self,
         *,
-        min_bytes: Annotated[float, BytesOrInfinity()] = 2**20,
+        min_bytes: Annotated[float, Either(Number(at_least=1), OneOf(math.inf))] = 2**20,
         layers: str | None = None,
         prefetch: Annotated[int, Count(at_least=0)] = 1,
         pin_memory: bool = True,

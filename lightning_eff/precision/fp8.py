@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.declared import declared
 from lightning_eff._core._arguments.kinds import Count
+from lightning_eff._core._lightning.extras import install
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff.precision._linear.maps import LinearMap, Rule
 from lightning_eff.precision._linear.plugin import LinearPrecision, Skip
@@ -156,8 +157,8 @@ class FP8Precision(LinearPrecision):
         """Return the backend for a device."""
         if self.backend == "torchao" and not ao.installed():
             raise ImportError(
-                "FP8Precision(backend='torchao'): torchao is not installed. Install it: pip install"
-                ' "lightning-eff[torchao]". Or set backend="scaled_mm".'
+                "FP8Precision(backend='torchao'): torchao is not installed. Set backend='scaled_mm', or run in a clone of"
+                f" lightning_eff: {install('torchao')}"
             )
         blocks = self.scaling == "blockwise"
         if self.backend == "emulated" or (device.type == "cpu" and self.backend != "auto" and not blocks):

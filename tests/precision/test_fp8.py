@@ -399,7 +399,7 @@ def test_errors_at_setup(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "found no linear layer" in fails(plugin(skip=("head", "blocks")))
     assert "'block.0' names no module. Use 'head', 'small' or a dotted path" in fails(plugin(skip=("block.0",)))
     monkeypatch.setattr("lightning_eff.precision._scaling.ao.installed", lambda: False)
-    assert 'pip install "lightning-eff[torchao]"' in fails(FP8Precision(backend="torchao"))
+    assert "'.[torchao]'" in fails(FP8Precision(backend="torchao"))
     old = on_cuda(monkeypatch, (8, 0))
     for backend in ("auto", "scaled_mm"):
         with pytest.raises(ValueError, match=r"capability is 8\.0.*Use an NVIDIA GPU .* set backend='emulated'"):

@@ -1,5 +1,6 @@
 """The output layer and its cross-entropy in one kernel, on the positions that count (Izsak et al. 2021; Hsu et al. 2024)."""
 
+import math
 import sys
 import weakref
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import Count
+from lightning_eff._core._arguments.kinds import Count, Either, Number, OneOf
 from lightning_eff._core._needs.needs import Need, Part, Reasons
 from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core._stack.compiled import uncompiled
@@ -23,7 +24,6 @@ from lightning_eff._core.technique import Control, Technique
 from lightning_eff.data.tokens._head.calls import Node
 from lightning_eff.data.tokens._head.finding import Maps, Site, Window, reader, site_at
 from lightning_eff.data.tokens._head.loss import fused_loss
-from lightning_eff.data.tokens._texts.arguments import NumberOrInfinity
 
 WHO = "FusedLinearCrossEntropy"
 _MEND = (
@@ -133,7 +133,7 @@ class FusedLinearCrossEntropy(Technique):
         self,
         *,
         rows: Annotated[int, Count()] | None = None,
-        min_classes: Annotated[float, NumberOrInfinity(at_least=2)] = 2,
+        min_classes: Annotated[float, Either(Number(at_least=2), OneOf(math.inf))] = 2,
     ) -> None:
         self.rows = rows
         self.min_classes = min_classes
@@ -154,7 +154,7 @@ class FusedLinearCrossEntropy(Technique):
     @property
     @override
     def neutral(self) -> bool:
-        return self.min_classes == float("inf")
+        return self.min_classes == math.inf
 
     @override
     def attach(self, session: Session) -> None:

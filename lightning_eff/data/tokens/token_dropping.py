@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import Count, Fraction
+from lightning_eff._core._arguments.kinds import BatchKeys, Count, Fraction
 from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core._targets.calls import TargetCall
 from lightning_eff._core._targets.window import Targets
@@ -19,7 +19,7 @@ from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Su
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
-from lightning_eff.data.tokens._texts.arguments import BatchKeys, SpecialTokens
+from lightning_eff.data.tokens._texts.arguments import SpecialTokens
 from lightning_eff.data.tokens._texts.batches import SPECIAL, named_by_configs
 
 WHO = "TokenDropping"

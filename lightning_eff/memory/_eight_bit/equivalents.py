@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lightning_eff._core._lightning.extras import install
+
 Groups = list[dict[str, Any]]
 
 
@@ -124,7 +126,7 @@ def imported(package: str, extra: str, what: str) -> Any:
         return importlib.import_module(f"{package}.optim")
     except ImportError as error:
         raise ImportError(
-            f"{what} needs {package}, which cannot be imported ({error}). Install it: pip install 'lightning-eff[{extra}]'."
+            f"{what}: cannot import {package} ({error}). In a clone of lightning_eff, run: {install(extra)}"
         ) from error
 
 

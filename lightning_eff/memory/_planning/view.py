@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning_eff._core._lightning.extras import missing
 from lightning_eff.memory._planning.chain import Action, Event, Item, Keep, Segment, Stage, span
 
 if TYPE_CHECKING:
@@ -94,10 +95,7 @@ def draw(plan: Predicted, path: str | Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            'Plan.draw needs matplotlib, which is not installed. Install it: pip install "lightning-eff[bench]"',
-            name=error.name,
-        ) from error
+        raise ModuleNotFoundError(missing("Plan.draw", "matplotlib", "bench"), name=error.name) from error
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     _draw_blocks(plan, left)
